@@ -6,8 +6,7 @@ It relies on `AsyncLLM.errored`, `output_handler` and `shutdown`; and, of `engin
 A watch sees that its processes live, by `adapters.process_exit`, and that its threads listen and answer. In the
 engine's process a thread reads requests and another writes outputs; when an exception ends one of them, its sockets are
 closed, the process lives, `errored` stays False, and requests wait for ever. libzmq reports the closed connection. It
-relies on `engine_core.resources`, its sockets and `engine_dead`, and on `output_processor.propagate_error`. It can go
-when vLLM watches these threads.
+relies on `engine_core.resources`, its sockets and `engine_dead`, and on `output_processor.propagate_error`.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class ConnectionWatch:
             manager = self._llm.engine_core.resources.engine_manager
             how = self._processes.how(manager.finished_procs() if hasattr(manager, "finished_procs") else {})
             if how or now > self._since + WORD_SECONDS:
-                self._end(how or self._processes.which or self._thread)
+                self.end(how or self._processes.which or self._thread)
         return self.found
 
     def _is_wrong(self) -> bool:
@@ -87,7 +86,8 @@ class ConnectionWatch:
         self._since = self._since or time.monotonic()
         return True
 
-    def _end(self, what: str) -> None:
+    def end(self, what: str) -> None:
+        """End all running requests with EngineDeadError."""
         self.found = f"the vLLM engine has died{f': {what}' if what else ''}; {_LOG}"
         self._llm.engine_core.resources.engine_dead = True
         self._llm.output_processor.propagate_error(EngineDeadError())
@@ -265,19 +265,12 @@ class Connection:
                 self.told(EngineDied(self.watch.found))
 
     async def quiesce(self) -> None:
-        """Stop listening to the engine, so that its end is not reported as a crash; call it in its event loop.
-
-        Requests that still wait for it, as those of a server, end in an error, and further ones are refused: vLLM would
-        leave them without an answer for ever.
-        """
+        """Stop listening to the engine, so that its end is not reported as a crash; call it in its event loop."""
         self._closing = True
-        if (llm := self._llm) is None:
-            return
-        if (handler := llm.output_handler) is not None:
+        if self._llm is not None and (handler := self._llm.output_handler) is not None:
             handler.cancel()
             await asyncio.wait([handler])
-        llm.engine_core.resources.engine_dead = True
-        llm.output_processor.propagate_error(EngineDeadError())
+            self.watch.end("it was closed")  # or a server's requests, and those to come, would wait for ever
 
     def let_go(self, kill: Callable[[], object]) -> None:
         """Release vLLM's side of the engine, while `kill` kills its processes; callable from any thread. Idempotent.

@@ -171,9 +171,9 @@ def register_comparison(app: typer.Typer) -> None:
             typer.Option(help="Layers of feed-forward blocks (default: from seven before --layer to two after)."),
         ] = None,
         per_group: Annotated[int, typer.Option(min=0, help="Vectors of each group to multiply by matrices.")] = 5,
-        random: Annotated[int, typer.Option(min=2, help="Random vectors to multiply by matrices.")] = 20,
+        random: Annotated[int, typer.Option(min=2, help="Number of random vectors to multiply by matrices.")] = 20,
         nulls: Annotated[int, typer.Option(min=20, help="Random pairs of vectors to compare attention with.")] = 200,
-        seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+        seed: Annotated[int, typer.Option(help="Seed of the random draws.")] = 0,
         correction: Annotated[str, typer.Option(help="Correction of the tests: holm, bh or none.")] = "holm",
         level: Annotated[
             str | None,
@@ -248,7 +248,7 @@ def register(app: typer.Typer) -> None:
             ),
         ] = None,
         sae: Annotated[
-            Path | None, typer.Option(file_okay=False, help="Folder of an SAE of this layer and site.")
+            Path | None, typer.Option(file_okay=False, help="SAE of this layer and site: its folder.")
         ] = None,
         top: Annotated[int, typer.Option(min=1, help="Number of tokens, neurons and features listed per vector.")] = 8,
         random: Annotated[int, typer.Option(min=20, help="Number of random vectors to compare heads with.")] = 1000,

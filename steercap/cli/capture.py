@@ -165,10 +165,10 @@ def register(app: typer.Typer) -> None:
         "capture",
         examples=[
             'steercap capture "The capital of France is" --layers 8,16 --out out/paris',
-            "steercap capture --file prompts.txt --tokens generated --reduce mean --out out/means",
-            "steercap capture --file prompts.txt --codec full8 --out out/coded",
-            "steercap capture --chat --file questions.txt --sites attn_out,mlp_out --layers 4:20:2 --out out/blocks",
-            "steercap capture --file prompts.txt --attention 8 --layers 10:20 --out out/attention",
+            "steercap capture --prompts prompts.txt --tokens generated --reduce mean --out out/means",
+            "steercap capture --prompts prompts.txt --codec full8 --out out/coded",
+            "steercap capture --chat --prompts questions.txt --sites attn_out,mlp_out --layers 4:20:2 --out out/blocks",
+            "steercap capture --prompts prompts.txt --attention 8 --layers 10:20 --out out/attention",
             'steercap capture --chat "How was your day?" --project directions.safetensors --heat 18 --out out/day',
         ],
     )
@@ -195,7 +195,7 @@ def register(app: typer.Typer) -> None:
         heat: Annotated[
             int | None, typer.Option(help="Show the projections of this layer token by token; needs --project.")
         ] = None,
-        force: Annotated[bool, typer.Option("--force", help="Overwrite existing captures.")] = False,
+        force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
     ) -> None:
         r"""Generate text and save activations. Each prompt becomes one safetensors file with its rows, their positions
         and token ids, and the texts; CaptureHandle.load reads it, and steercap inspect shows it. There are prompt +
@@ -208,8 +208,8 @@ def register(app: typer.Typer) -> None:
         model.require_there()
         folder_ready(out)
         asked, params, spec = prompts.read(), sampling.params(), steer.spec()
-        if sampling.n > 1:
-            raise typer.BadParameter("capture keeps one answer per prompt; leave -n out", param_hint="-n")
+        if sampling.samples > 1:
+            raise typer.BadParameter("capture keeps one answer per prompt; leave --samples out", param_hint="--samples")
         if reduce is not None and reduce not in REDUCTIONS:
             raise typer.BadParameter(f"{reduce!r}; give {', '.join(REDUCTIONS)}", param_hint="--reduce")
         if heat is not None and project is None:

@@ -81,21 +81,21 @@ def _check(app: typer.Typer) -> None:
         app,
         "check",
         examples=[
-            "steercap codecs check smollm2 texts.jsonl --out codecs.json",
-            "steercap codecs check Qwen/Qwen3-8B texts.jsonl --directions calm.safetensors --layers 9,18 --out c.json",
-            "steercap codecs check smollm2 texts.jsonl --sites neurons --codec int4 --codec topk8,k=256 --out c.json",
+            "steercap codecs check texts.jsonl --out codecs.json",
+            "steercap codecs check texts.jsonl -m Qwen/Qwen3-8B --directions calm.safetensors --layers 9 --out c.json",
+            "steercap codecs check texts.jsonl --sites neurons --codec int4 --codec topk8,k=256 --out c.json",
         ],
     )
     async def check(
-        model: Annotated[str, typer.Argument(help="Model: hub name, path, or smollm2.")],
         texts: Annotated[
             Path,
             typer.Argument(
                 exists=True, dir_okay=False, help='Texts, one per line; in .jsonl with "labels": {"NAME": NUMBER}.'
             ),
         ],
+        options: ReachOptions,
         terminal: Terminal,
-        out: Annotated[Path, typer.Option(dir_okay=False, help="Output file of the chosen codecs: .json.")],
+        out: Annotated[Path, typer.Option(dir_okay=False, help="File for the chosen codecs: .json.")],
         sites: Annotated[str, typer.Option(help="Sites to judge, separated by commas.")] = "resid_post,neurons",
         layers: Annotated[str | None, typer.Option(help="Layers to judge (default: three, at the quarters).")] = None,
         codec: Annotated[
@@ -103,14 +103,10 @@ def _check(app: typer.Typer) -> None:
         ] = None,
         rows: Annotated[int, typer.Option(min=64, help="Maximum rows of each point.")] = 2000,
         directions: Annotated[Path | None, typer.Option(help="File of directions whose cosines must be kept.")] = None,
-        sae: Annotated[Path | None, typer.Option(help="Folder of an SAE to give decoded rows to.")] = None,
+        sae: Annotated[Path | None, typer.Option(help="SAE to give decoded rows to: its folder.")] = None,
         train_sae: Annotated[bool, typer.Option("--train-sae", help="Also train SAEs on raw and top-k rows.")] = False,
         seed: Annotated[int, typer.Option(min=0, help="Seed of pairs of rows, and of training.")] = 0,
-        engine_arg: Annotated[
-            list[str] | None,
-            typer.Option(metavar="KEY=VALUE", help="Argument of SteerModel, value in JSON; repeatable."),
-        ] = None,
-        force: Annotated[bool, typer.Option("--force", help="Overwrite the output file.")] = False,
+        force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
     ) -> None:
         """Choose the cheapest codec that preserves what you measure on rows of your own texts: ranks of neurons, scores
         of probes of the labels, cosines with directions, to a correlation of 0.95 with raw rows. --codec and
@@ -120,7 +116,6 @@ def _check(app: typer.Typer) -> None:
         from steercap.lab.measures.codec_check import CANDIDATES, check_codecs, check_labels, codings_of
         from steercap.saes.sae import SAE
 
-        options = ReachOptions(model, engine_arg=engine_arg)
         options.require_there()
         file_ready(out, extensions=[".json"])
         asked, labels, armed = texts_in(texts)[0], labels_in(texts), names_of(sites)

@@ -262,22 +262,16 @@ def register(app: typer.Typer) -> None:
         app,
         "collect",
         examples=[
-            "steercap collect corpus.jsonl out/corpus --layers 8,16 --context 512",
-            "steercap collect data/wiki out/sample --split train --layers 12 --one-in 8 --codec full8",
-            "steercap collect corpus.jsonl out/answers --layers 12 --tokens generated --max-tokens 64",
-            "steercap collect corpus.jsonl out/attention --layers 10:20 --attention 8",
-            "steercap collect corpus.jsonl s3://bucket/rows --layers 12 --ray 8 --ray-gpus 1 --ray-address auto",
+            "steercap collect corpus.jsonl --out out/corpus --layers 8,16 --context 512",
+            "steercap collect data/wiki --out out/sample --split train --layers 12 --one-in 8 --codec full8",
+            "steercap collect corpus.jsonl --out out/answers --layers 12 --tokens generated --max-tokens 64",
+            "steercap collect corpus.jsonl --out out/attention --layers 10:20 --attention 8",
+            "steercap collect corpus.jsonl --out s3://bucket/rows --layers 12 --ray 8 --ray-gpus 1 --ray-address auto",
             "steercap inspect out/corpus --verify",
         ],
     )
     async def collect(
         corpus: Annotated[str, typer.Argument(metavar="CORPUS", help="Corpus: a file, a folder or a glob pattern.")],
-        folder: Annotated[
-            str,
-            typer.Argument(
-                metavar="FOLDER", help="Output folder, or a URL; its credentials come from the environment."
-            ),
-        ],
         how: CorpusOptions,
         chosen: SampleOptions,
         steer: SteerOptions,
@@ -285,15 +279,21 @@ def register(app: typer.Typer) -> None:
         spread: RayOptions,
         model: ReachOptions,
         terminal: Terminal,
+        out: Annotated[
+            str,
+            typer.Option(metavar="PATH", help="Folder for the data set, or a URL; credentials are the environment's."),
+        ],
         layers: Annotated[str, typer.Option(help="Layers: all, 8, 8,16,-1 or 4:20:2.")] = "all",
         sites: Annotated[
             str, typer.Option(help="Sites: resid_pre, resid_post, attn_out, mlp_out, ..., separated by commas.")
         ] = "resid_post",
         max_tokens: Annotated[
-            int | None, typer.Option(min=1, help="Generate this many tokens after each document, and keep them too.")
+            int | None, typer.Option(min=1, help="Maximum tokens to generate after each document, which are kept too.")
         ] = None,
         temperature: Annotated[float, typer.Option(help="Sampling temperature for --max-tokens; 0 is greedy.")] = 1.0,
-        seed: Annotated[int, typer.Option(help="Sampling seed for --max-tokens; documents' seeds follow from it.")] = 0,
+        seed: Annotated[
+            int, typer.Option(help="Seed of sampling for --max-tokens; documents' seeds follow from it.")
+        ] = 0,
         shard_mb: Annotated[int, typer.Option(min=1, help="Rows per shard, in MiB.")] = 256,
         documents_per_shard: Annotated[
             int | None, typer.Option(min=1, help="Documents per shard (default: as many as fill --shard-mb).")
@@ -304,7 +304,7 @@ def register(app: typer.Typer) -> None:
         ] = None,
         concurrency: Annotated[
             int | None,
-            typer.Option(min=1, help="Windows read concurrently; 1 gives bit-identical results."),
+            typer.Option(min=1, help="Concurrent windows; 1 gives bit-identical results."),
         ] = None,
         verify: Annotated[
             bool, typer.Option("--verify", help="Check existing shards by SHA-256, and rewrite damaged ones.")
@@ -319,8 +319,8 @@ def register(app: typer.Typer) -> None:
         from steercap.lab.datasets.collecting import collect as collect_corpus
 
         model.require_there()
-        if "://" not in folder:
-            folder_ready(Path(folder), "FOLDER")
+        if "://" not in out:
+            folder_ready(Path(out))
         source, sample, spec = how.source(corpus), chosen.sample(stored.attention), steer.spec()
         check_sampling(temperature=temperature, seed=seed, max_tokens=max_tokens or 1)
         wanted = CaptureSpec(
@@ -343,7 +343,7 @@ def register(app: typer.Typer) -> None:
                 found = await collect_corpus(
                     open_model,
                     source,
-                    folder,
+                    out,
                     capture=wanted,
                     tokens=sample,
                     **cutting,

@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar, get_args, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Final, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -148,7 +149,10 @@ def _describe(run: Any, function: Callable[..., Any], groups: Mapping[str, Any])
 def _narrow(parameter: inspect.Parameter) -> inspect.Parameter:
     """Return the parameter with a short metavar: typer's own take too much of the help's 80 columns."""
     kind, *marks = get_args(parameter.annotation)
-    inner = next((part for part in get_args(kind) if part is not type(None)), kind)
+    optional = isinstance(kind, UnionType)
+    inner = next(part for part in get_args(kind) if part is not type(None)) if optional else kind
+    if get_origin(inner) is list:
+        (inner,) = get_args(inner)
     words = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
     if inner not in words or not isinstance(marks[0], OptionInfo) or marks[0].metavar:
         return parameter

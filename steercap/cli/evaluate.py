@@ -35,8 +35,10 @@ MaxTokens: TypeAlias = Annotated[int | None, typer.Option(min=1, help="Maximum t
 Temperature: TypeAlias = Annotated[
     float | None, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy (default).")
 ]
-Samples: TypeAlias = Annotated[int | None, typer.Option(min=1, help="Conversations per question (default 1).")]
-Seed: TypeAlias = Annotated[int | None, typer.Option(help="Sampling seed.")]
+Samples: TypeAlias = Annotated[
+    int | None, typer.Option(min=1, help="Number of answers, or conversations, per question (default 1).")
+]
+Seed: TypeAlias = Annotated[int | None, typer.Option(help="Seed of sampling.")]
 
 
 async def evaluated(
@@ -272,7 +274,9 @@ def register(app: typer.Typer) -> None:
     async def rollouts(
         model: ReachOptions,
         terminal: Terminal,
-        out: Annotated[Path, typer.Option(file_okay=False, help="Output folder, with a folder for each data set.")],
+        out: Annotated[
+            Path, typer.Option(file_okay=False, help="Folder for the results, one in it for each data set.")
+        ],
         config: Annotated[
             Path, typer.Argument(exists=True, dir_okay=False, metavar="YAML", help="Data sets, vectors.")
         ],

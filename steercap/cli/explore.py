@@ -52,10 +52,13 @@ def register(app: typer.Typer) -> None:
         browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
         engine_arg: Annotated[
             list[str] | None,
-            typer.Option(metavar="KEY=VALUE", help="Argument of SteerModel, value in JSON; repeatable."),
+            typer.Option(
+                metavar="KEY=VALUE", help="Argument of vLLM's engine or SteerModel, value in JSON; repeatable."
+            ),
         ] = None,
         vectors: Annotated[
-            list[str] | None, typer.Option(metavar="NAME=FILE", help="Vectors to project on and to steer with.")
+            list[str] | None,
+            typer.Option(metavar="NAME=FILE", help="File of vectors to project on and to steer with; repeatable."),
         ] = None,
         sae: Annotated[
             list[str] | None, typer.Option(metavar="NAME=FOLDER", help="SAE whose features are shown.")

@@ -15,7 +15,7 @@ from rich.text import Text
 from steercap.cli.command import command
 from steercap.cli.destinations import file_ready, folder_ready, may_replace
 from steercap.cli.engines import ReachOptions, say_why
-from steercap.cli.parsing import SteerAlone, sites_of
+from steercap.cli.parsing import SteerOptions, sites_of
 from steercap.cli.preflight import check_sampling, preflight, reached
 from steercap.cli.prompts import Prompt, PromptOptions, run_each
 from steercap.cli.terminal import Terminal
@@ -36,8 +36,10 @@ class SamplingOptions:
     temperature: Annotated[
         float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.", rich_help_panel=PANEL)
     ] = 0.0
-    seed: Annotated[int | None, typer.Option(help="Sampling seed.", rich_help_panel=PANEL)] = None
-    n: Annotated[int, typer.Option("-n", min=1, help="Number of answers per prompt.", rich_help_panel=PANEL)] = 1
+    seed: Annotated[int | None, typer.Option(help="Seed of sampling.", rich_help_panel=PANEL)] = None
+    samples: Annotated[
+        int, typer.Option(min=1, help="Number of answers per prompt (default 1).", rich_help_panel=PANEL)
+    ] = 1
 
     def params(self) -> dict[str, Any]:
         """Return the fields of vLLM's SamplingParams.
@@ -46,11 +48,11 @@ class SamplingOptions:
             typer.BadParameter: several answers that would be identical, or a number out of range.
         """
         check_sampling(temperature=self.temperature, seed=self.seed, max_tokens=self.max_tokens)
-        if self.n > 1 and not self.temperature:
+        if self.samples > 1 and not self.temperature:
             raise typer.BadParameter(
-                f"{self.n} answers at temperature 0 are all the same; give --temperature", param_hint="-n"
+                f"{self.samples} answers at temperature 0 are all the same; give --temperature", param_hint="--samples"
             )
-        return {"max_tokens": self.max_tokens, "temperature": self.temperature, "seed": self.seed, "n": self.n}
+        return {"max_tokens": self.max_tokens, "temperature": self.temperature, "seed": self.seed, "n": self.samples}
 
 
 class PrintedAnswer(msgspec.Struct, frozen=True):
@@ -188,25 +190,25 @@ def register(app: typer.Typer) -> None:
         "generate",
         examples=[
             'steercap generate "The capital of France is" --max-tokens 8',
-            'steercap generate --chat "How was your day?" --steer mood.safetensors --layer 18 --scale 2 --compare',
-            "steercap generate --file prompts.jsonl -n 4 --temperature 1 --out answers.jsonl -m Qwen/Qwen3-0.6B",
+            'steercap generate --chat "How was your day?" --steer mood.safetensors --steer-layers 18 --compare',
+            "steercap generate --prompts prompts.jsonl --samples 4 --temperature 1 --out answers.jsonl",
         ],
     )
     async def generate(
         prompts: PromptOptions,
         sampling: SamplingOptions,
-        steer: SteerAlone,
+        steer: SteerOptions,
         model: ReachOptions,
         terminal: Terminal,
         compare: Annotated[
             bool, typer.Option("--compare", help="Also generate without steering, and print both side by side.")
         ] = False,
         out: Annotated[Path | None, typer.Option(help="File for the answers: .jsonl.", dir_okay=False)] = None,
-        force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+        force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
     ) -> None:
         """Generate text, with or without steering. All prompts share batches. A steered text is printed only after
-        every edit that was asked for has been counted. Vectors are added at --layer, times --scale; a file of steering
-        says its own edits.
+        every edit that was asked for has been counted. Vectors are added at --steer-layers, times --scale; a file of
+        steering says its own edits.
         """
         model.require_there()
         if out is not None:

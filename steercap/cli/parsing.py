@@ -128,7 +128,7 @@ class SteerOptions:
             rich_help_panel=PANEL,
         ),
     ] = None
-    layer: Annotated[
+    steer_layers: Annotated[
         str | None,
         typer.Option(help="Layers to add vectors at, counted from 0: 14, or 12,14.", rich_help_panel=PANEL),
     ] = None
@@ -159,7 +159,7 @@ class SteerOptions:
         """
         said = [
             f"--{name.replace('_', '-')}"
-            for name in ("layer", "scale", "name", "steer_tokens", "base")
+            for name in ("steer_layers", "scale", "name", "steer_tokens", "base")
             if getattr(self, name) is not None
         ]
         if self.steer is None:
@@ -180,12 +180,12 @@ class SteerOptions:
         from steercap.steering.edits.add import Add
         from steercap.steering.spec import SteeringSpec
 
-        if self.layer is None and len(vectors) > 1:
+        if self.steer_layers is None and len(vectors) > 1:
             raise typer.BadParameter(
-                f"{self.steer} has vectors for layers {span(list(vectors))}; say which to add with --layer",
-                param_hint="--layer",
+                f"{self.steer} has vectors for layers {span(list(vectors))}; say which to add with --steer-layers",
+                param_hint="--steer-layers",
             )
-        asked = list(vectors) if self.layer is None else self._asked(self.layer, list(vectors))
+        asked = list(vectors) if self.steer_layers is None else self._asked(self.steer_layers, list(vectors))
         if missing := [layer for layer in asked if layer not in vectors]:
             raise InvalidSpec(
                 f"{self.steer} has no vector for layer {missing[0]}; it has them for {span(list(vectors))}"
@@ -197,7 +197,7 @@ class SteerOptions:
         )
 
     def _asked(self, text: str, known: list[int]) -> list[int]:
-        """Parse --layer. Negative layers are refused, since a file may stop before the model's last layer."""
+        """Parse --steer-layers. Negative layers are refused, since a file may stop before the model's last layer."""
         from steercap.core.spec import resolve_layers
 
         layers = layers_of(text)
@@ -208,25 +208,9 @@ class SteerOptions:
             raise typer.BadParameter(
                 f"{text!r}: negative layers cannot be used with {self.steer}, which has vectors for layers "
                 f"{span(known)}; name those",
-                param_hint="--layer",
+                param_hint="--steer-layers",
             )
         return list(resolve_layers(layers, max(known) + 1))
-
-
-@dataclass(frozen=True)
-class SteerAlone(SteerOptions):
-    """Steering options of commands where no other option selects tokens: `--tokens` works too."""
-
-    steer_tokens: Annotated[
-        str | None,
-        typer.Option(
-            "--tokens",
-            "--steer-tokens",
-            metavar="TOKENS",
-            help="Tokens to add vectors at: all (default), prompt, generated, last_prompt, or positions.",
-            rich_help_panel=PANEL,
-        ),
-    ] = None
 
 
 def sites_of(spec: SteeringSpec | None) -> tuple[str, ...]:

@@ -96,7 +96,7 @@ class SizeOptions(roles.AnswerOptions):
     """Options for sizes."""
 
     n_questions: Annotated[
-        int | None, typer.Option("--questions", min=2, help="Number of questions of each trait.", rich_help_panel=SIZES)
+        int | None, typer.Option(min=2, help="Number of questions of each trait.", rich_help_panel=SIZES)
     ] = None
     n_prompts: Annotated[
         int | None,
@@ -258,9 +258,7 @@ def _register_run(app: typer.Typer) -> None:
             str, typer.Option(help="Site to read: resid_pre, resid_post, attn_out or mlp_out.")
         ] = "resid_post",
         method: Annotated[str, typer.Option(help="Method of the vectors: difference, pca or probe.")] = "difference",
-        held_out: Annotated[
-            float, typer.Option(min=0.01, max=0.99, help="Share of the questions that are held out.")
-        ] = 0.25,
+        held_out: Annotated[float, typer.Option(min=0.01, max=0.99, help="Fraction of the questions held out.")] = 0.25,
         read_system: Annotated[
             bool,
             typer.Option("--read-system/--no-read-system", help="Read answers with the system prompt before them."),

@@ -51,7 +51,8 @@ class PromptOptions:
     file: Annotated[
         str | None,
         typer.Option(
-            help="One prompt per line; in .jsonl a string, or an object with [cyan]prompt[/cyan] or "
+            "--prompts",
+            help="File of prompts: one per line; in .jsonl a string, or an object with [cyan]prompt[/cyan] or "
             "[cyan]messages[/cyan]; [cyan]-[/cyan] is stdin.",
             rich_help_panel=PANEL,
         ),
@@ -76,7 +77,7 @@ class PromptOptions:
             name = "-" if stdin else str(self.file)
             found += [_prompt(name, number, value) for number, value in records_of(name)]
         if not found:
-            raise typer.BadParameter("no prompt; give one or several, or --file", param_hint="PROMPT")
+            raise typer.BadParameter("no prompt; give one or several, or --prompts", param_hint="PROMPT")
         return [self._templated(prompt) for prompt in found]
 
     def _templated(self, prompt: Prompt) -> Prompt:

@@ -100,12 +100,12 @@ class AnswerOptions:
         int | None, typer.Option("--samples", min=1, help="Number of answers per question.", rich_help_panel=SIZES)
     ] = None
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Maximum tokens of an answer.", rich_help_panel=SIZES)
+        int | None, typer.Option(min=1, help="Maximum tokens to generate.", rich_help_panel=SIZES)
     ] = None
     temperature: Annotated[float | None, typer.Option(min=0.0, help="Sampling temperature.", rich_help_panel=SIZES)] = (
         None
     )
-    seed: Annotated[int | None, typer.Option(help="Sampling seed.", rich_help_panel=SIZES)] = None
+    seed: Annotated[int | None, typer.Option(help="Seed of sampling.", rich_help_panel=SIZES)] = None
 
 
 @dataclass(frozen=True)
@@ -320,7 +320,7 @@ def _register_cap(app: typer.Typer) -> None:
         percentile: Annotated[
             float, typer.Option(min=0, max=100, help="Percentile of the assistant's projections, per token.")
         ] = 25.0,
-        force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+        force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
     ) -> None:
         """Make steering that keeps rows from falling below the default assistant's usual place on the axis: its answers
         of the run are read again, their tokens projected on the axis, and a percentile becomes the floor at each layer.

@@ -33,12 +33,15 @@ CHANGING: Final = ("--hf-overrides", "--hf-config-path", "--hf_overrides", "--hf
 class ServeOptions:
     """Options for a server, whether it runs in the foreground or is kept warm in the background."""
 
-    api_key: Annotated[list[str] | None, typer.Option(help="API key that clients may use; repeatable.")] = None
+    api_key: Annotated[
+        list[str] | None, typer.Option(metavar="KEY", help="API key that clients may use; repeatable.")
+    ] = None
     sites: Annotated[str, typer.Option(help="Sites that requests can read and edit, separated by commas.")] = (
         "resid_post"
     )
     engine_arg: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Argument of SteerModel, value in JSON; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Argument of vLLM's engine or SteerModel, value in JSON; repeatable."),
     ] = None
     idle: Annotated[
         float | None,
@@ -48,7 +51,7 @@ class ServeOptions:
         list[str] | None,
         typer.Option(
             metavar="NAME=FILE",
-            help="Vectors or steering that every client may use; repeatable.",
+            help="File of vectors or steering that every client may use; repeatable.",
             rich_help_panel=KEPT,
         ),
     ] = None

@@ -48,7 +48,9 @@ class StepOptions:
         float | None,
         _step(help="Passes over the examples, each followed by an evaluation, instead of --steps (folders: 5)."),
     ] = None
-    batch_size: Annotated[int | None, _step(min=1, help="Examples of each trait per pass (default 8).")] = None
+    batch_size: Annotated[int | None, _step(min=1, help="Batch size: examples of each trait per pass (default 8).")] = (
+        None
+    )
     accumulation: Annotated[int | None, _step(min=1, help="Passes whose gradients make one step (default 1).")] = None
     optimizer: Annotated[str | None, _step(help="Optimiser: adamw (default), adam, adagrad, rmsprop or sgd.")] = None
     scheduler: Annotated[
@@ -65,7 +67,7 @@ class StepOptions:
         float | None, _step(min=0, help="Weight of the L1 penalty (sum of absolute values).")
     ] = None
     max_grad_norm: Annotated[float | None, _step(help="Maximum norm of the gradient (clipping).")] = None
-    seed: Annotated[int | None, _step(help="Random seed (default 0).")] = None
+    seed: Annotated[int | None, _step(help="Seed of training (default 0).")] = None
     device_map: Annotated[
         str | None, _step(help="Spread the model over several devices with accelerate: auto or balanced.")
     ] = None
@@ -223,7 +225,7 @@ def register(app: typer.Typer) -> None:
             str | None, typer.Option(help="Fields of a file's edits to train, such as vector,probe.")
         ] = None,
         name: Annotated[str | None, typer.Option(help="Name of the trait (default: the folder's name).")] = None,
-        validation: Annotated[
+        held_out: Annotated[
             float | None,
             typer.Option(min=0, max=1, help="Fraction of sources held out for validation (default 0.2)."),
         ] = None,
@@ -243,7 +245,7 @@ def register(app: typer.Typer) -> None:
         from steercap.lab.training.loop import together
 
         folder_ready(out)
-        check_options(examples, {"name": name, "validation": validation, "lr": lr}, vars(folder))
+        check_options(examples, {"name": name, "held_out": held_out, "lr": lr}, vars(folder))
         said = {
             **steps.said(),
             "edit": edit_of(edit, layers, rank, norm, tokens),
@@ -260,7 +262,7 @@ def register(app: typer.Typer) -> None:
                 swept = train_datasets(located(model), datasets, **more, **said)
             else:
                 given = examples_in(examples, out.name if name is None else name)
-                share = 0.2 if validation is None else validation
+                share = 0.2 if held_out is None else held_out
                 found = train_many(located(model), given, validation=share, lr=lr, **said)
         if examples.is_dir():
             report_datasets(swept, terminal)

@@ -183,7 +183,7 @@ def _register_extract(app: typer.Typer) -> None:
         negative: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="File of texts that do not.")],
         model: ReachOptions,
         terminal: Terminal,
-        out: Annotated[Path, typer.Option(dir_okay=False, help="Output file: .safetensors.")],
+        out: Annotated[Path, typer.Option(dir_okay=False, help="File for the directions: .safetensors.")],
         name: Annotated[
             str | None, typer.Option(help="Name of the direction (default: the first file's name).")
         ] = None,
@@ -201,7 +201,7 @@ def _register_extract(app: typer.Typer) -> None:
         ] = 0.25,
         seed: Annotated[int, typer.Option(help="Seed of the held-out split.")] = 0,
         special_tokens: SpecialTokens = None,
-        force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+        force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
         prompts: Annotated[
             list[str] | None,
             typer.Option("--try", metavar="PROMPT", help="Steer replies to this prompt at a few layers; repeatable."),
@@ -305,7 +305,7 @@ def _register_show(app: typer.Typer) -> None:
     def show(
         file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="File of vectors or directions.")],
         terminal: Terminal,
-        name: Annotated[str | None, typer.Option(help="Show only this direction.")] = None,
+        name: Annotated[str | None, typer.Option(help="Name of the direction to show.")] = None,
         compare: Annotated[bool, typer.Option("--cosines", help="Show cosines of all pairs of directions.")] = False,
         layer: Annotated[int | None, typer.Option(help="Layer of the cosines (default: the middle one).")] = None,
         base: Annotated[
@@ -354,7 +354,7 @@ def _register_compare(app: typer.Typer) -> None:
             typer.Option("--model", "-m", help="Model of the first, a folder of steercap train: adds perplexities."),
         ] = None,
         dtype: Annotated[str, typer.Option(help="dtype of the model.")] = "float32",
-        out: Annotated[Path | None, typer.Option(dir_okay=False, help="Table to write, in Parquet.")] = None,
+        out: Annotated[Path | None, typer.Option(dir_okay=False, help="File for the table, in Parquet.")] = None,
     ) -> None:
         """Compare the vectors of equal names in two folders or files, by their cosine and norms at each layer. With
         --model, compare trained vectors with averaged ones and with system prompts, by the perplexity of held-out
@@ -401,17 +401,17 @@ def _register_convert(app: typer.Typer) -> None:
         app,
         "convert",
         examples=[
-            "steercap vectors convert praise.safetensors praise.gguf --layers 1: --model-hint llama",
-            "steercap vectors convert response_avg_diff.pt evil.safetensors --base 1 --name evil",
-            "steercap vectors convert capping_config.pt cap.safetensors --name layers_46:54-p0.25",
+            "steercap vectors convert praise.safetensors --out praise.gguf --layers 1: --model-hint llama",
+            "steercap vectors convert response_avg_diff.pt --out evil.safetensors --base 1 --name evil",
+            "steercap vectors convert capping_config.pt --out cap.safetensors --name layers_46:54-p0.25",
         ],
     )
     def convert(
         source: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="File to convert.")],
-        target: Annotated[Path, typer.Argument(dir_okay=False, help="Output file: .safetensors, .gguf or .pt.")],
+        out: Annotated[Path, typer.Option(dir_okay=False, help="File for the vectors: .safetensors, .gguf or .pt.")],
         terminal: Terminal,
         name: Annotated[
-            str | None, typer.Option(help="Direction or experiment to take from several, or a new name.")
+            str | None, typer.Option(help="Name of the direction or experiment to take from several, or a new one.")
         ] = None,
         layers: Annotated[str, typer.Option(help="Layers to keep.")] = "all",
         base: Annotated[
@@ -421,23 +421,23 @@ def _register_convert(app: typer.Typer) -> None:
             Bound, typer.Option(help="Whether caps of a capping experiment are upper (high) or lower (low) bounds.")
         ] = Bound.HIGH,
         model_hint: Annotated[str, typer.Option(help="Model hint to write into a GGUF file, such as llama.")] = "",
-        force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+        force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
     ) -> None:
         """Convert vectors to another format. Reads steercap's .safetensors, GGUF control vectors of repeng and
         llama.cpp, .pt tensors of persona vectors (--base says which row is layer 0) and .pt capping experiments of the
         assistant axis; writes the first three. Experiments become steering that is ready to use.
         """
         extensions = [f".{one}" for one in Target]
-        file_ready(target, extensions=extensions, option="TARGET")
+        file_ready(out, extensions=extensions)
         content = load(source, base=base_of(base), bound=bound.value)
-        may_replace(target, terminal, force=force, option="TARGET")
+        may_replace(out, terminal, force=force)
         written = write(
             content,
             source,
-            target,
+            out,
             name=name,
             layers=layers_of(layers),
             base=base_of(base),
             model_hint=model_hint,
         )
-        terminal.show({"file": str(target), **written}, facts("", {"file": target, **written}))
+        terminal.show({"file": str(out), **written}, facts("", {"file": out, **written}))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
+from safetensors.torch import load
 
 from steercap.captures import files
 from steercap.captures.handle import CaptureHandle
 from steercap.captures.lifecycle import Lifecycle
+from steercap.captures.pooled import Encoded, require_kind
 from steercap.client.asks import (
     NotAsJSON,
     Streamed,
@@ -23,9 +26,9 @@ from steercap.client.asks import (
     steering_asked,
 )
 from steercap.client.chats import templated, tokenised
-from steercap.client.connection import AT_ONCE, Connection
+from steercap.client.connection import AT_ONCE, Connection, RemoteServing
 from steercap.client.rows import RemoteRows, begun, count
-from steercap.client.sampling import sampling_asked
+from steercap.client.sampling import pooling_asked, sampling_asked
 from steercap.client.uploads import Uploads
 from steercap.concurrency.loops import each_of
 from steercap.core.chat import MessageSpan
@@ -58,6 +61,7 @@ from steercap.steering.monitor import held_back, monitors_of
 from steercap.steering.spec import spec_of
 
 _COMPLETIONS: Final = "/v1/completions"
+_ENCODE: Final = "/v1/steercap/encode"
 _PROMPT: Final = ("prompt", "prompt_token_ids")
 #: Maximum number of special tokens around a text; the text itself has at most one token for each of its bytes.
 _MARKS: Final = 16
@@ -102,15 +106,14 @@ class RemoteAnswers:
         """Run prompts and conversations; return their results in order.
 
         Raises:
-            InvalidRequest: the call is `encode`, which a server cannot do.
+            InvalidRequest: the call is for pooling models and the server's model generates, or the other way round.
         """
-        if call.encoding:
-            raise InvalidRequest(
-                "encode() does not work through a server, which captures only from models that generate; open the "
-                "model with SteerModel(..., runner='pooling')"
-            )
+        pools = self._require_kind(call)
+        if pools and call.name == "read":
+            call = replace(call, sampling_params=None, encoding=True)
         rendered = await self._rendered(prompts, call)
-        params = each(_READ if call.reading else call.sampling_params, len(prompts), "sampling_params")
+        given = _READ if call.reading and not call.encoding else call.sampling_params
+        params = each(given, len(prompts), "pooling" if call.encoding else "sampling_params")
         specs = each(call.spec, len(prompts), "capture")
         edits = each(call.steering, len(prompts), "steering")
         for spec in specs:
@@ -122,7 +125,9 @@ class RemoteAnswers:
         self._look_at_models(asked)
         done = await self.connection.run(lambda: each_of(asked, self._one, AT_ONCE))
         try:
-            await self._look_at_prompts([(one, result.output) for one, result in zip(asked, done, strict=True)])
+            with self.connection.answering():
+                ids = [_ids_read(result.output) for result in done]
+            await self._look_at_prompts([*zip(asked, ids, strict=True)])
             return [replace(one, output=_completion(one.output)) for one in done] if call.name == "run" else done
         except BaseException:  # as where warnings are errors: nobody gets these handles
             for handle in (handle for one in done for handle in one.handles or ()):
@@ -155,7 +160,7 @@ class RemoteAnswers:
 
     async def streamed(self, prompt: Any, call: CallArguments) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks of `RemoteModel.stream`."""
-        self.connection.here()
+        self._require_kind(call)
         asked = PromptOfCall(one_to_stream(prompt, call), call.sampling_params, call.spec, call.steering, call)
         require_one_sample(sampling_asked(asked.params).get("n", 1))
         sample, is_looked_at = Streamed(), False
@@ -169,7 +174,9 @@ class RemoteAnswers:
                     chunk = sample.take(event)
                 if not is_looked_at and sample.reads_prompt:
                     is_looked_at = True
-                    await self._look_at_prompts([(asked, sample.document)])
+                    with self.connection.answering():
+                        ids = _ids_read(sample.document)
+                    await self._look_at_prompts([(asked, ids)])
                 if chunk is not None:
                     yield chunk
         yield await self._last(self._done(asked, sample.document), sample)
@@ -220,19 +227,32 @@ class RemoteAnswers:
         if failed is not None:
             raise self.connection.error_said(failed.get("code") or 500, {"error": failed}, "")
 
-    async def _look_at_prompts(self, asked: Sequence[tuple[PromptOfCall, Mapping[str, Any]]]) -> None:
+    def _require_kind(self, call: CallArguments) -> bool:
+        """Check that the server's model can serve a call; return whether it pools.
+
+        Raises:
+            InvalidRequest: it cannot.
+        """
+        engine: Any = self.connection.here().engine
+        if engine is None and call.encoding:
+            engine = RemoteServing(self.connection).opened()  # raises an error: the server does not say
+        pools = engine is not None and engine.vllm.pools
+        if call.name != "read" and engine is not None:
+            require_kind(engine, call.name, pools=call.encoding)
+        return bool(pools)
+
+    async def _look_at_prompts(self, read: Sequence[tuple[PromptOfCall, Sequence[int]]]) -> None:
         """Warn once per call about doubled special tokens, and about a `max_tokens` beyond the context length.
 
         Args:
-            asked: the prompts, each with its answer so far, which has the prompt's token ids.
+            read: the prompts, each with the token ids that were read.
         """
-        with self.connection.answering():
-            read = [(one, document["choices"][0].get("prompt_token_ids") or ()) for one, document in asked]
         texts = repeating((one.prompt, ids) for one, ids in read)
-        if texts and asked[0][0].call.add_special_tokens is None:
+        if texts and read[0][0].call.add_special_tokens is None:
             warn_of_doubled(texts, await self.connection.run(lambda: tokenised(self.connection, "")))
-        most = ((one.params, sampling_asked(one.params)["max_tokens"], len(ids)) for one, ids in read)
-        warn_of_room(most, self.connection.here().context)
+        if not read[0][0].call.encoding:
+            most = ((one.params, sampling_asked(one.params)["max_tokens"], len(ids)) for one, ids in read)
+            warn_of_room(most, self.connection.here().context)
 
     def _look_at_models(self, asked: Sequence[PromptOfCall]) -> None:
         """Warn once per call about vectors and probes that were made for another model than the server's."""
@@ -251,14 +271,31 @@ class RemoteAnswers:
             warn_of_other_model(what, label, names)
 
     async def _one(self, asked: PromptOfCall) -> Generation:
+        if asked.call.encoding:
+            return await self._encoded(asked)
         async with self._body(asked) as body:
             return self._done(asked, await self.connection.ask("POST", _COMPLETIONS, json=body))
+
+    async def _encoded(self, asked: PromptOfCall) -> Generation:
+        """Run one prompt of `encode`, or of `read` with a pooling model; the `output` is an `Encoded`."""
+        options, given = _options_asked(asked.call), _prompt_asked(asked.prompt)
+        body = {"model": self.connection.here().name, "prompt": given, **options, **_salt(asked.prompt)}
+        body |= {"pooling": pooling_asked(asked.params), "add_special_tokens": asked.call.add_special_tokens}
+        async with AsyncExitStack() as names:
+            body["steercap"] = await self._field(asked, names)
+            document = await self.connection.ask("POST", _ENCODE, json=body)
+        done = self._done(asked, document)
+        with self.connection.answering():
+            (choice,), said = document["choices"], document["encoded"]
+            data = load(base64.b64decode(said["data"], validate=True))["data"]
+            receipt = done.steering[0] if done.steering else None
+            output = Encoded(data, str(said["task"]), tuple(choice["prompt_token_ids"]), receipt)
+        return replace(done, output=output)
 
     @asynccontextmanager
     async def _body(self, asked: PromptOfCall) -> AsyncIterator[dict[str, Any]]:
         """Yield the body of a request; files that it names stay on the server while the block runs."""
         require_specs(asked.spec)
-        monitors = monitors_of(asked.call.monitors)
         sampling, options = sampling_asked(asked.params), _options_asked(asked.call)
         given = _prompt_asked(asked.prompt)
         if isinstance(given, str) and (asked.call.add_special_tokens is False or not given):
@@ -269,7 +306,6 @@ class RemoteAnswers:
         context = self.connection.here().context
         if context is not None and not isinstance(prompt, str) and len(prompt) >= context:
             raise no_room(asked.prompt, len(prompt), context)
-        salt = (asked.prompt.get("cache_salt") if isinstance(asked.prompt, Mapping) else None) or None
         body = {
             "model": self.connection.here().name,
             "prompt": prompt,
@@ -277,23 +313,28 @@ class RemoteAnswers:
             **({"return_tokens_as_token_ids": True} if {"logprobs", "logprob_token_ids"} & sampling.keys() else {}),
             **sampling,
             **options,
-            **({} if salt is None else {"cache_salt": salt}),
+            **_salt(asked.prompt),
         }
         async with AsyncExitStack() as names:
-            field: dict[str, Any] = {}
-            for sketch in asked.call.sketches:
-                sketch.book.require()
-                field.setdefault("sketches", []).append(sketch.book.name)
-            if asked.spec is not None:
-                project: Any = asked.spec.project
-                name = None if project is None else await names.enter_async_context(self.uploads.named(project))
-                field["capture"] = capture_asked(asked.spec, name)
-            if asked.steering is not None:
-                field["steering"] = await self._steering(asked.steering, names)
-            if monitors:
-                layers = self.connection.here().num_layers
-                field["monitors"] = await monitors_asked(monitors, layers, self.uploads, names)
+            field = await self._field(asked, names)
             yield {**body, "steercap": field} if field else body
+
+    async def _field(self, asked: PromptOfCall, names: AsyncExitStack) -> dict[str, Any]:
+        """Return the field `steercap` of a body; files that it names stay on the server until `names` ends."""
+        field: dict[str, Any] = {}
+        for sketch in asked.call.sketches:
+            sketch.book.require()
+            field.setdefault("sketches", []).append(sketch.book.name)
+        if asked.spec is not None:
+            project: Any = asked.spec.project
+            name = None if project is None else await names.enter_async_context(self.uploads.named(project))
+            field["capture"] = capture_asked(asked.spec, name)
+        if asked.steering is not None:
+            field["steering"] = await self._steering(asked.steering, names)
+        if monitors := monitors_of(asked.call.monitors):
+            layers = self.connection.here().num_layers
+            field["monitors"] = await monitors_asked(monitors, layers, self.uploads, names)
+        return field
 
     async def _within(self, prompt: str | list[int], max_tokens: Any) -> tuple[str | list[int], Any]:
         """Return a prompt and its `max_tokens`, reduced to the room in the context; None becomes all the room.
@@ -336,7 +377,10 @@ class RemoteAnswers:
             receipts = handles = monitors = None
             edited = [results.get(choice["index"], {}).get("steering") for choice in choices]
             if asked.steering is not None and not all(edited):
-                raise SteeringNotApplied(f"{self.connection.url} does not report the edits of this request")
+                raise SteeringNotApplied(
+                    f"{self.connection.url} does not confirm that the edits of this request were made; its text is "
+                    "withheld. Use the same version of steercap on both sides"
+                )
             if choices and all(edited):  # a preset steers those who do not ask
                 receipts = tuple(_receipt(said) for said in edited)
             if asked.spec is not None:
@@ -409,6 +453,19 @@ def _prompt_asked(prompt: Any) -> str | list[int]:
     if not isinstance(prompt[name], str):
         raise InvalidPrompt(f"prompt={shown(prompt[name])} in a prompt dict; give a str")
     return require_text(prompt[name])
+
+
+def _salt(prompt: Any) -> dict[str, Any]:
+    """Return the `cache_salt` of a prompt dict, {} if it has none or an empty one."""
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    return {"cache_salt": salt} if salt else {}
+
+
+def _ids_read(output: Any) -> Sequence[int]:
+    """Return the token ids of the prompt of an answer, or of an `Encoded`."""
+    if isinstance(output, Encoded):
+        return output.prompt_token_ids
+    return output["choices"][0].get("prompt_token_ids") or ()
 
 
 def _options_asked(call: CallArguments) -> dict[str, Any]:

@@ -53,6 +53,7 @@ def _described(engine: Engine) -> dict[str, Any]:
             "vocabulary": vllm.vocabulary,
             "batch_tokens": vllm.batch_tokens,
             "tokenizes": vllm.tokenizes,
+            "pools": vllm.pools,
         },
         "engines": engine.engines,
     }
@@ -69,7 +70,7 @@ def _tokenizer(engine: Engine) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class RemoteVllm:
-    """Facts about a server's vLLM, with the names of `VllmEngine`; it generates, as a server's model does."""
+    """Facts about a server's vLLM, with the names of `VllmEngine`."""
 
     model_name: str
     names: tuple[str, ...]

@@ -65,7 +65,7 @@ def sampling_asked(given: Any) -> dict[str, Any]:
             the server would change.
     """
     asked = dict(DEFAULTS)
-    for name, value in _fields(given).items():
+    for name, value in _fields(given, "sampling_params", "SamplingParams").items():
         if name not in KNOWN:
             raise InvalidRequest(f"sampling parameter {name!r} cannot be sent to a server; {choices(name, KNOWN)}")
         if value is not None or name == "max_tokens":  # None is as many as the context holds
@@ -84,14 +84,32 @@ def sampling_asked(given: Any) -> dict[str, Any]:
     return asked
 
 
-def _fields(given: Any) -> dict[str, Any]:
-    """Return the given fields, for SamplingParams those that differ from their default."""
+def pooling_asked(given: Any) -> dict[str, Any]:
+    """Return pooling parameters as JSON; the server checks them.
+
+    Args:
+        given: vLLM's PoolingParams, a dict of their fields, or None.
+
+    Raises:
+        InvalidRequest: something else, or a value that JSON cannot hold.
+    """
+    asked = {name: _plain(value) for name, value in _fields(given, "pooling", "PoolingParams").items()}
+    for name, value in asked.items():
+        try:
+            msgspec.json.encode({name: value})
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"pooling parameter {name}={shown(value)} cannot be sent to a server") from error
+    return asked
+
+
+def _fields(given: Any, argument: str, kind: str) -> dict[str, Any]:
+    """Return the given fields, for vLLM's own parameters those that differ from their default."""
     if given is None:
         return {}
     if isinstance(given, Mapping):
         return dict(given)
-    if not isinstance(given, msgspec.Struct) or type(given).__name__ != "SamplingParams":
-        raise InvalidRequest(f"sampling_params={shown(given)}; give vLLM's SamplingParams, or a dict of its fields")
+    if not isinstance(given, msgspec.Struct) or type(given).__name__ != kind:
+        raise InvalidRequest(f"{argument}={shown(given)}; give vLLM's {kind}, or a dict of its fields")
     plain = type(given)()
     names = [name for name in given.__struct_fields__ if not name.startswith("_") and name not in _ITS_OWN]
     values = {name: (getattr(given, name), getattr(plain, name)) for name in names}

@@ -117,6 +117,28 @@ async def progress_line(name: str, stage: Callable[[], str]) -> AsyncIterator[No
                 _rewrite(f"{name} {ended} after {sum(took.values()):.0f} s: {each}", end="\n")
 
 
+@contextmanager
+def rewritten_line() -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows a text on stderr in place of the one before, a few times a second.
+
+    The last text stays. Nothing is shown where `wants_line` is False.
+    """
+    wanted, last, told = wants_line(), "", 0.0
+
+    def tell(text: str) -> None:
+        nonlocal last, told
+        last = text
+        if wanted and (now := time.monotonic()) - told >= LOOK_SECONDS:
+            told = now
+            _rewrite(text[: _width()])
+
+    try:
+        yield tell
+    finally:
+        if wanted and last:
+            _rewrite(last[: _width()], end="\n")
+
+
 def wants_line() -> bool:
     """Return True if stderr is a terminal or a notebook's, and neither the user nor vLLM's log makes a line useless."""
     notebook = type(sys.stderr).__module__.startswith("ipykernel.")

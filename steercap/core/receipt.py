@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from steercap.core.biases import bias_masks, entries_put
-from steercap.core.display import brief
+from steercap.core.display import brief, layers_by_site
 from steercap.core.messages import SteeringRecord, Unknown
 from steercap.core.plan import Plan
 from steercap.core.program import Configuration, rows_touched, scope_masks
@@ -20,7 +20,10 @@ from steercap.core.tokens import Range
 from steercap.errors import CaptureIncomplete, SteeringNotApplied
 
 #: Ending of error messages: consequence for the text, and advice.
-_WITHHELD: Final = "its text is withheld; if you repeat the request, no keys and values cached so far are reused"
+_WITHHELD: Final = (
+    "its text is withheld. Repeat the call: cached keys and values of this one are not reused. If it fails again, "
+    "restart the engine and report it"
+)
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,8 @@ def check_edits(
     configuration: Configuration,
     total: int,
     found: Sequence[Sequence[SteeringRecord | Unknown]],
+    *,
+    points: Sequence[Point] = (),
 ) -> SteeringReceipt:
     """Check the workers' steering records against the edits that the spec and the tokens demand.
 
@@ -145,6 +150,7 @@ def check_edits(
         configuration: compiled edits.
         total: number of inputs of the sequence.
         found: answers of the workers of each engine.
+        points: the armed points, for the message.
 
     Returns:
         The receipt.
@@ -163,27 +169,48 @@ def check_edits(
     known: list[SteeringRecord] = []
     for worker, record in enumerate(records):
         if isinstance(record, Unknown):
-            raise SteeringNotApplied(f"{request}: worker {worker} never saw this request; {_WITHHELD}")
+            raise SteeringNotApplied(
+                f"{request}: worker {worker} never saw this request, and made none of its edits; {_WITHHELD}"
+            )
         if record.failure:
             raise SteeringNotApplied(f"{request}: worker {worker}: {record.failure}; {_WITHHELD}")
         known.append(record)
     if total > plan.limit:
-        raise SteeringNotApplied(f"{request}: {total} tokens were inputs, more than the {plan.limit} it can have")
-    if any(len(one.computed) != -(-total // 8) for one in known):
-        raise SteeringNotApplied(f"{request}: its workers do not report on exactly its {total} tokens; {_WITHHELD}")
+        raise SteeringNotApplied(
+            f"{request}: the model read {total} tokens, and edits were planned for {plan.limit} at most; {_WITHHELD}"
+        )
+    for worker, record in enumerate(known):
+        if len(record.computed) != -(-total // 8):
+            raise SteeringNotApplied(
+                f"{request}: the model read {total} tokens, and worker {worker} reports edits for "
+                f"{8 * len(record.computed)} (in eights); {_WITHHELD}"
+            )
     # Biases can be large, and would be kept as long as what is remembered.
     rows_expected = _rows_expected.__wrapped__ if configuration.biases else _rows_expected
     expected, computed = rows_expected(configuration, plan.steering.scopes, plan.limit, total, known[0].computed)
     counted = [record.rows for record in known if record.primary]
     touched = tuple(map(sum, zip(*counted, strict=True))) if len({len(rows) for rows in counted}) == 1 else ()
     if touched != expected or len({record.computed for record in known}) > 1:
-        raise SteeringNotApplied(
-            f"{request}: the edits should have touched {expected} rows, the workers touched {touched}; {_WITHHELD}"
-        )
+        raise SteeringNotApplied(f"{request}: {_difference(configuration, expected, touched, points)}; {_WITHHELD}")
     biased = _check_biases(request, plan, configuration, total, known)
     touched = tuple(map(sum, zip(touched, biased, strict=True)))
     digest = plan.steering.configuration.hex()
     return SteeringReceipt(touched, computed, total - computed, digest)
+
+
+def _difference(
+    configuration: Configuration, expected: tuple[int, ...], touched: tuple[int, ...], points: Sequence[Point]
+) -> str:
+    """Describe the first edit of which the workers changed another number of rows than they should have."""
+    for edit, (wanted, changed) in enumerate(zip(expected, touched, strict=False)):
+        if wanted != changed:
+            at = sorted({point for entry in configuration.entries if entry.edit == edit for point in entry.points})
+            where = f" at {layers_by_site(points[point] for point in at)}" if points else ""
+            return (
+                f"edit {edit + 1} of {len(expected)}{where} was to change {wanted} rows, over all its layers and "
+                f"tokens, and changed {changed}"
+            )
+    return "the workers differ in which tokens they computed, or in how many edits they know"
 
 
 @lru_cache(maxsize=256)
@@ -227,7 +254,7 @@ def _check_biases(
             found = int(np.unpackbits(np.frombuffer(record.biased or b"", dtype=np.uint8))[:total].sum())
             raise SteeringNotApplied(
                 f"{request}: {entries} logits at {int((masks != 0).sum())} positions should have been biased, "
-                f"a worker biased {record.entries} at {found}; {_WITHHELD}"
+                f"and a worker biased {record.entries} at {found}; {_WITHHELD}"
             )
     if not made:
         raise SteeringNotApplied(f"{request}: no worker makes logits, so none were biased; {_WITHHELD}")

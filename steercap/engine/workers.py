@@ -301,7 +301,8 @@ class Workers:
             found = [set(positions) for positions in known if any(one is not None for one in positions)]
             if len(found) != 1 or len(found[0]) != 1:
                 raise SteeringNotApplied(
-                    f"{owner.key}: its workers must begin to steer at one position, and they begin at {known}"
+                    f"{owner.key}: a monitor's steering must begin at one position, and the workers of each engine "
+                    f"begin at {known} (None: never); its text is withheld. Repeat the call"
                 )
             (start,) = found[0]
             assert start is not None

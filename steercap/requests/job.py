@@ -314,7 +314,14 @@ async def receipts_of(
     found = await job.engine.workers.settle(wanted, ended=ended, biased=bool(configuration.biases))
     try:
         return [
-            check_edits(plan.key, _since(job, plan, item.owner.sample), configuration, item.total, said)
+            check_edits(
+                plan.key,
+                _since(job, plan, item.owner.sample),
+                configuration,
+                item.total,
+                said,
+                points=job.engine.vllm.points,
+            )
             for item, said in zip(wanted, found, strict=True)
         ]
     except SteeringNotApplied:

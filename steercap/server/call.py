@@ -17,6 +17,7 @@ from steercap.captures.fetching import Arrived
 from steercap.captures.files import named, shape_of
 from steercap.captures.handle import CaptureHandle
 from steercap.captures.rows import Rows
+from steercap.core.receipt import SteeringReceipt
 from steercap.core.spec import CaptureSpec, Point
 from steercap.errors import CaptureMemoryFull
 from steercap.kernels.codecs.coded import CodedRows, coding_of
@@ -102,14 +103,6 @@ class SteercapRequest:
     unsaid: list[Callable[[], object]] = field(default_factory=list)
     sketches: tuple[RunningSketch, ...] = ()
 
-    def entered(self) -> dict[str, Any]:
-        """Return the number of requests and rows in each of its sketches, by id, for the answer; {} without."""
-        said = {
-            name: {"requests": one.requests, "rows": one.rows}
-            for name, one in zip(self.asked.sketches, self.sketches, strict=True)
-        }
-        return {"sketches": said} if said else {}
-
 
 #: True while a request is served whose client does not want it recorded.
 OPTED_OUT: Final[ContextVar[bool]] = ContextVar("steercap opted out", default=False)
@@ -171,6 +164,20 @@ class Numbers:
 
     def _put(self, index: int, kind: str, content: dict[str, Any]) -> None:
         self._call.live.append(Live(self._first + index, kind, content))
+
+
+def receipt_said(receipt: SteeringReceipt | None) -> dict[str, Any]:
+    """Return the field `steering` of a result; {} without a receipt."""
+    if receipt is None:
+        return {}
+    said = {"rows": list(receipt.rows), "computed": receipt.computed, "cached": receipt.cached}
+    return {"steering": {**said, "digest": receipt.digest}}
+
+
+def sketches_said(names: Sequence[str], sketches: Sequence[RunningSketch]) -> dict[str, Any]:
+    """Return the field `sketches` of a result, the number of requests and rows in each by id; {} without any."""
+    found = {name: {"requests": one.requests, "rows": one.rows} for name, one in zip(names, sketches, strict=True)}
+    return {"sketches": found} if found else {}
 
 
 def described(handle: CaptureHandle, place: Mapping[str, Any]) -> dict[str, Any]:

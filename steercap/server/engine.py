@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -15,7 +16,7 @@ import msgspec
 from steercap.captures import files
 from steercap.captures.handle import CaptureHandle
 from steercap.core.receipt import SteeringReceipt
-from steercap.errors import EmptySelection, InvalidRequest, SteercapError
+from steercap.errors import InvalidRequest, SteercapError
 from steercap.requests.job import (
     Job,
     Sample,
@@ -29,7 +30,16 @@ from steercap.requests.job import (
     receipts_of,
 )
 from steercap.requests.preparing import prepare
-from steercap.server.call import CURRENT, Numbers, SteercapField, SteercapRequest, described, logits_of
+from steercap.server.call import (
+    CURRENT,
+    Numbers,
+    SteercapField,
+    SteercapRequest,
+    described,
+    logits_of,
+    receipt_said,
+    sketches_said,
+)
 from steercap.server.folder import CaptureFolder, CaptureStore
 from steercap.server.recording import Recorder
 
@@ -119,11 +129,8 @@ class ServedEngine:
             return None
         try:
             job = await self._prepared(call, prompt, params, options, recorder.settings.capture)
-        except EmptySelection:  # such as "generated" of a single token, which no pass reads
-            recorder.skip("no_rows")
-            return None
         except Exception as error:  # noqa: BLE001 -- whatever it is, the request itself goes on
-            recorder.drop("unsupported", error)
+            recorder.refused(error)
             return None
         job = leaving(job, job.engine.admission.budget.pages // 2)
         return job if recorder.fits(job, pages_of(job)) else None
@@ -220,14 +227,10 @@ class ServedEngine:
         recorded: str,
     ) -> list[dict[str, Any]]:
         """Return the results of each sample for the answer; rows that are recorded are left to the recorder."""
-        found: list[dict[str, Any]] = [call.entered() for _ in samples]
-        for one, receipt in zip(found, receipts or (), strict=False):
-            one["steering"] = {
-                "rows": list(receipt.rows),
-                "computed": receipt.computed,
-                "cached": receipt.cached,
-                "digest": receipt.digest,
-            }
+        entered = sketches_said(call.asked.sketches, call.sketches)
+        found: list[dict[str, Any]] = [
+            {**entered, **receipt_said(receipt)} for _, receipt in zip_longest(samples, receipts or ())
+        ]
         if job.watch is not None:
             for one, sample in zip(found, samples, strict=True):
                 one["monitors"] = [msgspec.to_builtins(report) for report in job.watch.reports(sample.index)]
@@ -280,16 +283,9 @@ class ServedEngine:
 
     def _kept(self, call: SteercapRequest, content: bytes) -> dict[str, Any]:
         """Put a file into the store, or raise CaptureMemoryFull; return its place for the answer."""
-        waiting = self._captures.put(content, call.owner)
-        call.unsaid.append(partial(self._captures.remove, waiting.name, call.owner))
-        # The capture is removed when it expires, even if no further request comes.
-        asyncio.get_running_loop().call_later(self._captures.time_to_live + 1, self._captures.sweep)
-        return {
-            "id": waiting.name,
-            "bytes": len(content),
-            "url": f"/v1/steercap/captures/{waiting.name}",
-            "expires_in": round(self._captures.expires_in(waiting), 1),
-        }
+        place = self._captures.offer(content, call.owner)
+        call.unsaid.append(partial(self._captures.remove, place["id"], call.owner))
+        return place
 
 
 def grown(output: RequestOutput, params: Any, texts: dict[int, str], tokens: dict[int, list[int]]) -> None:

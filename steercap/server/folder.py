@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from steercap.captures.files import size_of
 from steercap.captures.handle import CaptureHandle
@@ -122,6 +122,17 @@ class CaptureStore:
             raise CaptureMemoryFull(
                 f"{total:,} bytes of captures wait on this server, of at most {self.most_bytes:,}; try again later"
             )
+
+    def offer(self, content: bytes, owner: str) -> dict[str, Any]:
+        """Store a file, and return its place for an answer; it goes when it expires, even if no request comes again.
+
+        Raises:
+            CaptureMemoryFull: a limit leaves no room for it.
+        """
+        one = self.put(content, owner)
+        asyncio.get_running_loop().call_later(self.time_to_live + 1, self.sweep)
+        url, seconds = f"/v1/steercap/captures/{one.name}", round(self.expires_in(one), 1)
+        return {"id": one.name, "bytes": one.size, "url": url, "expires_in": seconds}
 
     def held(self, owner: str | None = None) -> int:
         """Return the bytes of waiting captures, of one owner or of all."""

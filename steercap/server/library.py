@@ -220,10 +220,15 @@ class Presets:
     Args:
         names: served names of the model itself.
         steering: steering by preset name.
+
+    Attributes:
+        names: names that requests may give, those of presets included.
     """
 
     def __init__(self, names: Iterable[str], steering: Mapping[str, SteeringSpec]) -> None:
-        self._steering = {f"{name}+{preset}": spec for name in names for preset, spec in steering.items()}
+        served = tuple(names)
+        self._steering = {f"{name}+{preset}": spec for name in served for preset, spec in steering.items()}
+        self.names: tuple[str, ...] = (*served, *self._steering)
 
     @property
     def aliases(self) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ vLLM ignores fields that a route does not know, so a request for steercap would 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from steercap.server.call import CURRENT, SteercapField, SteercapRequest
@@ -44,11 +45,13 @@ class Elsewhere:
     Args:
         app: application of the route.
         presets: model names that stand for steering.
+        paths: routes that support the field.
         most_body: maximum bytes of a body.
     """
 
-    def __init__(self, app: App, presets: Presets, most_body: int = MOST_BODY) -> None:
+    def __init__(self, app: App, presets: Presets, paths: Sequence[str] = PATHS, most_body: int = MOST_BODY) -> None:
         self._app = app
+        self._paths = paths
         self._presets = presets
         self._most = most_body
 
@@ -61,11 +64,13 @@ class Elsewhere:
         given, is_text = decoded(body)
         given = given if isinstance(given, dict) else {}
         if asked := [name for name in FIELDS if given.get(name) is not None]:
-            await refuse(send, 400, f"{path} does not take {asked[0]!r}; use {' or '.join(PATHS)}")
+            await refuse(send, 400, f"{path} does not take {asked[0]!r}; use {' or '.join(self._paths)}")
             return
         steering = self._presets.of(given.get("model"))
         if steering is not None and (path not in (*STEERED, *AT_REST) or given.get("use_beam_search")):
-            await refuse(send, 400, f"{path} cannot be steered; use {', '.join((*PATHS, *STEERED))}, or another model")
+            await refuse(
+                send, 400, f"{path} cannot be steered; use {', '.join((*self._paths, *STEERED))}, or another model"
+            )
             return
         call = None
         if steering is not None and path in STEERED:

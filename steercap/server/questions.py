@@ -64,7 +64,12 @@ def _status_of(error: SteercapError) -> int:
     return 500
 
 
-async def asked(request: Request, known: Sequence[str]) -> Mapping[str, Any]:
+def as_json(said: Mapping[str, Any]) -> Response:
+    """Return an answer of msgspec's JSON."""
+    return Response(msgspec.json.encode(said), media_type="application/json")
+
+
+async def asked(request: Request, known: Sequence[str], most: int = MOST_BODY) -> Mapping[str, Any]:
     """Read the body, which must be an object with known fields.
 
     Raises:
@@ -74,8 +79,8 @@ async def asked(request: Request, known: Sequence[str]) -> Mapping[str, Any]:
     length = 0
     async for part in request.stream():
         length += len(part)
-        if length > MOST_BODY:
-            raise InvalidSpec(f"the body is longer than {MOST_BODY:,} bytes")
+        if length > most:
+            raise InvalidSpec(f"the body is longer than {most:,} bytes")
         parts.append(part)
     try:
         given = msgspec.json.decode(b"".join(parts) or b"{}")

@@ -23,7 +23,7 @@ from steercap.captures.handle import CaptureHandle
 from steercap.captures.lifecycle import Source
 from steercap.captures.recordings import RecordingFolder
 from steercap.concurrency.loops import end_within, on_thread
-from steercap.errors import CaptureMemoryFull, SteercapError
+from steercap.errors import CaptureMemoryFull, EmptySelection, SteercapError
 from steercap.server.call import OPTED_OUT
 from steercap.server.record_settings import RecordSettings
 
@@ -112,9 +112,9 @@ class Recorder:
     def wants(self) -> bool:
         """Return True if the next request is to be recorded, as far as it is known before it is read."""
         if OPTED_OUT.get():
-            return self.skip("opted_out")
+            return self._skip("opted_out")
         if self.settings.fraction < 1 and self._draw.random() >= self.settings.fraction:
-            return self.skip("not_sampled")
+            return self._skip("not_sampled")
         if self._closed or self.folder.full:
             return self.drop("ended" if self._closed else "quota")
         return self.pending < self.settings.queue_bytes or self.drop("queue")
@@ -139,8 +139,11 @@ class Recorder:
             _LOG.warning("%d requests were not recorded so far; reason: %r", count, reason, exc_info=error)
         return False
 
-    def skip(self, reason: str) -> bool:
-        """Count a request that is not to be recorded; return False."""
+    def refused(self, error: Exception) -> None:
+        """Count a request whose capture is refused: for want of rows, as "generated" of one token has none, or else."""
+        _ = self._skip("no_rows") if isinstance(error, EmptySelection) else self.drop("unsupported", error)
+
+    def _skip(self, reason: str) -> bool:
         self.skipped[reason] += 1
         return False
 

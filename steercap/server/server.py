@@ -166,6 +166,7 @@ async def application(
         from steercap.server.features import FeaturesOfRows, require_fitting
         from steercap.server.inspect_routes import Looking
         from steercap.server.metrics import Metrics
+        from steercap.server.pooling_routes import ENCODE, PoolingRoutes
         from steercap.server.routes import Routes, explorer_routes
         from steercap.server.sketch_routes import SketchRoutes
 
@@ -180,21 +181,23 @@ async def application(
         most_bytes=settings.captures_bytes,
         most_of_a_key=settings.captures_bytes_of_a_key,
     )
-    sketches = SketchStore(settings.captures_seconds)
+    sketches, pools = SketchStore(settings.captures_seconds), model.serving.here().vllm.pools
     engine = ServedEngine(model, captures, server.translated, folder, recorder)
     app = await server.application(
         engine,
         served,
-        PATHS,
+        () if pools else PATHS,
         lambda route: SteercapRoute(route, library, presets, sketches=sketches),
-        lambda route: Elsewhere(route, presets),
+        lambda route: Elsewhere(route, presets, (ENCODE,) if pools else PATHS),
     )
     identity = await asyncio.to_thread(model.identity)
     said = await asyncio.to_thread(said_of, model.serving.here())
     routes = Routes(model, captures, library, presets.aliases, folder, identity=identity, said=said)
     app.router.routes.extend(routes.routes)
     looking = [*Looking(model, captures, library).routes, *FeaturesOfRows(captures, library.saes).routes]
-    app.router.routes.extend([*looking, *SketchRoutes(model, library, sketches).routes, *explorer_routes()])
+    pooling = PoolingRoutes(model, captures, library, presets, sketches)
+    app.router.routes.extend([*looking, *pooling.routes, *SketchRoutes(model, library, sketches).routes])
+    app.router.routes.extend(explorer_routes())
     app.router.middleware_stack = Metrics(app.router.middleware_stack, model, captures, engine.failures, recorder)
     if not server.tells_clients_apart(flags):
         app.router.middleware_stack = Keyless(app.router.middleware_stack)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from support.rows import random_prompt
 from support.specs import vector
 
-from steercap import Add, CaptureSpec, SteeringSpec
+from steercap import SAE, Add, CaptureSpec, SteeringSpec
 from steercap.captures.handle import CaptureHandle
 from steercap.cli.capture import heatmaps_of
 from steercap.cli.captured import capture_to
@@ -99,7 +99,7 @@ def test_collect_keeps_the_tokens_it_is_told(tmp_path) -> None:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"tokens": random_prompt(length, length)}) + "\n" for length in (9, 4, 12)))
     process = command(
-        *("collect", corpus, tmp_path / "rows", "--layers", "1", "--tokens", "generated", "--max-tokens", "4"),
+        *("collect", corpus, "--out", tmp_path / "rows", "--layers", "1", "--tokens", "generated", "--max-tokens", "4"),
         *("-m", tiny_checkpoint("qwen3"), "--dtype", "float32", "--eager", "--max-model-len", "64", "--json"),
         *("--engine-arg", f"kv_cache_memory_bytes={4 << 20}"),
     )
@@ -110,6 +110,24 @@ def test_collect_keeps_the_tokens_it_is_told(tmp_path) -> None:
     rows = load_file(tmp_path / "rows" / "shards" / "000000.safetensors")["rows.resid_post.1"]
     assert rows.shape == (9, 128)
     assert json.loads(out)["totals"]["rows"] == 9
+
+
+def test_a_small_sae_is_trained_on_what_a_model_reads(tmp_path) -> None:
+    """A corpus, read once, without a disk: each step is scored before it; the SAE reads the model's own rows."""
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"tokens": random_prompt(24, seed)}) + "\n" for seed in range(40)))
+    process = command(
+        *("sae", "train", corpus, "--layer", "1", "--features", "64", "--k", "8", "--batch-size", "32", "--json"),
+        *("-m", tiny_checkpoint("qwen3"), "--dtype", "float32", "--eager", "--max-model-len", "64"),
+        *("--engine-arg", f"kv_cache_memory_bytes={4 << 20}", "--out", tmp_path / "sae"),
+    )
+    out, err = process.communicate(timeout=400)
+    assert process.returncode == 0, err
+    said, sae = json.loads(out), SAE.load(tmp_path / "sae")
+    assert said["rows"] == 40 * 23 // 32 * 32
+    assert said["scored_on"].startswith("the last 3 batches")
+    assert -1 < said["explained"] < 1
+    assert (sae.input, sae.d_in, sae.d_sae, sae.name) == ((1, "resid_post"), 128, 64, "sae")
 
 
 def test_an_interrupted_command_leaves_nothing_behind() -> None:

@@ -15,16 +15,19 @@ from typing import Any, Final
 
 import pytest
 import torch
-from conftest import opened
+from conftest import listening, opened
 from support.rows import TINY_ENGINE, random_prompt
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-from steercap import Add, CaptureHandle, CaptureSpec, Encoded, SteerModel, errors, sync
+from steercap import Add, CaptureHandle, CaptureSpec, Encoded, LogitBias, SteerModel, errors, sync
+from steercap.adapters import server
 from steercap.cli.captured import capture_to
 from steercap.cli.prompts import Prompt
 from steercap.cli.terminal import Output, Terminal
+from steercap.client import RemoteModel
 from steercap.core.spec import Point
 from steercap.lab.demo import cached
+from steercap.server.server import ServerSettings, application
 from steercap.testing import SPECIAL, tiny_checkpoint, tiny_config, tokenizer, write_model
 
 #: Where transformers' decoder layers have the sites: a module of the layer, and what it reads or gives.
@@ -358,6 +361,124 @@ async def test_a_cancelled_call_frees_what_it_held(qwen) -> None:
         assert ((handle.captures[0] - oracle(ids)[0][Point(0, "resid_post")]).norm(dim=1)).max() < ERROR * 100
     assert (one.embedding - last(oracle(ids)[1])).abs().max() < EMBEDDED
     assert (await model.stats()).handles_held == 0
+
+
+@pytest.fixture(scope="module")
+async def remote(qwen) -> AsyncIterator[RemoteModel]:
+    """The same model over a socket, with a preset."""
+    model, _ = qwen
+    push = {"op": "add", "vector": DIRECTION.tolist(), "layer": 1}
+    flags = server.read_flags(model.serving.model, ["--served-model-name", "tiny"])
+    app = await application(model, flags, ServerSettings(presets={"push": push}))
+    async with listening(app) as url, SteerModel.connect(url) as found:
+        yield found
+
+
+async def test_a_connection_encodes_as_the_model_does(qwen, remote) -> None:
+    """Outputs, rows and receipts of every task, with captures and edits for each prompt, and what is read alone."""
+    from vllm import PoolingParams
+
+    model, oracle = qwen
+    prompts = prompts_of(8)
+    tasks = [{"task": "token_embed", "use_activation": False}, PoolingParams(use_activation=False), None, {}] * 2
+    specs = [CaptureSpec(layers=[0, 2], sites=["resid_post", "z"]) if k % 2 else None for k in range(8)]
+    steering = [Add(DIRECTION, 2.0, layer=1, tokens="all") if k % 3 == 1 else None for k in range(8)]
+    here, mine = await model.encode(prompts, tasks, capture=specs, steering=steering)
+    there, others = await remote.encode(prompts, tasks, capture=specs, steering=steering)
+    await asyncio.gather(model.fetch_captures_batch(mine), remote.fetch_captures_batch(others))
+    for one, other in zip(here, there, strict=True):
+        assert isinstance(other, Encoded)
+        assert (other.task, other.prompt_token_ids, other.data.dtype) == (
+            one.task,
+            one.prompt_token_ids,
+            one.data.dtype,
+        )
+        torch.testing.assert_close(other.data, one.data, rtol=1e-4, atol=1e-5)
+        assert (other.steering is None) == (one.steering is None)
+        assert other.steering is None or one.steering is None or other.steering.digest == one.steering.digest
+    for one, other in zip(mine, others, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert (other.points, other.prompt_token_ids, other.output_token_ids) == (
+                one.points,
+                one.prompt_token_ids,
+                (),
+            )
+            for point in one.captures:
+                torch.testing.assert_close(other.captures[point], one.captures[point], rtol=1e-4, atol=1e-4)
+            other.release()
+            one.release()
+    single = await remote.encode("Hello there")
+    torch.testing.assert_close(single.embedding, (await model.encode("Hello there")).embedding, rtol=1e-4, atol=1e-5)
+    plain = await remote.encode("Hello there", add_special_tokens=False)
+    assert plain.prompt_token_ids == (await model.encode("Hello there", add_special_tokens=False)).prompt_token_ids
+    async with remote.sketch(layers=2) as sketch:
+        async with await remote.read(prompts[3], capture_layers=2) as handle:
+            expected = oracle(prompts[3])[0][Point(2, "resid_post")]
+            assert ((handle.captures[2] - expected).norm(dim=1) / expected.norm(dim=1)).max() < ERROR
+        assert await remote.read(prompts[4]) is None
+        await remote.encode(prompts[5])
+        found = await sketch.fetch()
+        assert (found.requests, found.rows) == (3, sum(map(len, prompts[3:6])))
+    assert (await model.stats()).handles_held == 0
+
+
+async def test_a_preset_steers_what_a_connection_encodes(qwen, remote) -> None:
+    model, _ = qwen
+    steered = await model.encode("Hello there", steering=Add(DIRECTION, layer=1))
+    async with SteerModel.connect(remote.url, model="tiny+push") as preset:
+        found = await preset.encode("Hello there")
+    torch.testing.assert_close(found.data, steered.data, rtol=1e-4, atol=1e-5)
+    assert found.steering is not None
+
+
+async def test_a_connection_refuses_what_the_model_refuses(qwen, remote) -> None:
+    """With the same words; and no other route takes the field."""
+    model, _ = qwen
+    long = random_prompt(257, seed=1)
+    works: list[Callable[[Any], Any]] = [
+        lambda one: one.generate("Hello", {"max_tokens": 1}),
+        lambda one: one.chat([{"role": "user", "content": "Hello"}]),
+        lambda one: anext(one.stream("Hello")),
+        lambda one: one.encode("Hello", capture=CaptureSpec(tokens="generated")),
+        lambda one: one.encode("Hello", {"task": "classify"}),
+        lambda one: one.encode("Hello", {"dimension": 8}),
+        lambda one: one.encode("Hello", {"dimensions": 8}),
+        lambda one: one.encode("Hello", 8),
+        lambda one: one.encode(["Hello", "there"], [{}]),
+        lambda one: one.encode("Hello", capture_layers=99),
+        lambda one: one.encode(long),
+        lambda one: one.encode("Hello", steering=LogitBias({3: 1.0})),
+    ]
+    for work in works:
+        said = []
+        for one in (model, remote):
+            with pytest.raises(errors.InvalidRequest) as raised:
+                await work(one)
+            said.append(f"{type(raised.value).__name__}: {raised.value}")
+        assert said[0] == said[1]
+    asked = {"input": "Hello", "steercap": {"capture": {}}}
+    with pytest.raises(errors.InvalidRequest, match="does not take 'steercap'; use /v1/steercap/encode"):
+        await remote.connection.ask("POST", "/v1/embeddings", json=asked)
+    with pytest.raises(errors.InvalidRequest, match="'tinny'; did you mean 'tiny'"):
+        await remote.connection.ask("POST", "/v1/steercap/encode", json={"model": "tinny", "prompt": "Hello"})
+    plain = await remote.connection.ask("POST", "/v1/embeddings", json={"model": "tiny", "input": "Hello there"})
+    found = torch.tensor(plain["data"][0]["embedding"])
+    torch.testing.assert_close(found, (await model.encode("Hello there")).embedding, rtol=1e-4, atol=1e-5)
+
+
+async def test_a_blocking_connection_encodes(qwen, remote) -> None:
+    model, _ = qwen
+    expected = await model.encode(["Hello there", "My day"])
+
+    def notebook() -> None:
+        with sync.SteerModel.connect(remote.url) as blocking:
+            found, handles = blocking.encode(["Hello there", "My day"], capture_layers=[1])
+            for one, other, handle in zip(expected, found, handles, strict=True):
+                torch.testing.assert_close(other.data, one.data, rtol=1e-4, atol=1e-5)
+                assert handle.fetch().captures[1].shape == (len(one.prompt_token_ids), 128)
+
+    await asyncio.to_thread(notebook)
 
 
 async def test_mean_pooling_of_llama() -> None:

@@ -93,7 +93,7 @@ def test_a_command_that_is_killed_goes_on(tmp_path) -> None:
             "-m",
             "steercap",
             "capture",
-            "--file",
+            "--prompts",
             str(prompts),
             "--out",
             str(out),

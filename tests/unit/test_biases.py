@@ -11,7 +11,17 @@ from workers import batch, some_runtime
 
 from steercap import Add, LogitBias, SteeringSpec
 from steercap.core.biases import bias_masks, combined, entries_put
-from steercap.core.messages import Call, Configure, GetSteeringRecord, Owner, Placed, Wanted, decode_answer, encode
+from steercap.core.messages import (
+    Call,
+    Configure,
+    GetSteeringRecord,
+    Owner,
+    Placed,
+    SteeringRecord,
+    Wanted,
+    decode_answer,
+    encode,
+)
 from steercap.core.plan import Plan
 from steercap.core.program import SteeringPlan
 from steercap.core.receipt import check_edits
@@ -175,7 +185,9 @@ def test_a_bias_that_did_not_happen_is_noticed() -> None:
 
     bench = Bench(spec)
     bench.lay_out(["a"], [0], [PROMPT])
-    with pytest.raises(SteeringNotApplied, match="2 logits at 1 positions should have been biased, a worker biased 0"):
+    with pytest.raises(
+        SteeringNotApplied, match="2 logits at 1 positions should have been biased, and a worker biased 0"
+    ):
         bench.settle("a", PROMPT)
 
     bench = Bench(spec)
@@ -242,8 +254,6 @@ def test_workers_that_make_logits_must_all_have_biased_them() -> None:
     change = CompiledSteering(ready, *scopes_of(ready, PROMPT, LIMIT), biased_by(ready, PROMPT, LIMIT))
     plan = Plan("a", PROMPT, LIMIT, steering=change.placed({ready.digest: 0}, 0))
     assert isinstance(plan.steering, SteeringPlan)
-    from steercap.core.messages import SteeringRecord
-
     bits = np.packbits(np.arange(PROMPT) == PROMPT - 1).tobytes()
     all_computed = np.packbits(np.ones(PROMPT, dtype=np.bool_)).tobytes()
 
@@ -257,6 +267,26 @@ def test_workers_that_make_logits_must_all_have_biased_them() -> None:
     for wrong in ([first, last, none], [first]):
         with pytest.raises(SteeringNotApplied, match="logits"):
             check_edits("a", plan, ready.configuration, PROMPT, [wrong])
+
+
+@pytest.mark.parametrize(
+    ("total", "bits", "rows", "said"),
+    [
+        (PROMPT, PROMPT, (5, 4), r"edit 2 of 2 at resid_post: 0 was to change 5 rows, over .*, and changed 4"),
+        (PROMPT, PROMPT, (5,), "the workers differ in which tokens they computed, or in how many edits they know"),
+        (PROMPT, 9, (5, 5), r"the model read 5 tokens, and worker 0 reports edits for 16 \(in eights\)"),
+        (LIMIT + 1, LIMIT + 1, (5, 5), "the model read 13 tokens, and edits were planned for 12 at most"),
+    ],
+)
+def test_a_difference_names_the_edit_and_its_points(total: int, bits: int, rows: tuple[int, ...], said: str) -> None:
+    """Which request, which edit, where, what was to happen and what did; and what to do then."""
+    ready = lowered(SteeringSpec([Add(torch.ones(WIDTH), layer=0), Add(torch.ones(WIDTH), layer=0, tokens="all")]))
+    change = CompiledSteering(ready, *scopes_of(ready, PROMPT, LIMIT), biased_by(ready, PROMPT, LIMIT))
+    plan = Plan("a", PROMPT, LIMIT, steering=change.placed({ready.digest: 0}, 0))
+    computed = np.packbits(np.ones(bits, dtype=np.bool_)).tobytes()
+    record = SteeringRecord(Owner("a", 0), computed, rows, None, primary=True, biased=None, entries=0)
+    with pytest.raises(SteeringNotApplied, match=rf"^a: {said}; its text is withheld\. Repeat the call: .* report it$"):
+        check_edits("a", plan, ready.configuration, total, [[record]], points=[POINT])
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,13 @@ import http.server
 import io
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
 import threading
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from steercap.adapters import hardware
 from steercap.adapters.gpus import Gpu, GpuProcess, gather_gpus, gather_processes, gpu_of, named_holders, visible_of
 from steercap.adapters.hardware import BIND, free_memory
 from steercap.adapters.releases import TRIED
+from steercap.cli.app import app
 from steercap.cli.doctor.checks import CHECKS, Check, examine
 from steercap.cli.doctor.facts import Facts, gather
 from steercap.cli.engines import ModelOptions
@@ -63,6 +66,8 @@ COMMANDS = [
     ["persona", "levels"],
     ["persona", "traits"],
     ["train"],
+    ["sae"],
+    ["sae", "train"],
     ["persona", "roles"],
     ["persona", "axis"],
     ["persona", "cap"],
@@ -74,7 +79,7 @@ COMMANDS = [
     ["inspect"],
     ["doctor"],
 ]
-LEAVES = [command for command in COMMANDS if command and command not in (["vectors"], ["persona"], ["codecs"])]
+LEAVES = [command for command in COMMANDS if command and command not in (["vectors"], ["persona"], ["codecs"], ["sae"])]
 
 
 # The shell
@@ -109,6 +114,51 @@ def test_examples_are_calls_that_the_command_takes(monkeypatch) -> None:
         assert used <= known, command
 
 
+#: Options whose help begins differently by what they are of, and those that take another form where they are many.
+BEGINS = {"--out": {"File", "Folder"}}
+FORMS = {
+    "--codec": {"CODEC,k=N", "TEXT"},
+    "--epochs": {"N", "X"},
+    "--prompts": {"PATH", "TEXT"},  # "-" is stdin
+    "--sae": {"PATH", "NAME=FOLDER"},
+    "--vectors": {"PATH", "NAME=FILE"},
+}
+
+
+def leaves(group=None, *path: str):
+    """Every command, by its words."""
+    for name, one in (typer.main.get_command(app) if group is None else group).commands.items():
+        if hasattr(one, "commands"):
+            yield from leaves(one, *path, name)
+        else:
+            yield " ".join((*path, name)), one
+
+
+def test_an_option_means_one_thing() -> None:
+    """In every command it takes the same form, and its help begins with the same word; each thing has one spelling."""
+    forms, begins, shorts = defaultdict(set), defaultdict(set), defaultdict(set)
+    for name, command in leaves():
+        for parameter in command.params:
+            if parameter.param_type_name == "argument":
+                model = (parameter.metavar or parameter.name).upper() == "MODEL"
+                assert not model or name in {"up", "down", "serve", "explore"}, name  # as `vllm serve MODEL`
+                continue
+            assert parameter.help.endswith("."), (name, parameter.opts)
+            words = re.sub(r"\[/?[a-z]+\]", "", parameter.help).split()
+            for flag in parameter.opts:
+                if not flag.startswith("--"):
+                    shorts[flag] |= {one for one in parameter.opts if one.startswith("--")}
+                    continue
+                forms[flag].add(parameter.metavar)
+                begins[flag].add(words[0].rstrip(":,"))
+    assert {flag: said for flag, said in forms.items() if len(said) > 1 and said != FORMS.get(flag)} == {}
+    assert {flag: said for flag, said in begins.items() if len(said) > 1 and said != BEGINS.get(flag)} == {}
+    assert forms["--layer"] == {"N"}  # one layer; several are --layers
+    assert forms["--layers"] == forms["--steer-layers"] == {"TEXT"}
+    assert dict(shorts) == {"-m": {"--model"}}
+    assert not forms.keys() & {"--output", "--file", "--limit", "--n", "--validation"}
+
+
 def test_starting_is_quick_and_light() -> None:
     """--help loads neither torch nor vLLM nor matplotlib, and is there before anybody wonders."""
     heavy = {"torch", "vllm", "transformers", "matplotlib", "pyarrow", "sklearn"}
@@ -135,9 +185,9 @@ def test_the_version_is_that_of_the_package() -> None:
     [
         (["nonsense"], "nonsense"),
         (["generate"], "no prompt"),
-        (["generate", "a", "--layer", "3"], "--steer"),
+        (["generate", "a", "--steer-layers", "3"], "--steer"),
         (["generate", "a", "--compare"], "nothing to compare"),
-        (["generate", "a", "-n", "3"], "temperature"),
+        (["generate", "a", "--samples", "3"], "temperature"),
         (["generate", "a", "--steer", "missing.safetensors"], "does not exist"),
         (["generate", "a", "--max-tokens", "0"], "--max-tokens"),
         (["generate", "a", "--engine-arg", "seed"], "KEY=VALUE"),
@@ -396,8 +446,8 @@ def test_texts_to_extract_from(tmp_path) -> None:
 
 
 def test_a_direction_is_added_where_and_as_often_as_said(directions) -> None:
-    """--layer, --scale, --name and --tokens become Add edits of the vectors in the file."""
-    spec = SteerOptions(steer=directions, name="formal", layer="1,3", scale=3.0, steer_tokens="generated").spec()
+    """--steer-layers, --scale, --name and --steer-tokens become Add edits of the vectors in the file."""
+    spec = SteerOptions(steer=directions, name="formal", steer_layers="1,3", scale=3.0, steer_tokens="generated").spec()
     edits = spec.flat()
     known = DirectionSet.load(directions)["formal"]
     assert [edit.layer for edit in edits] == [1, 3]
@@ -410,15 +460,15 @@ def test_a_direction_is_added_where_and_as_often_as_said(directions) -> None:
 def test_steering_that_is_not_clear_is_refused(directions, tmp_path) -> None:
     """No layer, a layer or name that is not there, options beside a spec that says them itself."""
     with pytest.raises(InvalidSpec, match="2 directions; give --name, one of kind, formal"):
-        SteerOptions(steer=directions, layer="1").spec()
+        SteerOptions(steer=directions, steer_layers="1").spec()
     with pytest.raises(typer.BadParameter, match="layers 0 to 3; say which"):
         SteerOptions(steer=directions, name="kind").spec()
     for missing in ("9", "1,9"):
         with pytest.raises(InvalidSpec, match="no vector for layer 9; it has them for 0 to 3"):
-            SteerOptions(steer=directions, name="kind", layer=missing).spec()
+            SteerOptions(steer=directions, name="kind", steer_layers=missing).spec()
     for negative in ("-1", "1,-1", "-2:", ":-1"):
         with pytest.raises(typer.BadParameter, match="which has vectors for layers 0 to 3; name those"):
-            SteerOptions(steer=directions, name="kind", layer=negative).spec()
+            SteerOptions(steer=directions, name="kind", steer_layers=negative).spec()
     file = SteeringSpec([Cap(torch.ones(8), layer=2, high=1.0)]).save(tmp_path / "cap.safetensors")
     assert isinstance(SteerOptions(steer=file).spec().flat()[0], Cap)
     with pytest.raises(typer.BadParameter, match="leave --scale out"):
@@ -426,9 +476,9 @@ def test_steering_that_is_not_clear_is_refused(directions, tmp_path) -> None:
     persona = tmp_path / "persona.pt"
     torch.save(torch.randn(5, 8), persona)
     with pytest.raises(InvalidSpec, match="give --base 1"):
-        SteerOptions(steer=persona, layer="1").spec()
+        SteerOptions(steer=persona, steer_layers="1").spec()
     rows = torch.load(persona)
-    (edit,) = SteerOptions(steer=persona, layer="1", base=1).spec().flat()
+    (edit,) = SteerOptions(steer=persona, steer_layers="1", base=1).spec().flat()
     assert torch.equal(edit.vector, rows[2])
 
 
@@ -456,14 +506,16 @@ def test_what_is_converted_is_what_was_there(directions, tmp_path) -> None:
     """Native to GGUF and back, to .pt and back: the same numbers at the same layers."""
     known = DirectionSet.load(directions)["kind"]
     gguf, pt, native = tmp_path / "a.gguf", tmp_path / "b.pt", tmp_path / "c.safetensors"
-    assert call("vectors", "convert", directions, gguf, "--name", "kind", "--layers", "1:").exit_code == 0
+    assert call("vectors", "convert", directions, "--out", gguf, "--name", "kind", "--layers", "1:").exit_code == 0
     assert load_control_vector(gguf) == LayerVectors({at: known[at] for at in (1, 2, 3)}, "kind", "tiny")
-    assert call("vectors", "convert", directions, pt, "--name", "kind", "--base", "1").exit_code == 0
+    assert call("vectors", "convert", directions, "--out", pt, "--name", "kind", "--base", "1").exit_code == 0
     assert load_layers_pt(pt, base=1, name="kind", model="tiny") == known
-    assert call("vectors", "convert", gguf, native, "--name", "better").exit_code == 0
+    assert call("vectors", "convert", gguf, "--out", native, "--name", "better").exit_code == 0
     assert list(DirectionSet.load(native)) == ["better"]
     assert torch.equal(DirectionSet.load(native)["better"][2], known[2])
-    both = call("vectors", "convert", capping(tmp_path / "cap.pt", "a"), tmp_path / "cap.safetensors", "--json")
+    both = call(
+        "vectors", "convert", capping(tmp_path / "cap.pt", "a"), "--out", tmp_path / "cap.safetensors", "--json"
+    )
     assert json.loads(both.stdout)["format"] == "safetensors"
     assert isinstance(SteeringSpec.load(tmp_path / "cap.safetensors").flat()[0], Cap)
 
@@ -471,8 +523,8 @@ def test_what_is_converted_is_what_was_there(directions, tmp_path) -> None:
 def test_a_renamed_direction_keeps_its_provenance(directions, tmp_path) -> None:
     """What is known of it goes with it under its new name."""
     one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
-    assert call("vectors", "convert", directions, one, "--name", "kind").exit_code == 0
-    assert call("vectors", "convert", one, two, "--name", "warm").exit_code == 0
+    assert call("vectors", "convert", directions, "--out", one, "--name", "kind").exit_code == 0
+    assert call("vectors", "convert", one, "--out", two, "--name", "warm").exit_code == 0
     assert DirectionSet.load(two).provenance.auc == {"warm": DirectionSet.load(directions).provenance.auc["kind"]}
 
 
@@ -490,7 +542,7 @@ def test_a_renamed_direction_keeps_its_provenance(directions, tmp_path) -> None:
 def test_what_a_format_cannot_hold_is_an_error(directions, arguments, word, tmp_path, monkeypatch) -> None:
     """And no file is written."""
     monkeypatch.chdir(tmp_path)
-    done = call("vectors", "convert", directions, *arguments)
+    done = call("vectors", "convert", directions, "--out", *arguments)
     assert done.exit_code == (2 if word == ".safetensors, .gguf, .pt" else 1), done.output
     assert word in " ".join(done.stderr.replace("│", "").split())
     assert not Path(arguments[0]).exists()
@@ -512,7 +564,7 @@ def test_inspect_says_what_a_file_is(directions, tmp_path) -> None:
     """Each kind by what is in it, whatever it is called."""
     spec = SteeringSpec([Cap(torch.ones(8), layer=2, high=1.0)]).save(tmp_path / "cap.safetensors")
     gguf, pt = tmp_path / "a.gguf", tmp_path / "rows.pt"
-    call("vectors", "convert", directions, gguf, "--name", "kind", "--layers", "1:")
+    call("vectors", "convert", directions, "--out", gguf, "--name", "kind", "--layers", "1:")
     torch.save(torch.ones(4, 8, dtype=torch.float16), pt)
     known = {
         captured(tmp_path / "0000.safetensors"): "captures",

@@ -88,9 +88,17 @@ SWEEP = "sweep --scales 1 --prompts a.txt --out s -m model --vectors"
         ("generate hi -m model --temperature nan", 2, "greater than or equal to 0"),
         ("generate hi -m model --max-tokens 9999999999999999999", 2, "give a whole number from 1 to 2"),
         ("generate hi -m model --seed 99999999999999999999", 2, "64 bits"),
-        ("generate hi -m model --steer deep.safetensors --layer 9", 1, "layer 9 is outside this model of 4 layers"),
-        ("generate hi -m model --steer wide.safetensors --layer 1", 1, "width 16, the rows at resid_post[1] are 8 of "),
-        ("generate hi -m model --steer deep.safetensors --layer 2 --engine-arg layers=[1]", 1, "has no tap"),
+        (
+            "generate hi -m model --steer deep.safetensors --steer-layers 9",
+            1,
+            "layer 9 is outside this model of 4 layers",
+        ),
+        (
+            "generate hi -m model --steer wide.safetensors --steer-layers 1",
+            1,
+            "width 16, the rows at resid_post[1] are 8 of ",
+        ),
+        ("generate hi -m model --steer deep.safetensors --steer-layers 2 --engine-arg layers=[1]", 1, "has no tap"),
         ("capture hi -m model --out x --layers 4", 1, "layer 4 is outside this model of 4 layers"),
         ("capture hi -m model --out x --sites nowhere", 1, "nowhere"),
         ("capture hi -m model --out x --tokens 1:2:0", 1, "step"),
@@ -105,7 +113,7 @@ SWEEP = "sweep --scales 1 --prompts a.txt --out s -m model --vectors"
         ("vectors extract a.txt b.txt -m model --out x.safetensors --try x --try-scale nan", 2, "a multiplier above 0"),
         ("vectors extract a.txt b.txt -m model --out x.safetensors --try=", 2, "prompts that are not empty"),
         ("vectors extract single.txt b.txt -m model --out x.safetensors", 1, "to hold some out, at least 2"),
-        ("vectors convert traits.safetensors wide.safetensors", 2, "there already"),
+        ("vectors convert traits.safetensors --out wide.safetensors", 2, "there already"),
         ("persona run poetic -m model --out a.txt", 2, "is a file"),
         ("persona run poetic -m model --out x --layers 9", 1, "outside this model of 4 layers"),
         ("persona run poetical -m model --out x", 1, "unknown traits"),
@@ -254,7 +262,7 @@ def at_a_terminal(*arguments: str, says: str) -> tuple[int, str]:
 def test_at_a_terminal_it_is_asked_whether_a_file_may_go(here, says, code) -> None:
     """And done as is answered."""
     before = (here / "wide.safetensors").read_bytes()
-    found, said = at_a_terminal("vectors", "convert", "traits.safetensors", "wide.safetensors", says=says)
+    found, said = at_a_terminal("vectors", "convert", "traits.safetensors", "--out", "wide.safetensors", says=says)
     assert "is there already. Write over it?" in said
     assert found == code, said
     assert ((here / "wide.safetensors").read_bytes() == before) == bool(code)
@@ -263,7 +271,7 @@ def test_at_a_terminal_it_is_asked_whether_a_file_may_go(here, says, code) -> No
 @pytest.mark.usefixtures("here")
 def test_force_writes_over_a_file() -> None:
     """Without a question."""
-    assert call("vectors", "convert", "traits.safetensors", "wide.safetensors", "--force").exit_code == 0
+    assert call("vectors", "convert", "traits.safetensors", "--out", "wide.safetensors", "--force").exit_code == 0
     assert list(DirectionSet.load("wide.safetensors")) == ["kind", "formal"]
 
 

@@ -387,12 +387,16 @@ async def test_what_is_no_server_of_ours_is_refused() -> None:
         (JSONResponse({"error": {"message": "full"}}, 429), CaptureMemoryFull, "full"),
         (JSONResponse({"error": "Unauthorized"}, 401), ServerFailure, "refuses the API key"),
         (JSONResponse("what?", 503), ServerFailure, "answered 503: what"),
-        (JSONResponse({"choices": [choice()]}), SteeringNotApplied, "does not report the edits"),
-        (JSONResponse({"choices": [choice()], "steercap": {"results": []}}), SteeringNotApplied, "report the edits"),
+        (JSONResponse({"choices": [choice()]}), SteeringNotApplied, "does not confirm that the edits"),
+        (
+            JSONResponse({"choices": [choice()], "steercap": {"results": []}}),
+            SteeringNotApplied,
+            "confirm that the edits",
+        ),
         (
             JSONResponse({"choices": [choice()], "steercap": {"results": [{"choice": 1, "steering": {}}]}}),
             SteeringNotApplied,
-            "does not report the edits",
+            "does not confirm that the edits",
         ),
         (JSONResponse({"nothing": 1}), ServerFailure, "does not answer as this version of steercap expects"),
         (JSONResponse([]), ServerFailure, "does not answer as this version"),
@@ -424,7 +428,7 @@ async def test_a_text_that_no_monitor_watched_is_withheld() -> None:
 
 async def test_arguments_that_a_server_does_not_take_are_refused_by_name() -> None:
     async with model_of(JSONResponse({"choices": [choice()]})) as model:
-        with pytest.raises(InvalidRequest, match="does not work through a server, which captures only"):
+        with pytest.raises(ServerFailure, match="does not say how it reads specs"):
             await model.encode("a")
         with pytest.raises(InvalidRequest, match="lora_request= cannot be sent"):
             await model.generate("a", lora_request=object())

@@ -355,7 +355,7 @@ def test_the_command_checks_what_it_is_given_before_an_engine_starts(
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for name, layer, width in (("wide", 2, 8), ("far", 30, 576), ("good", 2, 576)):
         DirectionSet({"a": LayerVectors({layer: torch.ones(width)})}).save(f"{name}.safetensors")
-    result = call("codecs", "check", "smollm2", "texts.jsonl", *options.split())
+    result = call("codecs", "check", "texts.jsonl", *options.split())
     assert result.exit_code == expected[0], result.output
     assert expected[1] in re.sub(r"[\s│]+", " ", result.output)
 
@@ -377,7 +377,7 @@ def test_the_file_is_the_codec_of_a_capture(tmp_path) -> None:
     assert RowOptions(f"@{seeded}").coding(["z"]) == {"codec": "rp16", "k": 8, "seed": 5}
     assert CaptureSpec(**RowOptions(f"@{seeded}").coding(["q"])).codec == "raw"
     (tmp_path / "a.txt").write_text("a")
-    for command in (("capture", "a", "--out", "o"), ("collect", str(tmp_path / "a.txt"), "o")):
+    for command in (("capture", "a", "--out", "o"), ("collect", str(tmp_path / "a.txt"), "--out", "o")):
         result = call(*command, "--codec", f"@{path}", "--sites", "resid_post,neurons")
         assert (result.exit_code, "sites have different codecs" in result.output) == (1, True), result.output
         result = call(*command, "--codec", f"@{path}", "--codec-k", "3")
@@ -398,6 +398,6 @@ def test_the_file_is_the_codec_of_a_capture(tmp_path) -> None:
 )
 def test_targets_of_attention_that_cannot_be_collected_are_told_before_a_start(tmp_path, given, says) -> None:
     (tmp_path / "a.txt").write_text("a")
-    result = call("collect", str(tmp_path / "a.txt"), str(tmp_path / "o"), *given)
+    result = call("collect", str(tmp_path / "a.txt"), "--out", str(tmp_path / "o"), *given)
     assert (result.exit_code in {1, 2}, says in re.sub(r"[\s│]+", " ", result.output)) == (True, True), result.output
     assert not (tmp_path / "o").exists()

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import json
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from cli_calls import call
+from shards import definition_of, folder_of
 
 from steercap import SAE
+from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
 from steercap.errors import InvalidFile, InvalidSpec, TrainingDiverged
+from steercap.lab.datasets import ActivationDataset
 from steercap.lab.datasets.rows import Normalisation
 from steercap.lab.training import SAETraining, save_sae, score_sae, train_sae
 from steercap.testing.saes import RandomSAE
@@ -192,3 +198,78 @@ def test_something_that_is_no_sae_is_told(tmp_path) -> None:
             save_sae(given, tmp_path)
         with pytest.raises(InvalidSpec, match=r"score_sae: sae=.*give an SAE"):
             score_sae(given, sparse_rows(50))
+
+
+# How far it is, and the command
+
+
+def test_every_step_is_told() -> None:
+    """Steps, rows, the loss and the explained variance of each batch before its step."""
+    rows, told = sparse_rows(512), []
+    training = train_sae(batches(rows, 2), POINT, features=FEATURES, k=K, rows=1024, progress=told.append)
+    assert [(at.step, at.rows, at.total) for at in told] == [(n + 1, 128 * (n + 1), 1024) for n in range(8)]
+    assert [(at.rows, at.explained) for at in told] == training.curve
+    first = next(iter(batches(rows, 1)))
+    assert told[0].loss == pytest.approx((1 - told[0].explained) * float(first.var(dim=0, correction=0).mean()))
+    assert "step 8, 1,024 of 1,024 rows, loss" in str(told[-1])
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_shows_one_line(terminal, monkeypatch) -> None:
+    class Stream(io.StringIO):
+        def isatty(self) -> bool:
+            return terminal
+
+    stream = Stream()
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    train_sae(batches(sparse_rows(512), 2), POINT, features=FEATURES, k=K)
+    said = stream.getvalue()
+    assert ("SAE: step 8, 1,024 rows, loss" in said) is terminal
+    assert said.count("\n") == int(terminal)
+    assert bool(said) is terminal
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    """Rows of one layer, random, of twelve shards."""
+    point = {Point(1, "resid_post"): PointSchema((16,), "float32")}
+    folder_of(tmp_path / "rows", definition_of(points=point), 12, 3)
+    return tmp_path / "rows"
+
+
+def test_the_command_trains_on_a_data_set(dataset, tmp_path) -> None:
+    """The SAE is written as SAELens does; it was normalised by the rows it read, and is scored on other documents."""
+    out = tmp_path / "sae"
+    words = ("sae", "train", dataset, "--out", out, "--features", "24", "--k", "4", "--batch-size", "32", "--json")
+    found = call(*words, "--epochs", "30", "--skip", "0", "--lr", "0.01")
+    assert found.exit_code == 0, found.output
+    said, sae = json.loads(found.stdout), SAE.load(out)
+    assert (sae.d_sae, sae.d_in, sae.encoder.k, sae.input, sae.name) == (24, 16, 4, Point(1, "resid_post"), "sae")
+    whole = ActivationDataset(dataset, labels=True)[:]
+    documents = int(whole.document.max()) + 1
+    held = whole.document >= documents - round(0.1 * documents)
+    score = score_sae(sae, whole.rows[held])
+    assert said["explained"] == pytest.approx(score.explained, abs=1e-5)
+    assert said["scored_on"] == f"{int(held.sum()):,} rows of documents held out"
+    assert said["rows"] == 30 * (int((~held).sum()) // 32) * 32
+    assert score_sae(sae, whole.rows[~held]).explained > score.explained > 0
+    again = call(*words)
+    assert again.exit_code == 2
+    assert "has cfg.json in it already" in " ".join(again.stderr.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "word"),
+    [
+        (("--batch-size", "4096"), 1, "fewer than two steps of 4,096"),
+        (("--layer", "2"), 1, "layer 2 is outside this model of 2 layers"),
+        (("-m", "other"), 2, "a data set has its rows already"),
+        (("--k", "99", "--features", "24", "--batch-size", "32"), 1, "k=99 of 24 features"),
+    ],
+)
+def test_what_cannot_be_trained_is_said(dataset, tmp_path, more, code, word) -> None:
+    found = call("sae", "train", dataset, "--out", tmp_path / "sae", *more)
+    assert found.exit_code == code
+    assert word in " ".join(found.stderr.replace("│", " ").split())
+    assert not (tmp_path / "sae" / "cfg.json").exists()

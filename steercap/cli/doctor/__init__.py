@@ -148,7 +148,7 @@ def register(app: typer.Typer) -> None:
         terminal: Terminal,
         url: Annotated[str, typer.Argument(help="Address of a server that `steercap serve` runs.")],
         *,
-        api_key: Annotated[str | None, typer.Option(help="API key, if the server wants one.")] = None,
+        api_key: Annotated[str | None, typer.Option(metavar="KEY", help="API key, if the server wants one.")] = None,
         model: Annotated[str | None, typer.Option("--model", "-m", help="Model (default: the first listed).")] = None,
         seconds: Annotated[float, typer.Option(min=1, help="Seconds to wait for each answer of the server.")] = 60,
     ) -> None:

@@ -8,13 +8,14 @@ SAELens or sparsify; steercap reads their files.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
 from safetensors.torch import save as to_bytes
 
+from steercap.concurrency.heartbeat import rewritten_line
 from steercap.core.names import TRANSFORMER_LENS
 from steercap.core.spec import Point
 from steercap.core.values import count_of, number_of, shown
@@ -48,6 +49,27 @@ class SAEScore(NamedTuple):
     rows: int
 
 
+class SAEProgress(NamedTuple):
+    """State of a training after a step.
+
+    Args:
+        step, rows: number of steps and of rows so far.
+        total: number of rows that will come, None if unknown.
+        loss: mean squared error of the batch's normalised rows before the step.
+        explained: share of the batch's variance explained before the step.
+    """
+
+    step: int
+    rows: int
+    total: int | None
+    loss: float
+    explained: float
+
+    def __str__(self) -> str:
+        rows = f"{self.rows:,}" if self.total is None else f"{self.rows:,} of {self.total:,}"
+        return f"step {self.step:,}, {rows} rows, loss {self.loss:.4g}, {self.explained:.1%} of variance explained"
+
+
 class SAETraining:
     """Top-k SAE in training: `step` with batches of rows, then `sae`.
 
@@ -66,6 +88,7 @@ class SAETraining:
             folded into the SAE, which then reads the model's own rows. None for none.
         seed: seed of the first directions.
         device: torch device to train on.
+        progress: called with a `SAEProgress` after every step.
 
     Attributes:
         seen: number of rows so far.
@@ -87,7 +110,9 @@ class SAETraining:
         normalisation: Normalisation | None = None,
         seed: int = 0,
         device: str | torch.device = "cpu",
+        progress: Callable[[SAEProgress], object] | None = None,
     ) -> None:
+        self._progress = progress
         self.point = point_of("SAETraining: point", point)
         given = {"width": width, "features": features, "k": k}
         self.width, features, self.k = (count_of(one, f"SAETraining: {name}") for name, one in given.items())
@@ -137,6 +162,8 @@ class SAETraining:
         self.seen += len(rows)
         explained = 1 - float(loss.detach()) / float(rows.var(dim=0, correction=0).mean())
         self.curve.append((self.seen, explained))
+        if self._progress is not None:
+            self._progress(SAEProgress(len(self.curve), self.seen, self.rows, float(loss.detach()), explained))
         return explained
 
     def sae(self, *, name: str = "", model: str = "", folded: bool = True) -> SAE:
@@ -185,7 +212,9 @@ def train_sae(batches: Iterable[Any], point: Point | tuple[int, str], **how: Any
         batches: batches of rows [rows, width], such as `ActivationDataset(...).batches(512, epochs=3)`, a DataLoader,
             or a stream of `steercap.sync`.
         point: point of the rows, as (layer, site).
-        **how: arguments of `SAETraining`, `features` among them; the width is that of the first batch.
+        **how: arguments of `SAETraining`, `features` among them; the width is that of the first batch. Without
+            `progress`, in a terminal and in a notebook one line on stderr says how far it is, as for
+            `SteerModel.start`.
 
     Returns:
         The training, whose `sae()` is the SAE, and `curve` the course.
@@ -195,11 +224,13 @@ def train_sae(batches: Iterable[Any], point: Point | tuple[int, str], **how: Any
         TrainingDiverged: the loss is no longer a number.
     """
     training = None
-    for batch in batches:
-        if training is None:
-            rows = batch.rows if isinstance(batch, Labelled) else batch
-            training = SAETraining(point, rows.shape[-1] if isinstance(rows, torch.Tensor) else 0, **how)
-        training.step(batch)
+    with rewritten_line() as line:
+        how = {"progress": lambda at: line(f"SAE: {at}"), **how}
+        for batch in batches:
+            if training is None:
+                rows = batch.rows if isinstance(batch, Labelled) else batch
+                training = SAETraining(point, rows.shape[-1] if isinstance(rows, torch.Tensor) else 0, **how)
+            training.step(batch)
     if training is None:
         raise InvalidSpec("train_sae: there are no batches; an iterator gives its batches once")
     return training

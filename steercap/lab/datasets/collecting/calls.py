@@ -132,8 +132,7 @@ async def collect(
         storage_options=storage_options or {},
     )
     if ray is not None:
-        made_again = model.factory  # type: ignore[union-attr]  # the error of a RemoteModel says what to do
-        return await collect_on_actors(made_again, corpus, os.fspath(folder), asked, ray)
+        return await collect_on_actors(model.factory, corpus, os.fspath(folder), asked, ray)  # type: ignore[union-attr]
     engine = model.serving.here()
     return await model.serving.run(lambda: run_collection(model, engine, corpus, os.fspath(folder), asked))
 

@@ -1,0 +1,247 @@
+"""`steercap sae train`: a small SAE from a data set of activations, or from a corpus and a model."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import numpy as np
+import typer
+
+from steercap.cli.command import command, group_of
+from steercap.cli.destinations import folder_ready, may_replace
+from steercap.cli.engines import ReachOptions
+from steercap.cli.preflight import preflight, reached
+from steercap.cli.tables import facts
+from steercap.cli.terminal import Terminal
+from steercap.core.spec import CaptureSpec
+from steercap.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    import torch
+
+    from steercap.lab.datasets.rows import Normalisation
+    from steercap.lab.training import SAEProgress, SAETraining
+
+#: Rows that the normalisation is computed from, and on which an SAE is scored.
+SAMPLED_ROWS: Final = 1 << 14
+#: Share of a stream's last steps whose explained variance is reported; each batch is scored before its step.
+LAST: Final = 0.1
+
+
+@dataclass(frozen=True)
+class SAEOptions:
+    """Options of an SAE and its training."""
+
+    features: Annotated[int | None, typer.Option(min=1, help="Number of features (default: 8 × the width).")] = None
+    k: Annotated[int, typer.Option("--k", min=1, help="Maximum active features of a row.")] = 32
+    skip: Annotated[int, typer.Option(min=0, help="Tokens left out at the start of each window.")] = 1
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over a data set; a corpus is read once.")] = 1
+    batch_size: Annotated[int, typer.Option(min=2, help="Batch size: rows of each step.")] = 256
+    lr: Annotated[float, typer.Option(help="Learning rate of Adam.")] = 0.002
+    held_out: Annotated[
+        float, typer.Option(min=0, max=0.5, help="Fraction of a data set's documents held out for the score.")
+    ] = 0.1
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the first directions and of the order of rows.")] = 0
+    device: Annotated[str, typer.Option(help="Device to train on: cpu or cuda.")] = "cpu"
+
+    def how(self, width: int) -> dict[str, Any]:
+        """Return the arguments of `SAETraining` for rows of a width."""
+        features = 8 * width if self.features is None else self.features
+        return {"features": features, "k": self.k, "lr": self.lr, "seed": self.seed, "device": self.device}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    group = group_of("Sparse autoencoders (SAEs).")
+    app.add_typer(group, name="sae")
+
+    @command(
+        group,
+        "train",
+        examples=[
+            "steercap sae train out/rows --out out/sae --epochs 5",
+            "steercap sae train out/rows --layer 15 --features 4096 --k 32 --out out/sae",
+            "steercap sae train corpus.jsonl --layer 15 --out out/sae",
+        ],
+    )
+    async def train(
+        rows: Annotated[
+            str, typer.Argument(metavar="ROWS", help="Data set of `steercap collect`, or a corpus, as for it.")
+        ],
+        how: SAEOptions,
+        model: ReachOptions,
+        terminal: Terminal,
+        out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the SAE, in SAELens's format.")],
+        layer: Annotated[int | None, typer.Option(min=0, help="Layer of the rows (default: the data set's).")] = None,
+        site: Annotated[str | None, typer.Option(help="Site of the rows (default: resid_post).")] = None,
+        name: Annotated[str | None, typer.Option(help="Name of the SAE (default: the folder's name).")] = None,
+        force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
+    ) -> None:
+        """Train a small top-k SAE on a data set of activations, or on a corpus that a model reads, in plain torch. The
+        SAE reads the model's own rows: SAE.load, captures, steering and the explorer take it. A data set may be read
+        several times, and is scored on documents held out; a corpus is read once, without a disk. Train dictionaries of
+        many thousand features with SAELens or sparsify; steercap reads their files.
+        """
+        from steercap.lab.datasets.definition import FILE
+        from steercap.lab.training import save_sae
+
+        folder_ready(out)
+        may_replace(out, terminal, force=force, pattern="cfg.json")
+        with terminal.progress() as bars:
+            task, stopped = bars.add_task("training", total=None), threading.Event()
+
+            def tell(at: SAEProgress) -> None:
+                if stopped.is_set():
+                    raise KeyboardInterrupt  # ends the thread
+                said = f"training: loss {at.loss:.4g}, {at.explained:.1%} explained; rows"
+                bars.update(task, description=said, completed=at.rows, total=at.total)
+
+            if (Path(rows) / FILE).exists():
+                if said := model.flags():
+                    raise typer.BadParameter("a data set has its rows already; leave it out", param_hint=said[0])
+                try:
+                    training, report, known = await asyncio.to_thread(
+                        train_on_dataset, Path(rows), layer, site, how, tell
+                    )
+                except asyncio.CancelledError:
+                    stopped.set()
+                    raise
+            else:
+                if layer is None:
+                    raise typer.BadParameter("a corpus needs the layer to read", param_hint="--layer")
+                training, report, known = await train_on_corpus(
+                    rows, (layer, site or "resid_post"), how, model, terminal, tell
+                )
+        sae = training.sae(name=out.name if name is None else name, model=known)
+        save_sae(sae, out)
+        document = {"sae": str(out), "point": str(training.point), "features": sae.d_sae, "k": how.k, **report}
+        told = {key: f"{value:.1%}" if isinstance(value, float) else value for key, value in document.items()}
+        terminal.show(document, facts("", told))
+
+
+def train_on_dataset(
+    folder: Path, layer: int | None, site: str | None, how: SAEOptions, tell: Callable[[SAEProgress], None]
+) -> tuple[SAETraining, dict[str, Any], str]:
+    """Train on a data set; its last documents are held out.
+
+    Returns:
+        The training, the report on it, and the model's name.
+
+    Raises:
+        InvalidRequest: the data set has several points and none is named, or too few rows.
+        The errors of `ActivationDataset` and `train_sae`.
+    """
+    from steercap.lab.datasets import ActivationDataset
+    from steercap.lab.training import score_sae, train_sae
+
+    chosen: dict[str, Any] = {
+        "layers": "all" if layer is None else [layer],
+        "sites": site,
+        "positions": slice(how.skip, None),
+    }
+    there = ActivationDataset(folder, **chosen)
+    if len(there.points) != 1:
+        raise InvalidRequest(f"{folder} has rows of {', '.join(there.points)}; name one with --layer and --site")
+    totals = there.folder.totals()
+    documents = 0 if totals is None else totals.documents
+    first = documents - round(how.held_out * documents)
+    data: Any = ActivationDataset(folder, **chosen, keep=lambda index: index.document < first)  # of one point: tensors
+    if len(data) < 2 * how.batch_size:
+        raise InvalidRequest(
+            f"{folder} has {len(data):,} rows to train on, fewer than two steps of {how.batch_size:,}; collect more, "
+            "or give a smaller --batch-size"
+        )
+    (point,) = (one.point for one in data.folder.definition.points if str(one.point) == data.points[0])
+    normalisation = _normalisation(_some(data))
+    batches = data.batches(how.batch_size, seed=how.seed, epochs=how.epochs, drop_last=True)
+    training = train_sae(
+        (normalisation(rows) for rows in batches),
+        tuple(point),
+        rows=len(batches) * how.batch_size,
+        normalisation=normalisation,
+        progress=tell,
+        **how.how(data.width),
+    )
+    report: dict[str, Any] = {"rows": training.seen}
+    held = ActivationDataset(folder, **chosen, keep=lambda index: index.document >= first)
+    if len(held) > 1:
+        score = score_sae(training.sae(), _some(held))
+        report |= {"explained": score.explained, "active": round(score.active, 2), "used": score.used}
+        report["scored_on"] = f"{score.rows:,} rows of documents held out"
+    return training, report, data.folder.definition.model["name"]
+
+
+async def train_on_corpus(
+    corpus: str,
+    point: tuple[int, str],
+    how: SAEOptions,
+    model: ReachOptions,
+    terminal: Terminal,
+    tell: Callable[[SAEProgress], None],
+) -> tuple[SAETraining, dict[str, Any], str]:
+    """Train on a corpus that a model reads, once.
+
+    Returns:
+        The training, the report on it, and the model's name.
+
+    Raises:
+        InvalidRequest: the corpus has too few tokens.
+        The errors of `reached`, `activations` and `SAETraining`.
+    """
+    from steercap.lab.datasets.collecting import activations, open_source
+    from steercap.lab.training import SAETraining
+
+    source = open_source(corpus)
+    spec = CaptureSpec(layers=[point[0]], sites=point[1], tokens=slice(how.skip, None))
+    preflight(model, sites=(point[1],)).check_capture(spec)
+    training = None
+    reading: dict[str, Any] = {
+        "batch_size": how.batch_size,
+        "buffer": max(SAMPLED_ROWS, how.batch_size),
+        "seed": how.seed,
+    }
+    async with (
+        reached(model, terminal, sites=(point[1],)) as open_model,
+        activations(open_model, source, capture=spec, normalise="standard", drop_last=True, **reading) as batches,
+    ):
+        rows: Any  # of one point: a tensor
+        async for rows in batches:
+            if training is None:
+                (normalisation,) = batches.normalisations.values()
+                training = SAETraining(
+                    point, rows.shape[1], normalisation=normalisation, progress=tell, **how.how(rows.shape[1])
+                )
+            training.step(rows)
+        if training is None:
+            raise InvalidRequest(
+                f"{corpus} has {batches.tokens:,} tokens, fewer than a step of {how.batch_size:,}; give more texts, or "
+                "a smaller --batch-size"
+            )
+        last = training.curve[-max(round(LAST * len(training.curve)), 1) :]
+        report = {
+            "rows": training.seen,
+            "explained": sum(share for _, share in last) / len(last),
+            "scored_on": f"the last {len(last):,} batches, each before its step",
+        }
+        return training, report, open_model.model
+
+
+def _some(data: Any) -> torch.Tensor:
+    """Return at most `SAMPLED_ROWS` rows, evenly from all."""
+    rows: torch.Tensor = data[np.unique(np.linspace(0, len(data) - 1, SAMPLED_ROWS, dtype=np.int64))]
+    return rows
+
+
+def _normalisation(rows: torch.Tensor) -> Normalisation:
+    """Return the normalisation by rows' own mean and standard deviation; stored statistics count tokens left out."""
+    import torch
+
+    from steercap.lab.datasets.rows import Normalisation
+
+    spread = rows.std(dim=0, correction=0)
+    return Normalisation(rows.mean(dim=0), torch.where(spread > 0, 1 / spread, 1.0))
