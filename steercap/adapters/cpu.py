@@ -1,7 +1,8 @@
 """Repairs of vLLM's CPU runner, made in the worker.
 
-They concern seeds of chunked prompts, requests without an adapter beside others with one, and the temperature, top-k
-and top-p of drafted tokens. Each part says what it relies on, and when it can go.
+They concern seeds of chunked prompts, requests without an adapter beside others with one, the temperature, top-k and
+top-p of drafted tokens, and prompts of one token in gated delta networks. Each part says what it relies on, and when it
+can go.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from vllm import _custom_ops
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.v1.sample import rejection_sampler
@@ -25,6 +27,9 @@ _WITHHELD: Final = "steercap_withheld_generators"
 #: vLLM's operators that pick an adapter's weights for each row by its index.
 _BY_INDEX: Final = ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
 _MASKED: Final = "__steercap_masked__"
+#: vLLM's operator of the short convolution in gated delta networks.
+_CONVOLUTION: Final = "causal_conv1d_fwd_cpu"
+_STRIDED: Final = "__steercap_strided__"
 
 
 def hook() -> None:
@@ -36,6 +41,9 @@ def hook() -> None:
     wrap(GPUModelRunner, "_bookkeeping_sync", _bookkeeping_sync)
     wrap(rejection_sampler, "expand_batch_to_tokens", _for_each_draft)
     wrap(rejection_sampler, "apply_sampling_constraints", _constrained)
+    operator = getattr(_custom_ops, _CONVOLUTION, None)  # absent before vLLM 0.32
+    if operator is not None and not hasattr(operator, _STRIDED):
+        setattr(_custom_ops, _CONVOLUTION, of_lone_tokens(operator))
     for name in _BY_INDEX:
         operator = getattr(lora_ops, name)
         if not hasattr(operator, _MASKED):
@@ -85,6 +93,23 @@ def _without_rows_of_none(operator: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(masked, _MASKED, True)
     return masked
+
+
+def of_lone_tokens(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the convolution of a pass's prompts so that it takes a pass of one token.
+
+    vLLM's operator refuses `x`, [channels, tokens], unless the stride between tokens is the number of channels. Qwen
+    3.5 slices it from a wider tensor, and `contiguous()` leaves one row as it is: the worker dies of a prompt, or its
+    first chunk, of one token. Relies on the argument `x`, by name. Can go when vLLM's operator takes any stride of one
+    token.
+    """
+
+    @functools.wraps(operator)
+    def strided(*, x: torch.Tensor, **options: Any) -> Any:
+        return operator(x=x.T.clone(memory_format=torch.contiguous_format).T if x.shape[1] == 1 else x, **options)
+
+    setattr(strided, _STRIDED, True)
+    return strided
 
 
 def _constrained(original: Callable[[], Any], logits: torch.Tensor, *_args: Any, **_options: Any) -> Any:

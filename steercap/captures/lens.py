@@ -28,6 +28,7 @@ from steercap.captures.pooled import require_kind
 from steercap.core.spec import Point
 from steercap.core.values import count_of, flag_of, index_of, parts_of, shown
 from steercap.errors import InvalidFile, InvalidRequest
+from steercap.files.fingerprint import nearest_path
 
 if TYPE_CHECKING:
     from steercap.engine.engine import Engine
@@ -63,7 +64,8 @@ class TunedLens:
             config = json.loads((path / CONFIG).read_text())
             width, layers, kind = config["d_model"], config["num_hidden_layers"], config.get("lens_type", "")
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise InvalidFile(f"{path / CONFIG} does not describe a tuned lens: {error!r}") from error
+            reason = f"{error!r}{nearest_path(path)}"
+            raise InvalidFile(f"{path / CONFIG} does not describe a tuned lens: {reason}") from error
         if kind not in {"", "linear_tuned_lens"} or not (isinstance(width, int) and isinstance(layers, int)):
             raise InvalidFile(
                 f"{path / CONFIG}: lens_type={kind!r}, d_model={width!r} is not a linear tuned lens; give one with "

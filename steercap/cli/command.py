@@ -27,6 +27,7 @@ from steercap.cli.terminal import Output, Terminal
 from steercap.config.environment import from_environment
 from steercap.core.extras import extra
 from steercap.errors import SteercapError
+from steercap.files.fingerprint import nearest_path
 
 FAILED: Final = 1
 
@@ -38,11 +39,23 @@ Loops = Callable[[], asyncio.AbstractEventLoop]
 CONTEXT: Final = {"help_option_names": ["-h", "--help"]}
 
 
+#: What typer says of a path that does not exist.
+_ABSENT: Final = re.compile(r"'(.+)' does not exist\.$")
+
+
 class Command(TyperCommand):
-    """Typer command whose help shows no value type for flags."""
+    """Typer command whose help shows no value type for flags; a path that does not exist has the nearest one named."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _untyped(super().get_params(ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            if absent := _ABSENT.search(error.message):
+                error.message = error.message.removesuffix(".") + nearest_path(absent[1])
+            raise
 
 
 class Group(TyperGroup):

@@ -19,6 +19,7 @@ from steercap.cli.parsing import named, steering_in
 from steercap.cli.preflight import STREAM, preflight
 from steercap.cli.terminal import Terminal
 from steercap.config import CPU
+from steercap.engine.checkpoint import require_reachable, require_there
 from steercap.files.fingerprint import digest_of
 
 if TYPE_CHECKING:
@@ -241,6 +242,7 @@ def checked(
 
     Raises:
         InvalidSpec, InvalidFile: files or presets that cannot be used.
+        ModelNotLoaded: there is no such model, here or, as far as can be seen, on the hub.
         InvalidVector, LayerOutOfRange, PointNotArmed: they do not fit the model, or a point that is not armed.
         typer.BadParameter: recorded layers or sites that the model does not have.
     """
@@ -249,6 +251,9 @@ def checked(
     from steercap.steering.spec import SteeringSpec
 
     names = Names.of(settings)
+    if model != SMOLLM2:
+        require_there(model)
+        require_reachable(model)
     if any(flag.startswith(CHANGING) for flag in flags):
         return names
     there = preflight(ModelOptions(model, engine_arg=list(engine_arg or ())), **own)

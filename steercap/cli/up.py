@@ -24,6 +24,7 @@ from steercap.cli.engines import SMOLLM2, elsewhere, located
 from steercap.cli.serve import ServeOptions, checked, parted
 from steercap.cli.tables import facts
 from steercap.cli.terminal import Terminal
+from steercap.core.display import duration
 from steercap.errors import EngineFailure, InvalidRequest, SteercapError
 from steercap.files import warm
 from steercap.files.fingerprint import digest_of
@@ -32,6 +33,12 @@ from steercap.files.warm import WarmEngine
 #: Minutes without a request after which a warm engine ends, and seconds that it has for that when told to.
 IDLE_MINUTES: Final = 30.0
 END_SECONDS: Final = 60.0
+#: Seconds of idle time left from which `status` warns.
+SOON: Final = 120
+DAY: Final = 86_400
+#: Lines of a server's log: that it starts, as `running` of `steercap serve` says it, and that it ends, `IDLE_END`.
+STARTING: Final = r"starting (.+?): "
+ENDED: Final = r"no request for ([\d.e+]+) s: the server ends"
 #: Last lines of the log that are shown if a server does not start.
 LINES: Final = 12
 
@@ -191,7 +198,7 @@ def _down(app: typer.Typer) -> None:
                 await _end(engine)
             terminal.say(f"{engine.model} is down")
         if not there:
-            terminal.say("no engine is warm")
+            terminal.say(f"no engine is warm, so there is none to end{_lately()}")
         terminal.show({"down": [one.model for one in there]})
 
 
@@ -215,9 +222,41 @@ def _status(app: typer.Typer) -> None:
     ) -> None:
         """Show the engines that steercap up keeps warm."""
         found = [await _described(engine, api_key) for engine in warm.engines()]
-        terminal.show({"engines": found}, *(facts(one["model"], {**one, "model": ""}) for one in found))
+        terminal.show({"engines": found}, *(facts(one["model"], _in_words(one)) for one in found))
+        for one in found:
+            if (left := one.get("idle_left_seconds")) is not None and left < SOON:
+                terminal.say(f"{one['model']} ends in {duration(left)}; any request to it begins its idle time anew")
         if not found:
-            terminal.say("no engine is warm; start one with `steercap up MODEL`")
+            terminal.say(f"no engine is warm{_lately()}; start one with `steercap up MODEL`")
+
+
+def _in_words(engine: dict[str, Any]) -> dict[str, Any]:
+    """Return what is known of a warm engine, as a person reads it."""
+    found = {name: value for name, value in engine.items() if not name.endswith("_seconds") and name != "model"}
+    limit, left = engine.get("ends_after_seconds"), engine.get("idle_left_seconds")
+    state, shown = found.pop("state"), {}
+    if "running" in found:
+        idle = f"idle for {duration(engine['idle_seconds'])}"
+        running, served = found.pop("running"), found.pop("served")
+        shown["requests"] = f"{served:,} served, {f'{running} running' if running else idle}"
+        shown["ends"] = "with `steercap down`" if limit is None else f"after {duration(limit)} without a request"
+        if left is not None and not running:
+            shown["idle time left"] = duration(left)
+    return {"state": state, "up for": duration(engine["up_seconds"]), **shown, **found}
+
+
+def _lately() -> str:
+    """Say which engine ended last because nobody asked it anything, if one did within a day; "" if none did."""
+    logs = warm.folder_path().glob("*.log")
+    gone = [log for log in logs if warm.engine_at(log.with_suffix(".sock")) is None]
+    for log in sorted(gone, key=lambda path: path.stat().st_mtime, reverse=True):
+        lines, ago = log.read_text(errors="replace").splitlines(), time.time() - log.stat().st_mtime
+        ended = next((one for line in lines if (one := re.search(ENDED, line))), None)
+        model = next((one[1] for line in lines if (one := re.match(STARTING, line))), None)
+        if ended and model and ago < DAY:
+            idle = duration(float(ended[1]))
+            return f"; the one of {model} ended {duration(ago)} ago, after {idle} without a request"
+    return ""
 
 
 async def _described(engine: WarmEngine, api_key: str | None) -> dict[str, Any]:
@@ -230,7 +269,10 @@ async def _described(engine: WarmEngine, api_key: str | None) -> dict[str, Any]:
             async with SteerModel.connect(engine.url, api_key=api_key, timeout=10) as model:
                 idle = await model.connection.ask("GET", "/v1/steercap/idle")
                 said = {"state": "ready", "dtype": model.origin["dtype"], "max_model_len": model.max_model_len}
+                said |= {"running": idle["running"], "served": idle["served"]}
                 said |= {"idle_seconds": round(idle["idle_seconds"]), "ends_after_seconds": idle["limit"]}
+                if idle["limit"] is not None:
+                    said["idle_left_seconds"] = max(round(idle["limit"] - idle["idle_seconds"]), 0)
         except SteercapError as error:
             said = {"state": f"ready, but: {error}"}
     return {

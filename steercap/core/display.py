@@ -26,6 +26,20 @@ _LACKING: Final = object()
 _PLAIN: Final = (bool, int, float, str, tuple, type(None))
 _MAPPINGS: Final = frozenset({dict, MappingProxyType})
 
+#: Colour of names in pictures.
+INK: Final = "#222222"
+#: Candidate places of a name: offset in points to the right of its dot and above it, and the anchor of the text.
+SIDES: Final = (
+    (4, 0, "left", "center"),
+    (-4, 0, "right", "center"),
+    (0, 4, "center", "bottom"),
+    (0, -4, "center", "top"),
+    (4, 6, "left", "bottom"),
+    (-4, 6, "right", "bottom"),
+    (4, -6, "left", "top"),
+    (-4, -6, "right", "top"),
+)
+
 
 def brief(owner: Any, *without: str) -> str:
     """Return a short text of a record, to be its `__repr__`: shapes for tensors, counts for many items.
@@ -116,3 +130,32 @@ def _cell(value: object) -> str:
         return ""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return html.escape(text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS - 1]}…")
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in words: "45 s", "12 min", "3 h 20 min"."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = int(seconds // 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def place_names(axes: Any, names: Sequence[str], points: Any, size: float = 6.5, **style: Any) -> None:
+    """Draw names beside points, [names, 2], each on the first side where it fits.
+
+    A name fits if it covers no other name and no point, and stays in the axes, whose limits are final; if no side fits,
+    the last one is used. `style` goes to matplotlib's `annotate`.
+    """
+    axes.figure.draw_without_rendering()  # so that places in the axes are known
+    taken: list[Any] = []
+    dots, frame = axes.transData.transform(points), axes.get_window_extent()
+    for name, point in zip(names, points, strict=True):
+        for number, (across, up, beside, over) in enumerate(SIDES, 1):
+            how = {"ha": beside, "va": over, "fontsize": size, "color": INK, **style}
+            text = axes.annotate(name, point, (across, up), textcoords="offset points", **how)
+            box = text.get_window_extent()
+            covers = any(map(box.overlaps, taken)) or any(box.contains(*dot) for dot in dots)
+            if number == len(SIDES) or (not covers and frame.x0 <= box.x0 and box.x1 <= frame.x1 + 12):
+                taken.append(box)
+                break
+            text.remove()

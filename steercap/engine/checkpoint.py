@@ -19,6 +19,7 @@ import msgspec
 
 from steercap.core.extras import extra
 from steercap.errors import ModelNotLoaded
+from steercap.files.fingerprint import nearest_path
 
 #: Files by which vLLM recognises the folder of a model, in transformers' format or Mistral's own.
 CONFIGS: Final = ("config.json", "params.json")
@@ -72,9 +73,14 @@ def require_there(name: str) -> None:
     if not path.exists() and is_path(name):
         home = "; ~ is not expanded here: write the path in full" if name.startswith("~") else ""
         raise ModelNotLoaded(
-            f"there is no model at {path.absolute()}{home}; give the folder of a model, or a name on the hub such as "
-            "Qwen/Qwen3-0.6B"
+            f"there is no model at {path.absolute()}{home or nearest_path(path)}; give the folder of a model, or a "
+            "name on the hub such as Qwen/Qwen3-0.6B"
         )
+
+
+def _folder_like(name: str) -> str:
+    """Return a hint on a folder here whose path is nearest to a name that may be one on the hub; "" if none is."""
+    return nearest_path(name) if Path(name).absolute().parent.is_dir() else ""
 
 
 def require_reachable(name: str) -> None:
@@ -96,7 +102,9 @@ def require_reachable(name: str) -> None:
     elsewhere = os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in {"1", "true"}
     if elsewhere or local_folder(name) is not None:
         return
-    remedy = f"give the folder of a model, or fetch it where there is a connection: hf download {name}"
+    remedy = (
+        f"give the folder of a model{_folder_like(name)}, or fetch it where there is a connection: hf download {name}"
+    )
     if constants.HF_HUB_OFFLINE:
         in_parts = name.endswith(".gguf") or ":" in name  # a file of a repository, which vLLM looks up itself
         if not in_parts and not (Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}").exists():

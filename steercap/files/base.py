@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import pickle
 import re
@@ -23,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from steercap.errors import InvalidFile, SteercapError
+from steercap.files.fingerprint import nearest_path
 from steercap.files.tensors import encoded
 
 if TYPE_CHECKING:
@@ -89,12 +89,7 @@ def require_file(path: Path) -> None:
         more = " ..." if len(names) > SHOWN else ""
         raise InvalidFile(f"{path} cannot be read: it is a folder; {hint}{more}")
     if not path.exists():
-        where = path.absolute().parent
-        folder = "" if where.is_dir() else f", nor a folder {where}"
-        near = difflib.get_close_matches(path.name, [one.name for one in where.glob(f"*{path.suffix}")], n=1)
-        raise InvalidFile(
-            f"{path} cannot be read: there is no such file{folder}" + (f"; did you mean {near[0]!r}?" if near else "")
-        )
+        raise InvalidFile(f"{path} cannot be read: there is no such file{nearest_path(path)}")
     if path.is_file() and not path.stat().st_size:
         raise InvalidFile(f"{path} cannot be read: it is empty; copy or save it again")
 

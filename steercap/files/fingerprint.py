@@ -1,7 +1,8 @@
-"""Fingerprint of an open model: all that its answers depend on, compared when a run is resumed."""
+"""Fingerprint of an open model: all that its answers depend on, compared when a run is resumed; and nearest paths."""
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import os
 import re
@@ -10,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -31,6 +33,8 @@ UNHEARD: Final = re.compile(
     r"VLLM_(.*(KEY|TOKEN)|.*LOG(GING)?_.*|.*LOGGING|(NO_)?USAGE_.*|DO_NOT_TRACK|HTTP_.*|.*_(CACHE|ROOT|PATH|PORT|IP)|"
     r"PORT|.*TIMEOUT.*|WORKER_MULTIPROC_METHOD)"
 )
+#: Maximum number of names of a folder that are compared with a misspelt one.
+MOST_NAMES: Final = 10_000
 #: Cached digests by tokenizer; hashing a vocabulary of 150,000 takes a while.
 _DIGESTS: Final[WeakKeyDictionary[Any, str]] = WeakKeyDictionary()
 
@@ -258,3 +262,19 @@ def _in_cache(path: str) -> str:
 def model_name(model: str) -> str:
     """Return the model's name for files: its name on the hub, or that of its folder."""
     return Path(model).name if Path(model).is_dir() else model
+
+
+def nearest_path(path: str | Path) -> str:
+    """Return what to add to the error of a path that does not exist: which folder is missing, and the nearest path."""
+    whole = missing = Path(path).absolute()
+    while not missing.parent.is_dir() and missing != missing.parent:
+        missing = missing.parent
+    names: list[str] = []
+    with suppress(OSError):  # a folder that may not be listed
+        names = [one.name for one in islice(missing.parent.iterdir(), MOST_NAMES)]
+    folder = "" if missing == whole else f", nor a folder {missing}"
+    near = [] if whole.exists() else difflib.get_close_matches(missing.name, names, n=1)
+    if not near:
+        return folder
+    meant = missing.parent / near[0] / whole.relative_to(missing)
+    return f"{folder} (did you mean {str(meant) if Path(path).is_absolute() else os.path.relpath(meant)!r}?)"

@@ -20,6 +20,7 @@ import msgspec
 from steercap.core.values import shown
 from steercap.errors import InvalidFile, InvalidRequest, RunDiffers
 from steercap.files.base import sweep, write_whole
+from steercap.files.fingerprint import nearest_path
 
 Definition = TypeVar("Definition", bound=msgspec.Struct)
 
@@ -102,7 +103,8 @@ class FolderKind(Generic[Definition]):
             raise self._unreadable(file, error) from error
 
     def _unreadable(self, file: str | Path, error: Exception) -> InvalidFile:
-        return InvalidFile(f"{file} cannot be read as the definition of a {self.noun}: {error}; choose another folder")
+        reason = f"there is no such file{nearest_path(file)}" if isinstance(error, FileNotFoundError) else error
+        return InvalidFile(f"{file} cannot be read as the definition of a {self.noun}: {reason}; choose another folder")
 
     def check_same(self, folder: str | Path, wanted: Callable[[Definition], Definition]) -> Definition | None:
         """Check that a folder holds no records of another run; nothing is written.

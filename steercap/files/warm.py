@@ -99,7 +99,7 @@ def identified(model: str) -> str:
     return str(Path(model).resolve()) if there else model
 
 
-def _folder() -> Path:
+def folder_path() -> Path:
     """Return the path of `runtime_folder`, there or not."""
     given = os.environ.get("XDG_RUNTIME_DIR", "")
     if given and os.path.isdir(given) and os.stat(given).st_uid == os.geteuid():  # noqa: PTH112, PTH116 -- it may be no path
@@ -116,7 +116,7 @@ def runtime_folder() -> Path:
         InvalidSetting: it belongs to another user, others can enter it, or it is no folder.
         OSError: it cannot be created.
     """
-    folder = _folder()
+    folder = folder_path()
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
@@ -198,7 +198,7 @@ def engines() -> list[WarmEngine]:
         InvalidFile: the record of a living server cannot be read.
         InvalidSetting, OSError: as for `runtime_folder`.
     """
-    if not os.path.lexists(_folder()):
+    if not os.path.lexists(folder_path()):
         return []
     found = [_living(path.with_suffix(".sock")) for path in sorted(runtime_folder().glob("*.lock"))]
     return sorted((one for one in found if one is not None), key=lambda one: one.model)

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile
+from steercap.files.fingerprint import nearest_path
 from steercap.saes import formats, layouts
 from steercap.saes.layouts import SAEPlace
 from steercap.saes.reading import SAESettings
@@ -92,9 +93,11 @@ def find(source: str | os.PathLike[str], folder: str, revision: str | None) -> S
     if path.is_dir():
         return _first(lambda name: path / name if (path / name).is_file() else None, folder, str(path / folder))
     if not isinstance(source, str) or named.startswith((".", "/", "~")) or named.count("/") != 1:
-        raise InvalidFile(f"{named!r} is not a folder; give one, or the name of a repository on the hub: owner/name")
+        raise InvalidFile(f"{named!r} is not a folder{nearest_path(named)}; give one, or a name on the hub: owner/name")
     place = f"{named}/{folder}" if folder else named
     where = f"{place} (as far as the hub, or its cache here, can be read)"
+    if path.parent.is_dir():
+        where += nearest_path(path)
     return _first(lambda name: _from_hub(named, name, revision), folder, where)
 
 

@@ -148,6 +148,10 @@ class Metrics:
             yield from _of_recorder(self._recorder)
 
 
+#: What a server logs that ends because it had no request.
+IDLE_END: Final = "no request for %g s: the server ends"
+
+
 class IdleClock:
     """ASGI wrapper that measures how long a server has had no request, and ends it after some time.
 
@@ -160,7 +164,7 @@ class IdleClock:
 
     def __init__(self, app: App, limit: float | None) -> None:
         self._app, self._limit = app, limit
-        self._running, self._since = 0, time.monotonic()
+        self._running, self._since, self._served = 0, time.monotonic(), 0
 
     @property
     def seconds(self) -> float:
@@ -168,12 +172,13 @@ class IdleClock:
         return 0.0 if self._running else time.monotonic() - self._since
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Serve one request; at `IDLE`, answer how idle the server is and after how many seconds it ends."""
+        """Serve one request; at `IDLE`, answer how idle the server is, and how many requests it served."""
         if scope["type"] != "http" or (scope["method"] == "GET" and scope["path"] in LOOKING):
             await self._app(scope, receive, send)
             return
         if scope["path"] == IDLE:
-            body = json.dumps({"idle_seconds": self.seconds, "limit": self._limit, "running": self._running}).encode()
+            said = {"idle_seconds": self.seconds, "limit": self._limit, "running": self._running}
+            body = json.dumps({**said, "served": self._served}).encode()
             headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": body})
@@ -182,14 +187,14 @@ class IdleClock:
         try:
             await self._app(scope, receive, send)
         finally:
-            self._running, self._since = self._running - 1, time.monotonic()
+            self._running, self._since, self._served = self._running - 1, time.monotonic(), self._served + 1
 
     async def end(self) -> None:
         """Terminate this process, as SIGTERM does, once it has had no request for the limit."""
         while self._limit is not None:
             left = self._limit - self.seconds
             if left <= 0 and not self._running:
-                _LOG.warning("no request for %g s: the server ends", self._limit)
+                _LOG.warning(IDLE_END, self._limit)
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
             await asyncio.sleep(max(left, 0.01))

@@ -23,7 +23,7 @@ from steercap.concurrency.heartbeat import watching
 from steercap.core.display import span
 from steercap.core.extras import extra
 from steercap.errors import EngineDied, InvalidFile, InvalidSetting, InvalidSpec
-from steercap.files.fingerprint import files_of, surroundings, weights_of
+from steercap.files.fingerprint import files_of, nearest_path, surroundings, weights_of
 from steercap.files.warm import WarmEngine, announced, code, identified, socket_of, write
 from steercap.model import SteerModel
 from steercap.server.asks import steering_of
@@ -111,7 +111,7 @@ class Names:
                 library.add(name, OPERATOR, path.read_bytes())
             except (InvalidFile, OSError) as error:
                 reason = error.strerror if isinstance(error, OSError) else error
-                raise InvalidFile(f"vectors {name}={path}: {reason}") from error
+                raise InvalidFile(f"vectors {name}={path}: {reason}{nearest_path(path)}") from error
         for name in settings.presets:
             if not NAME.fullmatch(name):
                 raise InvalidSpec(f"preset {name!r}: give letters, digits, dots, dashes and underscores")

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 import torch
 from cli_calls import call
+from matplotlib.figure import Figure
 from safetensors.torch import load_file, save_file
 from scipy import stats
 
 from steercap import SAE, errors
+from steercap.core.display import place_names
 from steercap.core.spec import Point
 from steercap.lab.directions import Contrast
 from steercap.lab.mechanism import analysis
-from steercap.lab.mechanism.analysis import ModelWeights
+from steercap.lab.mechanism.analysis import ModelWeights, pictures
 from steercap.lab.mechanism.patching import LogitDifference
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.testing import Reference, tiny_checkpoint
@@ -567,6 +571,40 @@ def test_each_table_is_drawn_and_no_other(tmp_path, llama) -> None:
     assert not (tmp_path / "none.png").exists()
     with pytest.raises(errors.UnknownName, match=r"unknown part 'hands'; did you mean 'heads'\? known: 'cosines'"):
         analysis.anatomy(vectors, llama, 1, parts=["hands"])
+
+
+def outlying(table, column: str, value: float = 1e5):
+    """The table, with its first value far out."""
+    values = [value, *table[column].to_pylist()[1:]]
+    return table.set_column(table.column_names.index(column), column, pa.array(values, table[column].type))
+
+
+def test_an_outlier_does_not_flatten_a_picture(tmp_path, llama, monkeypatch) -> None:
+    """The axes end where the others do; the outlier is at the edge, with its number, and the axis says how far it is."""
+    figures = []
+    monkeypatch.setattr(pictures, "save_figure", lambda figure, *_rest: figures.append(figure))
+    vectors = drawn(4, layers=(0, 1))
+    found = analysis.anatomy(vectors, llama, 1, random=40, top=3, parts=["scores", "tokens", "reads"]).tables
+    for name, draw, column in (
+        ("scores", analysis.plot_scores, "score"),
+        ("tokens", analysis.plot_tokens, "z"),
+        ("reads", analysis.plot_neurons, "z"),
+    ):
+        draw(outlying(found[name], column), tmp_path / "picture.png")
+        axes = figures[-1].axes[0]
+        ends = np.abs([*axes.get_xlim(), *axes.get_ylim()])
+        assert ends.max() < 1e3, name
+        assert any("1e+05" in text.get_text() for one in figures[-1].axes for text in one.texts), name
+
+
+def test_names_beside_points_do_not_overlap() -> None:
+    axes = Figure(layout="constrained").subplots()
+    points = [(0.01 * number, 0.0) for number in range(4)] + [(0.3, 0.3)]
+    axes.scatter(*zip(*points, strict=True))
+    place_names(axes, ["detective", "chef", "comedian", "gambler", "toddler"], points)
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert len(boxes) == 5
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
 
 
 def test_the_command_shows_and_keeps_what_the_library_finds(tmp_path, llama) -> None:

@@ -275,7 +275,7 @@ def test_what_cannot_be_loaded_is_an_error_that_says_what_is_there(name, tmp_pat
     if name not in FOLDERS:
         assert "it is a folder; give one of the files in it: here.safetensors" in said["folder"]
         assert "there is no such file" in said["normal.safetensors"]
-        assert "did you mean 'formal.safetensors'?" in said["normal.safetensors"]
+        assert "formal.safetensors'?)" in said["normal.safetensors"]
         assert "nor a folder" in said["there.gguf"]
         assert "formal.safetensors cannot be read: it is empty" in said["formal.safetensors"]
     if name in {"captures", "vectors", "directions", "calibration", "sketch", "codes", "quantiser", "axis"}:

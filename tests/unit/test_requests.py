@@ -12,14 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.wrong import ANYTHING, WRONG_PARAMS, WRONG_PROMPTS
 from transformers import AutoTokenizer
+from vllm import _custom_ops
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from steercap.adapters import cpu, detokenizer
+from steercap.adapters import cpu, detokenizer, hardware
 from steercap.adapters.parameters import ParamsReader, read_params
 from steercap.adapters.prompts import prompt_dict
 from steercap.adapters.wire import is_plain_options, is_plain_params, plain_ids
@@ -158,6 +160,47 @@ def test_a_row_without_adapter_has_none_added(module, indices) -> None:
     torch.testing.assert_close(output, torch.stack(expected))
     module.bgmv_expand(torch.ones(rows, rank), up, embedded := torch.zeros(rows, wide), where, add_inputs=True)
     assert [bool(row.any()) for row in embedded] == [index >= 0 for index in indices]
+
+
+def sliced(tokens: int, channels: int) -> torch.Tensor:
+    """Inputs of a convolution, [channels, tokens], as Qwen 3.5 slices them from a wider tensor."""
+    draw = torch.Generator().manual_seed(2)
+    wide = torch.randn(tokens, 3 * channels, generator=draw, dtype=torch.float32).bfloat16()
+    return wide[:, :channels].contiguous().T
+
+
+@pytest.mark.skipif(bool(hardware.unfit(["DeepseekV4ForCausalLM"], {})), reason="no AVX-512 with BF16")
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+def test_a_prompt_of_one_token_is_convolved(tokens) -> None:
+    """On CPU, as each longer one: by torch's own convolution of as many zeros before it as its kernel reaches back."""
+    cpu.hook()
+    current_platform.import_kernels()
+    x, weight = sliced(tokens, 128), torch.randn(128, 4, generator=torch.Generator().manual_seed(3)).bfloat16()
+    states = torch.ones(2, 3, 128, dtype=torch.bfloat16).transpose(1, 2)
+    got = _custom_ops.causal_conv1d_fwd_cpu(
+        x=x,
+        weight=_custom_ops.causal_conv1d_weight_pack(weight),
+        bias=None,
+        conv_states=states,
+        query_start_loc=torch.tensor([0, tokens], dtype=torch.int32),
+        cache_indices=torch.tensor([1], dtype=torch.int32),
+        has_initial_state=torch.tensor([False]),
+        silu_activation=True,
+        is_weight_packed=True,
+    )
+    before = torch.nn.functional.pad(x.float(), (3, 0))
+    known = torch.nn.functional.conv1d(before[None], weight.float()[:, None], groups=128)[0]
+    torch.testing.assert_close(got.float(), torch.nn.functional.silu(known), atol=0.05, rtol=0.02)
+    torch.testing.assert_close(states[1].float(), before[:, -3:])
+
+
+def test_inputs_of_one_token_are_strided_as_those_of_more() -> None:
+    """On CPU, vLLM's convolution refuses any other stride between tokens than the number of channels."""
+    for tokens in (1, 2):
+        x = sliced(tokens, 128)
+        given = cpu.of_lone_tokens(lambda *, x: x)(x=x)
+        assert given.stride() == (1, 128)
+        assert torch.equal(given, x)
 
 
 @pytest.mark.parametrize(

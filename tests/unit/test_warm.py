@@ -26,13 +26,14 @@ from steercap.cli.engines import ModelOptions, ReachOptions, unopened
 from steercap.cli.explore import HOST, _forward
 from steercap.cli.terminal import Output, Terminal
 from steercap.config import Settings
+from steercap.core.display import duration
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting, ServerFailure
 from steercap.files import fingerprint, warm
 from steercap.files.fingerprint import digest_of, files_of, surroundings
 from steercap.files.warm import WarmEngine
 from steercap.requests.serving import Serving
 from steercap.server import server
-from steercap.server.metrics import IDLE, LOOKING, IdleClock
+from steercap.server.metrics import IDLE, IDLE_END, LOOKING, IdleClock
 from steercap.server.server import ServerSettings
 
 PYTHON = sys.executable
@@ -64,7 +65,7 @@ said = {{
     "/v1/models": {{"data": [{{"id": model, "max_model_len": 64}}]}},
     "/v1/steercap/model": {{"model": model, "revision": "", "dtype": "float32", "identity": {{}}, "num_layers": 1, "hidden_size": 8,
         "points": points, "engine": {{}}}},
-    "/v1/steercap/idle": {{"idle_seconds": 3.0, "limit": 1800.0, "running": 0}},
+    "/v1/steercap/idle": {{"idle_seconds": 3.0, "limit": 1800.0, "running": 0, "served": 7}},
     "/health": {{}},
     "/tokenize": {{"tokens": [1, 2]}},
     "/v1/completions": {{"id": "c", "object": "text_completion", "created": 0, "model": model, "choices": [
@@ -515,7 +516,10 @@ def test_up_generate_status_and_down(model, python) -> None:
     (said,) = json.loads(call("status", "--json").stdout)["engines"]
     assert (said["state"], said["dtype"], said["max_model_len"], said["idle_seconds"]) == ("ready", "float32", 64, 3)
     assert (said["sites"], said["url"], said["model"]) == ("resid_post", there, model)
-    assert "ready" in call("status").stdout
+    assert (said["served"], said["running"], said["idle_left_seconds"]) == (7, 0, 1797)
+    shown = call("status").stdout
+    for words in ("ready", "7 served, idle for 3 s", "after 30 min without a request", "29 min"):
+        assert words in shown
 
     assert call("down", "another").exit_code == 1
     assert json.loads(call("down", "--json").stdout) == {"down": [model]}
@@ -593,6 +597,36 @@ async def test_the_explorer_asks_for_no_other_user(folder, monkeypatch) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await task
     assert asked == [b"?"]
+
+
+@pytest.mark.usefixtures("python")
+def test_an_end_that_is_near_is_said(model, monkeypatch) -> None:
+    monkeypatch.setattr(up, "SOON", 2000)
+    assert call("up", model).exit_code == 0
+    found = call("status")
+    assert f"{model} ends in 29 min; any request to it begins its idle time anew" in found.stderr
+
+
+def test_an_end_that_has_passed_is_said(folder) -> None:
+    """By the log of the engine that ended last because nobody asked it; not by that of one that was ended."""
+    assert "no engine is warm; start one with `steercap up MODEL`" in call("status").stderr
+    folder.mkdir(mode=0o700)
+    now = time.time()
+    for name, last, ago in (("a", IDLE_END % 1800, 720), ("b", IDLE_END % 60, 7200), ("c", "smollm2 is down", 5)):
+        log = folder / f"{name}.log"
+        log.write_text(f"starting org/{name}: loading weights\n{last}\n")
+        os.utime(log, (now - ago, now - ago))
+    words = "no engine is warm; the one of org/a ended 12 min ago, after 30 min without a request; start one with"
+    assert words in call("status").stderr
+    assert "the one of org/a ended 12 min ago" in call("down").stderr
+    log = folder / "a.log"
+    os.utime(log, (now - 2 * up.DAY, now - 2 * up.DAY))
+    assert "the one of org/b ended 2 h 0 min ago, after 1 min without a request" in call("status").stderr
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(0, "0 s"), (59.4, "59 s"), (60, "1 min"), (12000, "3 h 20 min")])
+def test_durations_in_words(seconds, words) -> None:
+    assert duration(seconds) == words
 
 
 def test_a_failed_start_says_why(model, python) -> None:
@@ -686,7 +720,12 @@ async def test_a_server_ends_when_it_is_idle_and_not_while_it_works(monkeypatch)
     ending = asyncio.create_task(clock.end())
     for path in LOOKING:
         await ask(path, "GET")
-    assert json.loads((await ask(IDLE, "GET"))[1]["body"]) == {"idle_seconds": 0.0, "limit": 0.0, "running": 1}
+    assert json.loads((await ask(IDLE, "GET"))[1]["body"]) == {
+        "idle_seconds": 0.0,
+        "limit": 0.0,
+        "running": 1,
+        "served": 0,
+    }
     ended = asyncio.create_task(IdleClock(app, 0.0).end())
     await ended
     assert ends == [(os.getpid(), signal.SIGTERM)]

@@ -22,6 +22,7 @@ import numpy as np
 
 from steercap.errors import InvalidFile, InvalidRequest
 from steercap.files.base import sweep, write_whole
+from steercap.files.fingerprint import nearest_path
 from steercap.files.tensors import Buffer
 
 #: Bytes read at once of a file that is hashed or copied.
@@ -194,9 +195,10 @@ class LocalFolder(Storage):
 
 def unreadable(path: str, error: OSError) -> InvalidFile:
     """Return the error for a file that cannot be read."""
-    return InvalidFile(
-        f"{path} cannot be read: {error.strerror or error}; copy the data set again, or collect it again"
-    )
+    reason = error.strerror or error
+    if isinstance(error, FileNotFoundError) and "://" not in path:
+        reason = f"there is no such file{nearest_path(path)}"
+    return InvalidFile(f"{path} cannot be read: {reason}; copy the data set again, or collect it again")
 
 
 def copied(chunks: Iterable[Buffer], file: _Writable) -> FileReceipt:

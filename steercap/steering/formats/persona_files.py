@@ -23,6 +23,7 @@ from steercap.core.display import brief
 from steercap.core.values import choices, index_of, shown
 from steercap.errors import InvalidFile, InvalidSpec, UnknownName
 from steercap.files.base import blame, check_extension, read_pt, write_whole
+from steercap.files.fingerprint import nearest_path
 from steercap.files.pickled import PickledArray, StandIn, read_pickled
 from steercap.steering.directions import DirectionSet
 from steercap.steering.layers import LayerVectors
@@ -277,6 +278,8 @@ def _listing(folder: Path) -> tuple[list[Path], dict[str, str]]:
     entries = sorted(one for one in held if not one.name.startswith("."))
     paths = [one for one in entries if one.suffix == ".pt" and one.is_file()]
     if not paths:
+        if not folder.exists():
+            raise InvalidFile(f"{folder} cannot be read: there is no such file or folder{nearest_path(folder)}")
         raise InvalidFile(f"{folder} is no folder of NAME.pt, nor such a file; it holds {shown([*map(str, entries)])}")
     return paths, {one.name: "no .pt file" for one in entries if one not in paths}
 

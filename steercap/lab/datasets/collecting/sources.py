@@ -14,6 +14,7 @@ import msgspec
 
 from steercap.core.values import shown
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting
+from steercap.files.fingerprint import nearest_path
 from steercap.lab.datasets.collecting.documents import CorpusDocument, NotDocument, content_of
 from steercap.lab.datasets.collecting.readers import READERS, Reader, ReaderSettings, Unit
 
@@ -214,7 +215,8 @@ def _files(given: str, kind: str | None, split: str | None) -> list[tuple[Path, 
     files = [one for one in found if one.is_file()]
     if not files:
         raise InvalidFile(
-            f"{given}: there is no such file, and no file matches it as a pattern; give a path or a glob pattern"
+            f"{given}: there is no such file, and no file matches it as a pattern{nearest_path(given)}; give a path or "
+            "a glob pattern"
         )
     return [(one, _reader(one, kind)) for one in _split(files, split, given)]
 

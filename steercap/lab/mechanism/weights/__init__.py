@@ -12,6 +12,7 @@ import torch
 
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile, ModelNotLoaded, UnsupportedModel
+from steercap.files.fingerprint import nearest_path
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -105,7 +106,8 @@ def configuration(path: str, revision: str | None = None) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, revision=revision)
     except (OSError, ValueError) as error:
-        raise ModelNotLoaded(f"no configuration of a model at {path!r}: {error}") from error
+        near = nearest_path(path) if Path(path).absolute().parent.is_dir() else ""
+        raise ModelNotLoaded(f"no configuration of a model at {path!r}{near}: {error}") from error
 
 
 def skeleton(config: PretrainedConfig) -> Any:

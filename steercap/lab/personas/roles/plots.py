@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from steercap.core.display import place_names
 from steercap.errors import InvalidSpec
 from steercap.lab.personas.pictures import canvas
 from steercap.lab.personas.roles.axis import AssistantAxis, How, directions
@@ -91,9 +92,6 @@ def plot_roles(rows: RoleRows, layer: int, to: str | Path | Axes) -> None:
         axes.annotate("", helper, (0, 0), arrowprops={"arrowstyle": "->", "color": HELPER, "alpha": 0.6})
         axes.plot(*zip(*places, strict=True), "o", color=ROLE, markersize=5)
         axes.plot(*helper, "*", color=HELPER, markersize=13)
-        for name, place in zip(rows.names if len(roles) <= NAMED else (), places, strict=False):
-            axes.annotate(name, place, xytext=(4, 3), textcoords="offset points", fontsize=7.5)
-        axes.annotate(ASSISTANT, helper, xytext=(9, -4), textcoords="offset points", fontsize=9, color=HELPER)
         first, second = (100 * share for share in found.explained[:2].tolist())
         axes.set(
             xlabel=f"first component, {first:.0f} % of the roles' variance",
@@ -102,6 +100,8 @@ def plot_roles(rows: RoleRows, layer: int, to: str | Path | Axes) -> None:
         )
         axes.title.set_fontsize(9)
         axes.margins(0.12)
+        names = rows.names if len(roles) <= NAMED else ()
+        place_names(axes, [ASSISTANT, *names], [helper, *places[: len(names)]], size=7.5)
 
 
 def plot_stability(found: Stability, to: str | Path | Axes, *, how: How = "contrast") -> None:

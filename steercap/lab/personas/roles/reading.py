@@ -15,6 +15,7 @@ import msgspec
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile
 from steercap.files.base import blame
+from steercap.files.fingerprint import nearest_path
 from steercap.lab.personas.roles.role import ASSISTANT, Role, RoleSet
 
 #: File of a folder with the questions and prompts that all roles share.
@@ -151,7 +152,10 @@ def _rows(path: Path) -> Iterable[Mapping[str, Any]]:
     """Return the rows of a table, each by its columns."""
     readers = {".csv": _csv, ".parquet": _parquet, ".jsonl": _lines}
     if path.suffix not in readers:
-        raise InvalidFile(f"{path} is neither a folder nor a table; give a folder, or a file of {', '.join(TABLES)}")
+        raise InvalidFile(
+            f"{path} is neither a folder nor a table{nearest_path(path)}; give a folder, or a file of "
+            f"{', '.join(TABLES)}"
+        )
     try:
         return readers[path.suffix](path)
     except (OSError, UnicodeDecodeError, csv.Error) as error:

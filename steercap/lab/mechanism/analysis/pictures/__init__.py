@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from steercap.core.display import INK
 from steercap.core.extras import extra
 from steercap.core.prompts import FONT, drawn
 from steercap.errors import InvalidSpec
@@ -27,20 +28,10 @@ COLUMN, PAGE, DPI = 3.4, 6.9, 160
 #: Colours of the colour-blind-safe Okabe-Ito palette; grey is chance.
 COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 CHANCE: Final = "#999999"
-INK: Final = "#222222"
 #: Diverging colour map: blue is negative, red is positive.
 DIVERGING: Final = "RdBu_r"
-#: Candidate places of a name: offset in points to the right of its dot and above it, and the anchor of the text.
-SIDES: Final = (
-    (4, 0, "left", "center"),
-    (-4, 0, "right", "center"),
-    (0, 4, "center", "bottom"),
-    (0, -4, "center", "top"),
-    (4, 6, "left", "bottom"),
-    (-4, 6, "right", "bottom"),
-    (4, -6, "left", "top"),
-    (-4, -6, "right", "top"),
-)
+#: Where values beyond a scale are drawn, as a share of its limit.
+EDGE: Final = 1.1
 #: matplotlib settings.
 STYLE: Final[Mapping[str, Any]] = {
     "font.size": 8,
@@ -96,28 +87,6 @@ def bare(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def place_names(axes: Any, names: Sequence[str], points: Any, size: float = 6.5) -> None:
-    """Draw names beside points, [names, 2], each on the first side where it fits.
-
-    A name fits if it covers no other name and no point, and stays in the axes, whose limits are final; if no side fits,
-    the last one is used.
-    """
-    axes.figure.draw_without_rendering()  # so that places in the axes are known
-    renderer: Any = axes.figure.canvas.get_renderer()
-    taken: list[Any] = []
-    dots, frame = axes.transData.transform(np.asarray(points, dtype=float)), axes.get_window_extent()
-    for name, point in zip(names, points, strict=True):
-        for number, (across, up, beside, over) in enumerate(SIDES, 1):
-            style = {"ha": beside, "va": over, "fontsize": size, "color": INK}
-            text = axes.annotate(name, point, (across, up), textcoords="offset points", **style)
-            box = text.get_window_extent(renderer)
-            covers = any(map(box.overlaps, taken)) or any(box.contains(*dot) for dot in dots)
-            if number == len(SIDES) or (not covers and frame.x0 <= box.x0 and box.x1 <= frame.x1 + 12):
-                taken.append(box)
-                break
-            text.remove()
-
-
 def written(name: str) -> str:
     """Return a name as drawn: escaped for matplotlib, undrawable characters replaced, spaces kept."""
     return drawn(name).replace("·", " ")
@@ -142,9 +111,9 @@ def only(rows: Sequence[Mapping[str, Any]], column: str, asked: Any) -> Any:
     return asked
 
 
-def limit(values: Any, least: float = 1e-12) -> float:
-    """Return the greatest magnitude of some numbers, at least `least`, for a symmetric scale."""
-    return max(float(np.nanmax(np.abs(values))), least)
+def clipped(values: Any, scale: Scale) -> Any:
+    """Return values, those beyond the scale at its edge."""
+    return np.clip(np.asarray(values, dtype=float), -EDGE * scale.limit, EDGE * scale.limit)
 
 
 def plot_layer_sweep(table: pa.Table, path: str | Path, *, metric: str = "change of the metric") -> Path:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from steercap.core.display import INK, place_names
 from steercap.core.extras import extra
 from steercap.core.prompts import FONT
 from steercap.core.values import shown
@@ -16,13 +17,11 @@ from steercap.lab.mechanism.analysis.pictures import (
     CHANCE,
     COLOURS,
     DIVERGING,
-    INK,
     PAGE,
     Picture,
     bare,
-    limit,
+    clipped,
     only,
-    place_names,
     token,
     written,
 )
@@ -128,7 +127,8 @@ def plot_neurons(table: pa.Table, path: str | Path, *, named: int = 4) -> Path:
     rows = rows_of(table, "name", "layer", "neuron", "z", maker="neuron_reads or neuron_writes")
     names, chance = list(dict.fromkeys(row["name"] for row in rows)), about(table)["once"]
     parts = list(dict.fromkeys(row.get("part", "down") for row in rows))
-    most = 1.2 * max(limit([row["z"] for row in rows]), chance)
+    scale = Scale.of([row["z"] for row in rows])
+    most = 1.2 * max(scale.limit, chance)
     with Picture(path, min(PAGE, 2.1 * len(names) + 0.9), 2.2) as figure:
         panels = figure.subplots(1, len(names), squeeze=False, sharey=True, sharex=True)[0]
         for axes, name in zip(panels, names, strict=True):
@@ -136,26 +136,28 @@ def plot_neurons(table: pa.Table, path: str | Path, *, named: int = 4) -> Path:
             for number, part in enumerate(parts):
                 some = [row for row in own if row.get("part", "down") == part]
                 style = {"s": 8, "color": COLOURS[number], "linewidth": 0, "alpha": 0.85, "label": part}
-                axes.scatter([row["layer"] for row in some], [row["z"] for row in some], **style)
+                axes.scatter([row["layer"] for row in some], clipped([row["z"] for row in some], scale), **style)
             for sign in (-1, 1):
                 axes.axhline(sign * chance, color=CHANCE, linewidth=0.7, linestyle="--", zorder=0)
             axes.set(title=written(name), xlabel="layer", ylim=(-most, most))
             axes.margins(x=0.08)
             axes.xaxis.get_major_locator().set_params(integer=True)
             bare(axes)
-        panels[0].set_ylabel("z")
+        panels[0].set_ylabel(scale.label("z"))
         if len(parts) > 1:
             figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", handletextpad=0.1)
         for axes, name in zip(panels, names, strict=True):
-            _name(axes, [row for row in rows if row["name"] == name], named)
+            _name(axes, [row for row in rows if row["name"] == name], named, scale)
     return Path(path)
 
 
-def _name(axes: Any, rows: Sequence[dict[str, Any]], count: int) -> None:
-    """Name the outermost neurons, layer.neuron, each once."""
+def _name(axes: Any, rows: Sequence[dict[str, Any]], count: int, scale: Scale) -> None:
+    """Name the outermost neurons, layer.neuron, each once; those beyond the scale are at its edge, with their z."""
     points: dict[str, tuple[int, float]] = {}
     for row in sorted(rows, key=lambda row: -abs(row["z"])):
-        points.setdefault(f"{row['layer']}.{row['neuron']}", (row["layer"], row["z"]))
+        at = float(clipped(row["z"], scale))
+        far = "" if at == row["z"] else f" ({row['z']:.3g})"
+        points.setdefault(f"{row['layer']}.{row['neuron']}{far}", (row["layer"], at))
     place_names(axes, list(points)[:count], list(points.values())[:count], size=5.5)
 
 
@@ -184,29 +186,34 @@ def plot_tokens(table: pa.Table, path: str | Path, *, layer: int | None = None, 
     names = list(dict.fromkeys(row["name"] for row in rows))
     across = min(len(names), ACROSS)
     down = -(-len(names) // across)
-    chance, most = about(table)["once"], 1.05 * limit([row["z"] for row in rows])
+    chance, scale = about(table)["once"], Scale.of([row["z"] for row in rows])
+    most = 1.05 * scale.limit
     with Picture(path, min(PAGE, 2.4 * across + 0.2), (0.24 * top + 0.55) * down + 0.1) as figure:
         panels = figure.subplots(down, across, squeeze=False, sharex=True)
         for axes in panels.flat[len(names) :]:
             axes.set_visible(False)
         for axes, name in zip(panels.flat, names, strict=False):
             own = [row for row in rows if row["name"] == name]
-            _draw(axes, own, chance, max(most, chance * 1.3))
+            _draw(axes, own, chance, max(most, chance * 1.3), scale)
             axes.set_title(f"{written(name)}, layer {at}", fontweight="bold")
         for axes in panels[-1]:
-            axes.set_xlabel("z of the logit")
+            axes.set_xlabel(scale.label("z of the logit"))
     return Path(path)
 
 
-def _draw(axes: Any, rows: list[dict[str, Any]], chance: float, most: float) -> None:
-    """Draw raised tokens to the right, lowered ones to the left, the strongest on top."""
+def _draw(axes: Any, rows: list[dict[str, Any]], chance: float, most: float, scale: Scale) -> None:
+    """Draw raised tokens to the right, lowered ones to the left, the strongest on top; what is beyond the scale ends at
+    its edge, with its z.
+    """
     for end, colour, sign in (("raised", COLOURS[1], 1), ("lowered", COLOURS[0], -1)):
         own = [row for row in rows if row["end"] == end]
-        axes.barh([row["place"] for row in own], [row["z"] for row in own], color=colour, height=0.72)
-        for row in own:
+        ends = clipped([row["z"] for row in own], scale)
+        axes.barh([row["place"] for row in own], ends, color=colour, height=0.72)
+        for row, at in zip(own, ends, strict=True):
+            far = "" if at == row["z"] else f" ({row['z']:.3g})"
             axes.annotate(
-                token(row["token"]),
-                (row["z"], row["place"]),
+                token(row["token"]) + far,
+                (at, row["place"]),
                 (2 * sign, 0),
                 textcoords="offset points",
                 ha="left" if sign > 0 else "right",

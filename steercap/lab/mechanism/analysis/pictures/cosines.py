@@ -8,21 +8,22 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from steercap.core.display import INK, place_names
 from steercap.errors import InvalidSpec
 from steercap.lab.mechanism.analysis.pictures import (
     CHANCE,
     COLOURS,
     COLUMN,
     DIVERGING,
-    INK,
     PAGE,
     Picture,
     bare,
+    clipped,
     only,
-    place_names,
     written,
 )
 from steercap.lab.mechanism.analysis.tables import about, rows_of
+from steercap.lab.mechanism.patching.plots import Scale
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -183,15 +184,23 @@ def plot_scores(table: pa.Table, path: str | Path) -> Path:
     if first + 1 not in shares:
         raise InvalidSpec("this picture takes scores on two components at least: scores(..., count=2)")
     points = np.array([[by[first, name], by[first + 1, name]] for name in names])
+    scales = [Scale.of(points[:, axis]) for axis in (0, 1)]
+    inside = np.stack([clipped(points[:, axis], scales[axis]) for axis in (0, 1)], axis=1)
+    beyond = (inside != points).any(1)
     with Picture(path, COLUMN + 0.7, COLUMN) as figure:
         axes: Any = figure.subplots()
         for line in (axes.axhline, axes.axvline):
             line(0, color=CHANCE, linewidth=0.5, zorder=0)
-        axes.scatter(*points.T, s=11, color=COLOURS[0], zorder=2)
+        for far, marker in ((False, "o"), (True, "D")):  # outliers are at the edge, with their numbers
+            axes.scatter(*inside[beyond == far].T, s=11, color=COLOURS[0], zorder=2, marker=marker)
         axes.margins(0.14)
         axes.set(xlabel=_share(first, shares), ylabel=_share(first + 1, shares))
         bare(axes)
-        place_names(axes, [written(name) for name in names], points)
+        said = [
+            f"{written(name)} ({x:.3g}, {y:.3g})" if far else written(name)
+            for name, (x, y), far in zip(names, points, beyond, strict=True)
+        ]
+        place_names(axes, said, inside)
     return Path(path)
 
 
