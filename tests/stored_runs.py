@@ -41,8 +41,8 @@ from steercap.core.tokens import TokenSelection
 from steercap.files.fingerprint import tokenizer_digest, weights_of
 from steercap.lab.datasets.collecting import OneIn, collect
 from steercap.lab.datasets.definition import DATASET
+from steercap.lab.measures.scores import Examples
 from steercap.lab.measures.texts import Repetition
-from steercap.lab.measures.trait import Examples
 from steercap.lab.personas import PersonaSettings, Trait
 from steercap.lab.personas import run as run_personas
 from steercap.lab.personas.roles import AssistantAxis, Role, RoleSet, RoleSettings

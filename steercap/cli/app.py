@@ -11,7 +11,6 @@ from steercap.cli import (
     capture,
     codecs,
     collect,
-    demo,
     doctor,
     evaluate,
     explore,
@@ -35,7 +34,6 @@ app = group_of(
     epilog="Exit codes: 0 done, 1 it failed, 2 called wrongly, 130 interrupted.",
 )
 for part in (
-    demo,
     generate,
     capture,
     codecs,

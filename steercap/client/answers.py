@@ -15,14 +15,20 @@ from steercap.captures import files
 from steercap.captures.handle import CaptureHandle
 from steercap.captures.lifecycle import Lifecycle
 from steercap.captures.pooled import Encoded, require_kind
-from steercap.client.asks import NotAsJSON, capture_asked, require_specs, steering_asked
+from steercap.client.asks import (
+    NotAsJSON,
+    Streamed,
+    capture_asked,
+    lines_of,
+    monitors_asked,
+    reports_of,
+    require_specs,
+    steering_asked,
+)
 from steercap.client.chats import templated, tokenised
 from steercap.client.connection import AT_ONCE, Connection, RemoteServing
-from steercap.client.monitors import monitors_asked, reports_of
-from steercap.client.rows import RemoteRows
+from steercap.client.rows import RemoteRows, begun, count
 from steercap.client.sampling import pooling_asked, sampling_asked
-from steercap.client.sketching import begun, count
-from steercap.client.streams import Streamed, lines_of
 from steercap.client.uploads import Uploads
 from steercap.concurrency.loops import each_of
 from steercap.core.chat import MessageSpan

@@ -1,4 +1,4 @@
-"""Conversion of specs to JSON, as `steercap.server.asks` reads them.
+"""Requests as JSON, specs and monitors as `steercap.server.asks` reads them, and streams of events from JSON.
 
 Specs that JSON cannot hold are uploaded, see `client.uploads`.
 """
@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Any, Final
 
+import msgspec
 import torch
 
+from steercap.client.uploads import Uploads
 from steercap.core.names import Name
-from steercap.core.spec import CaptureSpec
+from steercap.core.spec import CaptureSpec, resolve_layers
 from steercap.core.tokens import TokenSelection
 from steercap.core.values import Mask, shown
-from steercap.errors import InvalidRequest, InvalidSpec
+from steercap.errors import InvalidRequest, InvalidSpec, ServerFailure
+from steercap.requests.monitoring import Crossing, MonitorReport
+from steercap.requests.stream import Chunk
 from steercap.steering.edits import EDITS, Edit
+from steercap.steering.layers import LayerVectors
+from steercap.steering.monitor import Monitor, labels_of
 from steercap.steering.spec import LogitBias, SteeringSpec
 
 #: Maximum numbers of vectors in a request's body: as text they take 20 bytes each. More of them are uploaded, once.
@@ -137,3 +144,123 @@ def _point_asked(name: Name) -> Any:
 def _numbers(edit: Edit | LogitBias) -> int:
     values = (getattr(edit, field.name) for field in dataclasses.fields(edit))
     return sum(value.numel() for value in values if isinstance(value, torch.Tensor))
+
+
+#: Report of one monitor for a sample, as JSON.
+Said = Mapping[str, Any]
+
+
+async def monitors_asked(
+    monitors: Sequence[Monitor], num_layers: int, uploads: Uploads, names: AsyncExitStack
+) -> list[dict[str, Any]]:
+    """Return the field `monitors` of a request's body, and upload long probes and steering.
+
+    Args:
+        monitors: the monitors.
+        num_layers: decoder layers of the model.
+        uploads: uploads of the connection.
+        names: exit stack that keeps the uploads on the server until it is closed.
+
+    Raises:
+        LayerOutOfRange: a layer that the model does not have.
+        The errors of `Uploads.named`.
+    """
+    return [await _asked(one, num_layers, uploads, names) for one in monitors]
+
+
+async def _asked(one: Monitor, num_layers: int, uploads: Uploads, names: AsyncExitStack) -> dict[str, Any]:
+    (layer,) = resolve_layers(one.layer, num_layers)
+    asked: dict[str, Any] = {
+        "layer": layer,
+        "site": one.site,
+        "threshold": one.threshold,
+        "above": one.above,
+        "bias": one.bias,
+        "tokens": value_asked(one.selection),
+        "do": one.do,
+        "name": one.name,
+    }
+    if one.weights.numel() <= MOST_NUMBERS:
+        asked["probe"] = value_asked(one.weights)
+    else:
+        vectors = LayerVectors({layer: one.weights}, site=one.site)
+        asked["probe"] = await names.enter_async_context(uploads.named(vectors))
+    if isinstance(one.steering, SteeringSpec):
+        try:
+            asked["steering"] = steering_asked(one.steering)
+        except NotAsJSON:
+            asked["steering"] = await names.enter_async_context(uploads.named(one.steering))
+    return asked
+
+
+def reports_of(monitors: Sequence[Monitor], said: Sequence[Said] | None) -> tuple[MonitorReport, ...]:
+    """Return the reports of all monitors for one sample.
+
+    Raises:
+        ServerFailure: the server says nothing of one that it was asked for.
+    """
+    found = msgspec.convert(list(said or ()), tuple[MonitorReport, ...])
+    if tuple(one.monitor for one in found) != labels_of(monitors):
+        raise ServerFailure(
+            "the server does not report the monitors of this request; use the same version of steercap there"
+        )
+    return found
+
+
+def crossings_of(said: Iterable[Said]) -> tuple[Crossing, ...]:
+    """Return the crossings of an event of a stream."""
+    found = ({name: value for name, value in one.items() if name != "choice"} for one in said)
+    return msgspec.convert(list(found), tuple[Crossing, ...])
+
+
+async def lines_of(parts: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+    """Yield the lines of a stream of events, which only a line feed ends.
+
+    httpx's `aiter_lines` also ends lines at U+2028, U+0085 and the like, which JSON text may hold as they are.
+    """
+    held = b""
+    async for part in parts:
+        *lines, held = (held + part).split(b"\n")
+        for line in lines:
+            yield line
+    if held:
+        yield held
+
+
+class Streamed:
+    """Sample of a stream, as its events have described it so far.
+
+    Attributes:
+        document: the answer that a request without a stream would have got.
+        crossings: tokens at which monitors fired, since the last chunk.
+        finish_reason: the reason why the text ended.
+    """
+
+    def __init__(self) -> None:
+        self._choice: dict[str, Any] = {"index": 0, "text": "", "token_ids": []}
+        self.document: dict[str, Any] = {"choices": [self._choice]}
+        self.crossings: tuple[Crossing, ...] = ()
+        self.finish_reason: str | None = None
+
+    @property
+    def reads_prompt(self) -> bool:
+        """True once the token ids of the prompt have come."""
+        return bool(self._choice.get("prompt_token_ids"))
+
+    def take(self, event: Mapping[str, Any]) -> Chunk | None:
+        """Add an event and return its chunk; None if it brings no text or tokens."""
+        said = event.get("steercap") or {}
+        self.crossings += crossings_of(said.get("crossings", ()))
+        if "results" in said:
+            self.document["steercap"] = said
+        text, ids = "", tuple[int, ...]()
+        for one in event.get("choices", ()):
+            self._choice["prompt_token_ids"] = one.get("prompt_token_ids") or self._choice.get("prompt_token_ids")
+            self.finish_reason = one.get("finish_reason") or self.finish_reason
+            text, ids = text + one["text"], (*ids, *(one.get("token_ids") or ()))
+        self._choice["text"] += text
+        self._choice["token_ids"] += ids
+        if not (text or ids):
+            return None
+        crossings, self.crossings = self.crossings, ()
+        return Chunk(text, ids, None, None, finished=False, crossings=crossings)

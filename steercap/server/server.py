@@ -103,7 +103,7 @@ class Names:
             InvalidFile: a file of vectors, or of an SAE, cannot be used.
         """
         with extra("cuda", "cpu"):
-            from steercap.server.features import loaded
+            from steercap.server.statistics_routes import loaded
 
         library = Library(folder=settings.folder is not None, saes=loaded(settings.saes))
         for name, path in settings.vectors.items():
@@ -163,12 +163,11 @@ async def application(
     _require_no_restart(model)
     with extra("cuda", "cpu"), importing():
         from steercap.adapters import server
-        from steercap.server.features import FeaturesOfRows, require_fitting
         from steercap.server.inspect_routes import Looking
         from steercap.server.metrics import Metrics
         from steercap.server.pooling_routes import ENCODE, PoolingRoutes
         from steercap.server.routes import Routes, explorer_routes
-        from steercap.server.sketch_routes import SketchRoutes
+        from steercap.server.statistics_routes import FeaturesOfRows, SketchRoutes, require_fitting
 
     names = names or Names.of(settings)
     require_fitting(names.library.saes, model)

@@ -15,9 +15,8 @@ from steercap.errors import InvalidRequest, ModelClosed
 from steercap.requests.context import steered
 from steercap.requests.sketching import RunningSketch
 from steercap.steering.spec import SteeringSpec
-from steercap.sync.loop import LoopThread
 from steercap.sync.objects import CaptureHandle
-from steercap.sync.twins import HandleTwin, Run
+from steercap.sync.twins import HandleTwin, LoopThread, Run
 
 if TYPE_CHECKING:
     from steercap.steering.edits import Edit

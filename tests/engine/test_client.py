@@ -414,7 +414,7 @@ async def test_monitors_are_asked_and_answered_as_here(
     """The same calls of both models: texts, ends and reports are alike, whole and in a stream; probes that a body does
     not hold go up first.
     """
-    monkeypatch.setattr("steercap.client.monitors.MOST_NUMBERS", 0 if kind == "stop" else 4096)
+    monkeypatch.setattr("steercap.client.asks.MOST_NUMBERS", 0 if kind == "stop" else 4096)
     prompt, params = random_prompt(21, 70), {**GREEDY, "max_tokens": 24}
     threshold = await middling(tiny, prompt, 24)
     monitors = [

@@ -19,8 +19,8 @@ from steercap.errors import InvalidFile, InvalidRequest, InvalidSpec
 from steercap.lab.directions import extract
 from steercap.saes.encoder import Features
 from steercap.server import inspect_routes as looking
-from steercap.server.features import loaded, require_fitting
 from steercap.server.server import ServerSettings, application
+from steercap.server.statistics_routes import loaded, require_fitting
 from steercap.steering.directions import DirectionSet
 from steercap.steering.layers import LayerVectors
 from steercap.testing.saes import RandomSAE

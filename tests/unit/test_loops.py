@@ -17,7 +17,7 @@ import pytest
 import steercap
 from steercap.concurrency.loops import OwnerLoop, end_within, finished, on_thread, running_loop
 from steercap.errors import ModelClosed, WrongEventLoop
-from steercap.sync.loop import LoopThread
+from steercap.sync.twins import LoopThread
 
 
 def made() -> tuple[OwnerLoop, asyncio.AbstractEventLoop]:
@@ -156,7 +156,7 @@ def test_an_interpreter_ends_although_a_loop_still_runs() -> None:
     """A script that forgets to stop it ends at once, and quietly."""
     script = (
         "import asyncio, threading\n"
-        "from steercap.sync.loop import LoopThread\n"
+        "from steercap.sync.twins import LoopThread\n"
         "thread = LoopThread()\n"
         "asyncio.run_coroutine_threadsafe(asyncio.sleep(600), thread.loop)\n"
         "print(thread.run(asyncio.sleep(0, 'done')))\n"

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 from steercap.core.values import choices, parts_of, shown
 from steercap.errors import InvalidSpec, UnknownName
 from steercap.lab.measures import Answered, Measure
-from steercap.lab.measures.scores import Scored, Scorer, make_scorer
+from steercap.lab.measures.scores import Scored, Scorer, Trait, make_scorer, traits
 from steercap.lab.measures.scores.minilm import chances, fitted
-from steercap.lab.measures.trait import Trait, traits
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel

@@ -1,6 +1,6 @@
 """Personas: from the description of a trait to its vector; answers that exist, read by a model."""
 
-from steercap.lab.measures.trait import Trait, load_trait, traits
+from steercap.lab.measures.scores import Trait, load_trait, traits
 from steercap.lab.personas.answers import AnswersRead, read_answers, read_answers_by_dtype
 from steercap.lab.personas.folder import Progress
 from steercap.lab.personas.pipeline import PersonaResult, WrittenLevels, run, write_levels

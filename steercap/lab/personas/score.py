@@ -6,8 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from steercap.errors import TooFewKept
 from steercap.files.tables import PART_RECORDS, TableWriter, read_table, write_table
-from steercap.lab.measures.scores import Scored, Scorer, make_scorer
-from steercap.lab.measures.trait import Trait
+from steercap.lab.measures.scores import Scored, Scorer, Trait, make_scorer
 from steercap.lab.personas.folder import Count, Report, StageFolder
 from steercap.lab.personas.records import SIGNS, Kept, Response, RoleResponse, Score
 from steercap.lab.personas.settings import PersonaSettings

@@ -13,8 +13,7 @@ from steercap.core.spec import CaptureSpec
 from steercap.core.values import choices, flag_of, index_of, number_of, parts_of, shown
 from steercap.errors import InvalidSetting, InvalidSpec
 from steercap.lab.directions import METHODS
-from steercap.lab.measures.scores import make_scorer
-from steercap.lab.measures.trait import Trait, traits
+from steercap.lab.measures.scores import Trait, make_scorer, traits
 
 #: Settings that each stage depends on, besides earlier stages; "filter" selects rows and does not change them.
 DEPENDS: Final[Mapping[str, tuple[str, ...]]] = {

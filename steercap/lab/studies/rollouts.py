@@ -23,10 +23,9 @@ from steercap.core.values import count_of, shown
 from steercap.errors import InvalidSpec
 from steercap.files.folder import locked
 from steercap.lab.measures.score import Classifier
-from steercap.lab.measures.scores import Scored
+from steercap.lab.measures.scores import PLACES, Scored
 from steercap.lab.measures.scores.judge import Judge
 from steercap.lab.measures.scores.minilm import encoder_folder
-from steercap.lab.measures.trait import PLACES
 from steercap.lab.studies import Table, folder_of
 from steercap.lab.studies.evaluation import Evaluation, evaluate
 from steercap.lab.studies.evaluation.methods import rollout_methods, scaled_name

@@ -22,8 +22,7 @@ from jaxtyping import Float
 from steercap.core.display import brief
 from steercap.core.values import choices, index_of, shown
 from steercap.errors import InvalidFile, InvalidSpec, UnknownName
-from steercap.files.base import blame, check_extension, read_pt, write_whole
-from steercap.files.fingerprint import nearest_path
+from steercap.files.base import blame, check_extension, read_pt, require_file, write_whole
 from steercap.files.pickled import PickledArray, StandIn, read_pickled
 from steercap.steering.directions import DirectionSet
 from steercap.steering.layers import LayerVectors
@@ -266,20 +265,18 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
     for key, one in rows.items():
         fits = isinstance(one, torch.Tensor) and one.is_floating_point() and one.dim() == 2 and one.numel()
         if not fits or one.shape != shape or not isinstance(key, str):
-            raise InvalidFile(
-                f"{path}: level {shown(key)} is {_held(one)}; expected floats [layers, hidden], all alike"
-            )
+            raise InvalidFile(f"{path}: level {shown(key)} is {_held(one)}; expected floats [layers, hidden], alike")
     return rows
 
 
 def _listing(folder: Path) -> tuple[list[Path], dict[str, str]]:
     """Return a folder's `.pt` files, or one file, and the others with the reason why they are left out."""
-    held = folder.iterdir() if folder.is_dir() else [folder] * folder.is_file()
+    if not folder.is_dir():
+        require_file(folder)
+    held = folder.iterdir() if folder.is_dir() else [folder]
     entries = sorted(one for one in held if not one.name.startswith("."))
     paths = [one for one in entries if one.suffix == ".pt" and one.is_file()]
     if not paths:
-        if not folder.exists():
-            raise InvalidFile(f"{folder} cannot be read: there is no such file or folder{nearest_path(folder)}")
         raise InvalidFile(f"{folder} is no folder of NAME.pt, nor such a file; it holds {shown([*map(str, entries)])}")
     return paths, {one.name: "no .pt file" for one in entries if one not in paths}
 

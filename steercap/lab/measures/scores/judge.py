@@ -18,8 +18,7 @@ from steercap.core.chat import said_in
 from steercap.core.extras import extra
 from steercap.core.values import flag_of, index_of, number_of, shown
 from steercap.errors import InvalidSetting, JudgeFailed
-from steercap.lab.measures.scores import Scored, Scorer
-from steercap.lab.measures.trait import Trait
+from steercap.lab.measures.scores import Scored, Scorer, Trait
 
 if TYPE_CHECKING:
     import httpx

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from steercap.core.values import number_of, shown
 from steercap.errors import InvalidSetting
-from steercap.lab.measures.scores import Scored, Scorer
-from steercap.lab.measures.trait import Trait
+from steercap.lab.measures.scores import Scored, Scorer, Trait
 
 
 @dataclass(frozen=True)

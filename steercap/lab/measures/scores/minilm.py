@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from steercap.core.extras import extra
 from steercap.errors import InvalidSetting, ModelNotLoaded
 from steercap.lab.directions.contrast import area
-from steercap.lab.measures.scores import Scored, Scorer
-from steercap.lab.measures.trait import Trait
+from steercap.lab.measures.scores import Scored, Scorer, Trait
 
 if TYPE_CHECKING:
     import torch

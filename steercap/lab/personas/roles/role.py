@@ -12,7 +12,7 @@ import msgspec
 
 from steercap.core.values import choices
 from steercap.errors import InvalidSetting, UnknownName
-from steercap.lab.measures.trait import PLACES, Examples, Trait
+from steercap.lab.measures.scores import PLACES, Examples, Trait
 
 #: The name under which the default assistant is kept beside the roles.
 ASSISTANT: Final = "assistant"
