@@ -1,8 +1,8 @@
 """Repairs of vLLM's CPU runner, made in the worker.
 
 They concern seeds of chunked prompts, requests without an adapter beside others with one, the temperature, top-k and
-top-p of drafted tokens, and prompts of one token in gated delta networks. Each part says what it relies on, and when it
-can go.
+top-p of drafted tokens, prompts of one token in gated delta networks, and the right to use a processor's AMX. Each part
+says what it relies on, and when it can go.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ _STRIDED: Final = "__steercap_strided__"
 
 def hook() -> None:
     """Repair this process's classes and operators; a second call does nothing."""
+    _use_amx()
     require("Model Runner V1's sampling", GPUModelRunner)
     require("lora_ops", lora_ops)
     require("rejection_sampler", rejection_sampler)
@@ -50,6 +51,16 @@ def hook() -> None:
             masked = _without_rows_of_none(operator)
             for module in (lora_ops, punica_cpu):
                 setattr(module, name, masked)
+
+
+def _use_amx() -> None:
+    """Ask the kernel for the AMX registers, where the processor has them.
+
+    vLLM's attention in bfloat16 then uses them without asking, and Linux ends a process that did not ask: the worker
+    dies of the first request (signal 4). Can go when vLLM asks.
+    """
+    if torch.cpu._is_amx_tile_supported():  # noqa: SLF001 -- torch has no public name for either
+        torch.cpu._init_amx()  # noqa: SLF001
 
 
 def _sample(original: Callable[[], Any], runner: Any, *_args: Any, **_options: Any) -> Any:

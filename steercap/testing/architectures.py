@@ -31,6 +31,18 @@ SLIDING: Final = {"sliding_window": 24, "layer_types": ["sliding_attention", "fu
 EXPERTS: Final = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 ROUTED: Final = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 GROUPED: Final = {"n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+#: All of the experts are chosen: in bfloat16, near ties would be broken differently.
+ALL_EXPERTS: Final = {**EXPERTS, "num_experts_per_tok": 8}
+#: Gated delta networks between attention layers. A head's output can be almost zero before its norm, mainly on
+#: embeddings: so many heads, in later layers.
+DELTA: Final = {
+    "head_dim": 32,
+    "layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+}
 #: Multi-head latent attention, of the smallest sizes that vLLM's kernels accept.
 LATENT: Final = {
     "num_key_value_heads": 4,
@@ -343,20 +355,8 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
         "top_k_experts": 2,
         "moe_intermediate_size": 64,
     },
-    "qwen3_next": {
-        "model_type": "qwen3_next",
-        **TINY,
-        **EXPERTS,
-        "num_experts_per_tok": 8,  # all of them: in bfloat16, near ties would be broken differently
-        "head_dim": 32,
-        "shared_expert_intermediate_size": 64,
-        # A head's output can be almost zero before its norm, mainly on embeddings: so many heads, in later layers.
-        "layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"],
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-    },
+    "qwen3_next": {"model_type": "qwen3_next", **TINY, **DELTA, **ALL_EXPERTS, "shared_expert_intermediate_size": 64},
+    "qwen3_5": {"model_type": "qwen3_5_text", **TINY, **DELTA},
     "granitemoehybrid": {
         "model_type": "granitemoehybrid",
         **TINY,
@@ -504,6 +504,8 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
 #: vLLM's rotary kernel for CPU rotates 3-D queries wrongly (0.32), so these architectures give other tokens with it.
 _PLAIN_ROTARY: Final = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
 _TRANSFORMERS: Final = {"model_impl": "transformers"}
+#: vLLM's gated delta networks on CPU take bfloat16 alone.
+_DELTA: Final = {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32"}
 #: Engine arguments that some of these configurations need.
 ENGINES: Final[Mapping[str, Mapping[str, Any]]] = {
     "apertus_bf16": {"dtype": "bfloat16"},
@@ -518,7 +520,8 @@ ENGINES: Final[Mapping[str, Mapping[str, Any]]] = {
     "nemotron_h_attn": {"enable_prefix_caching": False},  # it would need states of Mamba layers
     "phimoe": {"hf_overrides": {"architectures": ["PhiMoEForCausalLM"]}},  # vLLM's spelling, not transformers'
     "qwen3_moe_tf": _TRANSFORMERS,
-    "qwen3_next": {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32"},
+    "qwen3_5": _DELTA,
+    "qwen3_next": _DELTA,
 }
 
 _BFLOAT16: Final = {"dtype": "bfloat16"}

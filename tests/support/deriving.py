@@ -19,6 +19,7 @@ from vllm.distributed.parallel_state import (
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
 
+from steercap.adapters import torchvision
 from steercap.adapters.tracing import derived
 from steercap.architectures.decoder import Decoder, decoder_of
 from steercap.architectures.families import FAMILIES, families_of
@@ -41,6 +42,7 @@ def _alone() -> Iterator[None]:
 @contextmanager
 def built(path: Path, **arguments: Any) -> Iterator[tuple[Any, Decoder]]:
     """A model with its weights: a runner as far as a pass needs it, and the decoder."""
+    torchvision.hook()
     args = EngineArgs(str(path), **{"dtype": "float32", "enforce_eager": True, "max_model_len": 256, **arguments})
     vllm_config = args.create_engine_config()
     with set_current_vllm_config(vllm_config), patch.object(torch.accelerator, "empty_cache"), _alone():

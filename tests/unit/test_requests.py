@@ -5,6 +5,9 @@ The oracle is vLLM's own encoder and typed decoder, and for texts and adapters a
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -201,6 +204,34 @@ def test_inputs_of_one_token_are_strided_as_those_of_more() -> None:
         given = cpu.of_lone_tokens(lambda *, x: x)(x=x)
         assert given.stride() == (1, 128)
         assert torch.equal(given, x)
+
+
+#: vLLM's attention in bfloat16 on 40 tokens, by the instructions that it would choose here, and torch's.
+ATTENDS = """
+import torch
+from vllm import _custom_ops as ops
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+from steercap.adapters import cpu
+current_platform.import_kernels()
+cpu.hook()
+isa = _get_attn_isa(torch.bfloat16, 32, 32)
+query, keys, values = (torch.randn(40, 4, 32).bfloat16() for _ in range(3))
+pages = torch.zeros(2, 8, 4, 32, 32, dtype=torch.bfloat16)
+ops.cpu_attn_reshape_and_cache(keys, values, *pages, torch.arange(32, 72), isa)
+begin, length = torch.tensor([0, 40], dtype=torch.int32), torch.tensor([40], dtype=torch.int32)
+plan = ops.cpu_attn_get_scheduler_metadata(1, 4, 4, 32, length, torch.bfloat16, begin, True, -1, isa, False)
+got, table = torch.zeros_like(query), torch.tensor([[1, 2]], dtype=torch.int32)
+ops.cpu_attention_with_kv_cache(query, *pages, got, begin, length, 0.2, True, None, -1, table, 0.0, plan, None)
+each = (one.float().transpose(0, 1) for one in (query, keys, values))
+known = torch.nn.functional.scaled_dot_product_attention(*each, is_causal=True, scale=0.2).transpose(0, 1)
+torch.testing.assert_close(got.float(), known, atol=0.02, rtol=0.02)
+"""
+
+
+def test_attention_in_16_bits_ends_no_worker() -> None:
+    """On CPU, also where the processor has AMX, which a process must ask for."""
+    subprocess.run([sys.executable, "-c", ATTENDS], check=True, timeout=300)
 
 
 @pytest.mark.parametrize(
