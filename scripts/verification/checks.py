@@ -104,8 +104,9 @@ async def each(names: Iterable[str], one: Callable[[str], Awaitable[None]]) -> N
     """Run all, then raise what went wrong with any of them."""
     names = list(names)
     ended = await asyncio.gather(*(one(name) for name in names), return_exceptions=True)
-    failed = [f"{name}: {end!r}" for name, end in zip(names, ended, strict=True) if isinstance(end, BaseException)]
-    assert not failed, "; ".join(failed)
+    failed = {name: end for name, end in zip(names, ended, strict=True) if isinstance(end, BaseException)}
+    for error in failed.values():  # the first, with its traceback
+        raise AssertionError("; ".join(f"{name}: {end!r}" for name, end in failed.items())) from error
 
 
 def happened(facts: dict[str, int], **least: int) -> None:
