@@ -108,11 +108,13 @@ class Hooked:
 
     @contextmanager
     def _attention(self, visits: Mapping[Place, Sequence[Visit]]) -> Iterator[None]:
-        """Visit what attention reads, once rotated."""
+        """Visit what attention of this model reads, once rotated; other models call the same function."""
         module: Any = sys.modules[type(self.model.model.layers[0].self_attn).__module__]
-        original = module.eager_attention_forward
+        original, own = module.eager_attention_forward, {layer.self_attn for layer in self.model.model.layers}
 
         def attend(attention: Any, *given: torch.Tensor, **kwargs: Any) -> Any:
+            if attention not in own:  # a thread beside runs another model of this class
+                return original(attention, *given, **kwargs)
             read = list(given)
             for number, name in enumerate(("q", "k", "v")):
                 rows = read[number].transpose(1, 2).flatten(2).clone()
