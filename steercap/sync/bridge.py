@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, cast
 from steercap.captures.handle import CaptureHandle as Awaited
 from steercap.core.hints import Hinting
 from steercap.core.protocols import BLOCKING, Idiom
-from steercap.errors import InvalidRequest, ModelClosed
+from steercap.errors import InvalidRequest, ModelClosed, SteercapError
 from steercap.requests.context import steered
 from steercap.requests.sketching import RunningSketch
 from steercap.steering.spec import SteeringSpec
@@ -63,6 +63,7 @@ class Bridge:
         self._state = state
         self._thread: LoopThread | None = None
         self._life = threading.Lock()
+        self._streams: set[AsyncGenerator[Any, None]] = set()
 
     def start(self) -> None:
         """Start the loop and the model."""
@@ -81,6 +82,7 @@ class Bridge:
             if thread is not None:
                 try:
                     thread.run(self._model.aclose())
+                    thread.run(self._closed_streams())
                 finally:
                     thread.stop()
 
@@ -112,12 +114,27 @@ class Bridge:
 
     def taken(self, chunks: AsyncGenerator[Value, None]) -> Generator[Value, None, None]:
         """Iterate over an asynchronous generator; closing this one closes it."""
+        self._streams.add(chunks)
         try:
-            while (chunk := self.run(_after(chunks))) is not None:
+            while (chunk := self.run(self._after(chunks))) is not None:
                 yield chunk
         finally:
+            self._streams.discard(chunks)
             with suppress(ModelClosed):  # closing the model has ended it
                 self.run(chunks.aclose())
+
+    async def _after(self, chunks: AsyncGenerator[Value, None]) -> Value | None:
+        """Return the next chunk, or None at the stream's own end."""
+        chunk = await anext(chunks, None)
+        if chunk is None and chunks not in self._streams:
+            raise ModelClosed("the model was closed before the end of this stream")
+        return chunk
+
+    async def _closed_streams(self) -> None:
+        """Close the streams between two chunks, the outer generators first; the end of the loop has no order."""
+        while self._streams:
+            with suppress(RuntimeError, SteercapError):  # its next chunk is on the way, and fails: the model is closed
+                await self._streams.pop().aclose()
 
     def freed(self, sketch: RunningSketch) -> None:
         """Free a sketch, unless the model is closed, which has freed everything."""
@@ -152,10 +169,6 @@ def _blocking(found: Any, run: Run) -> Any:
 
 def _has_handles(value: Any) -> bool:
     return isinstance(value, Awaited) or (type(value) in {list, tuple} and any(map(_has_handles, value)))
-
-
-async def _after(chunks: AsyncGenerator[Value, None]) -> Value | None:
-    return await anext(chunks, None)
 
 
 class Bridged(Hinting, Generic[Model_co]):
