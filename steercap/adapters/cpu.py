@@ -42,7 +42,7 @@ def hook() -> None:
     wrap(GPUModelRunner, "_bookkeeping_sync", _bookkeeping_sync)
     wrap(rejection_sampler, "expand_batch_to_tokens", _for_each_draft)
     wrap(rejection_sampler, "apply_sampling_constraints", _constrained)
-    operator = getattr(_custom_ops, _CONVOLUTION, None)  # absent before vLLM 0.32
+    operator = getattr(_custom_ops, _CONVOLUTION, None)  # absent in earlier releases
     if operator is not None and not hasattr(operator, _STRIDED):
         setattr(_custom_ops, _CONVOLUTION, of_lone_tokens(operator))
     for name in _BY_INDEX:

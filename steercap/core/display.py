@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from steercap.core.extras import extra
 from steercap.core.values import shown
 
 #: Number of items that a `repr` lists, and of rows and letters of a cell that a notebook's table has.
@@ -140,7 +141,8 @@ def duration(seconds: float) -> str:
 
 def ink() -> str:
     """Return the colour of texts and lines in pictures: that of matplotlib's style, black without one."""
-    from matplotlib import rcParams
+    with extra("plots"):
+        from matplotlib import rcParams
 
     return str(rcParams["text.color"])
 
