@@ -27,7 +27,7 @@ from steercap.client.asks import (
 )
 from steercap.client.chats import templated, tokenised
 from steercap.client.connection import AT_ONCE, Connection, RemoteServing
-from steercap.client.rows import RemoteRows, begun, count
+from steercap.client.rows import RemoteRows, begun, count, entering
 from steercap.client.sampling import pooling_asked, sampling_asked
 from steercap.client.uploads import Uploads
 from steercap.concurrency.loops import each_of
@@ -165,21 +165,23 @@ class RemoteAnswers:
         require_one_sample(sampling_asked(asked.params).get("n", 1))
         sample, is_looked_at = Streamed(), False
         self._look_at_models([asked])
-        async with (
-            self._body(asked) as body,
-            aclosing(self.connection.stepped(self._events({**body, "stream": True}))) as events,
-        ):
-            async for event in events:
-                with self.connection.answering():
-                    chunk = sample.take(event)
-                if not is_looked_at and sample.reads_prompt:
-                    is_looked_at = True
+        with entering(call.sketches):
+            async with (
+                self._body(asked) as body,
+                aclosing(self.connection.stepped(self._events({**body, "stream": True}))) as events,
+            ):
+                async for event in events:
                     with self.connection.answering():
-                        ids = _ids_read(sample.document)
-                    await self._look_at_prompts([(asked, ids)])
-                if chunk is not None:
-                    yield chunk
-        yield await self._last(self._done(asked, sample.document), sample)
+                        chunk = sample.take(event)
+                    if not is_looked_at and sample.reads_prompt:
+                        is_looked_at = True
+                        with self.connection.answering():
+                            ids = _ids_read(sample.document)
+                        await self._look_at_prompts([(asked, ids)])
+                    if chunk is not None:
+                        yield chunk
+            done = self._done(asked, sample.document)
+        yield await self._last(done, sample)
 
     async def _last(self, done: Generation, sample: Streamed) -> Chunk:
         """Return the last chunk of a stream: all of its rows, its steering receipt, and the monitors' reports."""
@@ -274,7 +276,8 @@ class RemoteAnswers:
         if asked.call.encoding:
             return await self._encoded(asked)
         async with self._body(asked) as body:
-            return self._done(asked, await self.connection.ask("POST", _COMPLETIONS, json=body))
+            with entering(asked.call.sketches):
+                return self._done(asked, await self.connection.ask("POST", _COMPLETIONS, json=body))
 
     async def _encoded(self, asked: PromptOfCall) -> Generation:
         """Run one prompt of `encode`, or of `read` with a pooling model; the `output` is an `Encoded`."""
@@ -283,8 +286,9 @@ class RemoteAnswers:
         body |= {"pooling": pooling_asked(asked.params), "add_special_tokens": asked.call.add_special_tokens}
         async with AsyncExitStack() as names:
             body["steercap"] = await self._field(asked, names)
-            document = await self.connection.ask("POST", _ENCODE, json=body)
-        done = self._done(asked, document)
+            with entering(asked.call.sketches):
+                document = await self.connection.ask("POST", _ENCODE, json=body)
+                done = self._done(asked, document)
         with self.connection.answering():
             (choice,), said = document["choices"], document["encoded"]
             data = load(base64.b64decode(said["data"], validate=True))["data"]

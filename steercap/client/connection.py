@@ -338,7 +338,8 @@ class Connection:
             self._require_open()
         finally:
             self._streams.discard(found)
-            await found.aclose()
+            with contextlib.suppress(RuntimeError):  # closing the connection closes it at this moment
+                await found.aclose()
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
@@ -411,6 +412,12 @@ class Connection:
         # Failure is harmless: the resource may be gone already, and it has a time to live.
         with contextlib.suppress(SteercapError):
             await self.ask("DELETE", path)
+
+    async def free(self, path: str) -> None:
+        """Delete a resource, and wait until it is."""
+        if path in self._held:
+            self._held.discard(path)
+            await self._free(path)
 
     async def freed(self) -> None:
         """Wait until all scheduled deletions are done."""

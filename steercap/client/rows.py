@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +22,7 @@ from steercap.errors import (
     CaptureIncomplete,
     CaptureReleased,
     InvalidRequest,
+    ModelClosed,
     ServerFailure,
     SketchIncomplete,
     SteercapError,
@@ -159,13 +161,18 @@ class ServerSketch:
                 f"{self.connection.url} sent a sketch of {found.rows} rows of {found.requests} requests, after it had "
                 f"counted {counted[1]} of {counted[0]}; begin another one"
             )
+        if sketch.book.unsure and found.requests > sketch.requests:
+            raise SketchIncomplete(
+                f"{self.connection.url} sent a sketch of {found.requests} requests, and {sketch.requests} ended here: "
+                f"rows of {sketch.book.unsure} that failed or were cancelled on their way may have entered; begin "
+                "another one"
+            )
         return found
 
     async def close(self, book: Book) -> None:
         if not book.closed:
             book.closed = True
-            self.connection.let_go(self.path)
-            await self.connection.run(self.connection.freed)
+            await self.connection.run(lambda: self.connection.free(self.path))
 
 
 async def begun(connection: Connection, kind: str, size: Any, spec: CaptureSpec) -> RunningSketch:
@@ -191,6 +198,21 @@ async def begun(connection: Connection, kind: str, size: Any, spec: CaptureSpec)
     return RunningSketch(book, spec, ServerSketch(connection, path))
 
 
+@contextmanager
+def entering(sketches: Sequence[RunningSketch]) -> Iterator[None]:
+    """Note where a request that joined these fails on its way: the server may have its rows or not.
+
+    An error that the server answers with says that the rows did not enter, or that the sketch cannot be trusted.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, SteercapError) or isinstance(error, (ServerFailure, ModelClosed)):
+            for sketch in sketches:
+                sketch.book.unsure += 1
+        raise
+
+
 def count(sketches: Sequence[RunningSketch], results: Sequence[Mapping[str, Any]], url: str) -> None:
     """Take over the counts of sketches from the results of a request that joined them.
 
@@ -201,5 +223,5 @@ def count(sketches: Sequence[RunningSketch], results: Sequence[Mapping[str, Any]
         said = [one.get("sketches", {}).get(book.name) for one in results]
         if not said or not all(said):
             raise SketchIncomplete(f"{url} does not confirm that the rows of this request entered the sketch")
-        book.requests = max(book.requests, *(one["requests"] for one in said))
+        book.requests += len(said)
         book.rows = max(book.rows, *(one["rows"] for one in said))

@@ -50,6 +50,7 @@ class Book:
         requests: number of requests in it.
         rows: number of rows of each point.
         broken: reason why it cannot be trusted, or None.
+        unsure: number of requests to a server that failed on their way, whose rows may have entered all the same.
         closed: True once it was freed.
     """
 
@@ -61,6 +62,7 @@ class Book:
     rows: int = 0
     broken: str | None = None
     closed: bool = False
+    unsure: int = 0
 
     def require(self) -> None:
         """Check that the sketch can be used.

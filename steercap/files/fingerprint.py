@@ -265,7 +265,16 @@ def model_name(model: str) -> str:
 
 
 def nearest_path(path: str | Path) -> str:
-    """Return what to add to the error of a path that does not exist: which folder is missing, and the nearest path."""
+    """Return what to add to the error of a path that does not exist: which folder is missing, and the nearest path.
+
+    It is "" where the folders may not be looked at.
+    """
+    with suppress(OSError):
+        return _nearest(path)
+    return ""
+
+
+def _nearest(path: str | Path) -> str:
     whole = missing = Path(path).absolute()
     while not missing.parent.is_dir() and missing != missing.parent:
         missing = missing.parent

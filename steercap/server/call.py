@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
@@ -172,6 +173,17 @@ def receipt_said(receipt: SteeringReceipt | None) -> dict[str, Any]:
         return {}
     said = {"rows": list(receipt.rows), "computed": receipt.computed, "cached": receipt.cached}
     return {"steering": {**said, "digest": receipt.digest}}
+
+
+@contextmanager
+def entered(sketches: Sequence[RunningSketch]) -> Iterator[None]:
+    """Let nobody trust these sketches if what follows fails: rows of a request that ends in an error have entered."""
+    try:
+        yield
+    except (Exception, asyncio.CancelledError) as error:
+        for one in sketches:
+            one.book.broken = one.book.broken or f"a request failed after its rows had entered it: {error!r}"
+        raise
 
 
 def sketches_said(names: Sequence[str], sketches: Sequence[RunningSketch]) -> dict[str, Any]:

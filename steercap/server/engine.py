@@ -36,6 +36,7 @@ from steercap.server.call import (
     SteercapField,
     SteercapRequest,
     described,
+    entered,
     logits_of,
     receipt_said,
     sketches_said,
@@ -205,7 +206,8 @@ class ServedEngine:
                         await enter_sketches(job, sorted(tokens.items()))
                         ours = False
                         ended = [Sample(index, texts[index], ids) for index, ids in sorted(tokens.items())]
-                        found = await self._handed_over(call, job, ended, ticket, receipts, recorded=recorded)
+                        with entered(call.sketches):
+                            found = await self._handed_over(call, job, ended, ticket, receipts, recorded=recorded)
                         call.results += [
                             {"choice": first + sample.index} | one for sample, one in zip(ended, found, strict=True)
                         ]

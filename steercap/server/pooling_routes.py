@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,10 +18,10 @@ from starlette.routing import Route
 from steercap.captures import files
 from steercap.captures.pooled import Encoded
 from steercap.core.values import choices, index_of, shown
-from steercap.errors import InvalidRequest, InvalidSpec
+from steercap.errors import InvalidRequest, InvalidSpec, SteercapError
 from steercap.requests.context import joining
 from steercap.server.asks import asked_of
-from steercap.server.call import described, receipt_said, sketches_said
+from steercap.server.call import described, entered, receipt_said, sketches_said
 from steercap.server.folder import CaptureStore, owner_of
 from steercap.server.library import Library, Presets
 from steercap.server.questions import answering, as_json, asked
@@ -49,6 +50,7 @@ class PoolingRoutes:
         library: named vectors and steering.
         presets: steering by model name.
         sketches: the open sketches.
+        failures: number of failed requests by the class of steercap's error.
     """
 
     def __init__(
@@ -58,9 +60,11 @@ class PoolingRoutes:
         library: Library,
         presets: Presets,
         sketches: SketchStore,
+        *,
+        failures: Counter[str],
     ) -> None:
         self._model, self._captures, self._library = model, captures, library
-        self._presets, self._sketches = presets, sketches
+        self._presets, self._sketches, self._failures = presets, sketches, failures
 
     @property
     def routes(self) -> list[Route]:
@@ -80,20 +84,28 @@ class PoolingRoutes:
         with ExitStack() as held:
             for sketch in (sketches := held.enter_context(self._sketches.joined(field.sketches, owner))):
                 held.enter_context(joining(self._model, sketch))
-            found: Any = await self._model.encode(_prompt(given), given.get("pooling"), **arguments)
-            encoded, handle = found if field.capture is not None else (found, None)
-            result = {"choice": 0, **receipt_said(encoded.steering), **sketches_said(field.sketches, sketches)}
-        if handle is not None:
-            result["capture"] = await self._delivered(handle, owner)
-            if await request.is_disconnected():  # nobody learns its name
-                self._captures.remove(result["capture"]["id"], owner)
+            with self._counted():
+                found: Any = await self._model.encode(_prompt(given), given.get("pooling"), **arguments)
+                encoded, handle = found if field.capture is not None else (found, None)
+                with entered(sketches):
+                    result = {"choice": 0, **receipt_said(encoded.steering), **sketches_said(field.sketches, sketches)}
+                    async with handle or nullcontext():
+                        said = await asyncio.to_thread(_said, encoded)
+                        if handle is not None:
+                            result["capture"] = await self._delivered(handle, owner)
+        if handle is not None and await request.is_disconnected():  # nobody learns its name
+            self._captures.remove(result["capture"]["id"], owner)
         choice = {"index": 0, "text": "", "token_ids": [], "prompt_token_ids": list(encoded.prompt_token_ids)}
-        said = {
-            "choices": [choice],
-            "steercap": {"results": [result]},
-            "encoded": await asyncio.to_thread(_said, encoded),
-        }
-        return as_json(said)
+        return as_json({"choices": [choice], "steercap": {"results": [result]}, "encoded": said})
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count an error of a request that runs in the block, by its class."""
+        try:
+            yield
+        except SteercapError as error:
+            self._failures[type(error).__name__] += 1
+            raise
 
     def _arguments(self, given: Mapping[str, Any], field: SteercapField) -> dict[str, Any]:
         """Return the arguments of the call.
@@ -118,10 +130,9 @@ class PoolingRoutes:
         }
 
     async def _delivered(self, handle: CaptureHandle, owner: str) -> dict[str, Any]:
-        """Fetch the rows and put their file into the store; return what the answer says of them."""
-        async with handle:
-            content = await asyncio.to_thread(partial(files.encode, handle.as_saved()))
-            return described(handle, self._captures.offer(content, owner))
+        """Put a file of fetched rows into the store; return what the answer says of them."""
+        content = await asyncio.to_thread(partial(files.encode, handle.as_saved()))
+        return described(handle, self._captures.offer(content, owner))
 
 
 def _prompt(given: Mapping[str, Any]) -> Any:

@@ -196,7 +196,7 @@ async def application(
     routes = Routes(model, captures, library, presets.aliases, folder, identity=identity, said=said)
     app.router.routes.extend(routes.routes)
     looking = [*Looking(model, captures, library).routes, *FeaturesOfRows(captures, library.saes).routes]
-    pooling = PoolingRoutes(model, captures, library, presets, sketches)
+    pooling = PoolingRoutes(model, captures, library, presets, sketches, failures=engine.failures)
     app.router.routes.extend([*looking, *pooling.routes, *SketchRoutes(model, library, sketches).routes])
     app.router.routes.extend(explorer_routes())
     app.router.middleware_stack = Metrics(app.router.middleware_stack, model, captures, engine.failures, recorder)

@@ -30,6 +30,7 @@ class HeldSketch:
         until: time of expiry, in seconds of the store's clock.
         users: number of requests that use it now; it does not expire meanwhile.
         turn: lock held while its file is made and sent, so that one waits on the disk at most.
+        timer: next look at whether it has expired.
     """
 
     name: str
@@ -38,6 +39,7 @@ class HeldSketch:
     until: float
     users: int = 0
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    timer: asyncio.TimerHandle | None = None
 
 
 class SketchStore:
@@ -58,7 +60,7 @@ class SketchStore:
         """Keep an open sketch."""
         one = HeldSketch(f"sketch-{secrets.token_hex(16)}", owner, running, self._clock() + self.time_to_live)
         self._held[one.name] = one
-        self._sweep_later()
+        self._sweep_later(one)
         return one
 
     def get(self, name: str, owner: str) -> HeldSketch:
@@ -84,7 +86,7 @@ class SketchStore:
         finally:
             one.users -= 1
             one.until = self._clock() + self.time_to_live
-            self._sweep_later()
+            self._sweep_later(one)
 
     @contextmanager
     def joined(self, names: Sequence[str], owner: str) -> Iterator[tuple[RunningSketch, ...]]:
@@ -107,8 +109,10 @@ class SketchStore:
         self._held.pop(one.name, None)
         await one.running.aclose()
 
-    def _sweep_later(self) -> None:
-        asyncio.get_running_loop().call_later(self.time_to_live + 1, self.sweep)
+    def _sweep_later(self, one: HeldSketch) -> None:
+        if one.timer is not None:
+            one.timer.cancel()
+        one.timer = asyncio.get_running_loop().call_later(self.time_to_live + 1, self.sweep)
 
     def sweep(self) -> None:
         """Free sketches that have expired, without waiting for it."""

@@ -132,9 +132,10 @@ class Bridge:
 
     async def _closed_streams(self) -> None:
         """Close the streams between two chunks, the outer generators first; the end of the loop has no order."""
-        while self._streams:
+        for chunks in tuple(self._streams):
+            self._streams.discard(chunks)
             with suppress(RuntimeError, SteercapError):  # its next chunk is on the way, and fails: the model is closed
-                await self._streams.pop().aclose()
+                await chunks.aclose()
 
     def freed(self, sketch: RunningSketch) -> None:
         """Free a sketch, unless the model is closed, which has freed everything."""

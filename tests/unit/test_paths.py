@@ -97,3 +97,8 @@ def test_a_command_says_the_nearest(tmp_path, monkeypatch, words: list[str]) -> 
     said = f"{found.output} {found.exception}"
     assert found.exit_code
     assert f"did you mean '{tmp_path}/{right}'?" in re.sub(r"[\s│]+", " ", said), said
+
+
+def test_a_path_that_may_not_be_looked_at_has_no_hint() -> None:
+    """Names of 300 letters are an OSError, as are folders that the user may not read."""
+    assert nearest_path("a" * 300) == ""

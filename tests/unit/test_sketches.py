@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import math
 from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,6 +17,8 @@ from support.sketching import ROUNDING
 from workers import CUDA, KINDS, batch, device_of, some_runtime, tap
 
 from steercap.captures.sketch import Sketch, versions
+from steercap.client import rows as of_client
+from steercap.client.rows import ServerSketch, count, entering
 from steercap.core.messages import (
     Attach,
     Call,
@@ -44,10 +48,13 @@ from steercap.core.tokens import Range, TokenSelection
 from steercap.engine import sketching
 from steercap.engine.sketching import Book, Sketching
 from steercap.errors import (
+    CaptureMemoryFull,
     InvalidFile,
     InvalidRequest,
     InvalidSpec,
     LayerOutOfRange,
+    ModelClosed,
+    ServerFailure,
     SketchIncomplete,
     SketchMemoryFull,
     UnknownName,
@@ -55,6 +62,8 @@ from steercap.errors import (
 from steercap.kernels.bits import exact_products
 from steercap.kernels.codecs import dtype_of
 from steercap.requests.context import joining, sketches_in_force
+from steercap.requests.sketching import RunningSketch
+from steercap.server.call import entered
 from steercap.worker.sketches import BLOCK, SKETCHES, SketchState
 from steercap.worker.sketches.moments import add_compensated, shrink
 
@@ -597,3 +606,41 @@ async def test_a_refused_sketch_is_freed_where_there_was_room() -> None:
     with pytest.raises(SketchMemoryFull, match=r"it needs more.*sketch_bytes="):
         await Sketching(asked, (), 1 << 20).open(a_book())
     assert [type(question) for question in asked.asked] == [OpenSketch, CloseSketch]
+
+
+def test_a_sketch_at_a_server_knows_what_failed_on_its_way() -> None:
+    """An answer of the server says what it did; a request that had none may have entered or not."""
+    running = RunningSketch(Book("s", "moments", 0, {}), CaptureSpec(layers=[0]), cast("Any", None))
+    for error in (asyncio.CancelledError(), TimeoutError(), ServerFailure("gone"), ModelClosed("closed")):
+        with pytest.raises(type(error)), entering([running]):
+            raise error
+    assert running.book.unsure == 4
+    with pytest.raises(InvalidRequest), entering([running]):
+        raise InvalidRequest("refused")
+    count([running], [{"sketches": {"s": {"requests": 9, "rows": 7}}}], "url")
+    assert (running.book.unsure, running.requests, running.rows) == (4, 1, 7)
+
+
+async def test_a_sketch_at_a_server_with_rows_of_a_failed_request_is_refused(monkeypatch) -> None:
+    connection: Any = SimpleNamespace(url="http://there", run=lambda work: work())
+    running = RunningSketch(Book("s", "moments", 0, {}), CaptureSpec(layers=[0]), ServerSketch(connection, "/s"))
+    sent = SimpleNamespace(kind="moments", size=0, points=(), tokens=running.tokens, before_edits=False, rows=9)
+
+    async def written(*_: Any) -> int:
+        return 0
+
+    monkeypatch.setattr(of_client, "downloaded", written)
+    monkeypatch.setattr(of_client.Sketch, "load", lambda _path: sent)
+    running.book.requests, running.book.rows, sent.requests = 2, 9, 3
+    assert await running.fetch() is sent  # requests of others that end meanwhile
+    running.book.unsure = 1
+    with pytest.raises(SketchIncomplete, match="of 3 requests, and 2 ended here: rows of 1 that failed"):
+        await running.fetch()
+
+
+def test_an_answer_that_fails_after_its_rows_entered_breaks_the_sketch() -> None:
+    running = RunningSketch(Book("s", "moments", 0, {}), CaptureSpec(layers=[0]), cast("Any", None))
+    with pytest.raises(CaptureMemoryFull), entered([running]):
+        raise CaptureMemoryFull("no room for its file")
+    with pytest.raises(SketchIncomplete, match="after its rows had entered it: CaptureMemoryFull"):
+        running.book.require()
