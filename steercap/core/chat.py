@@ -85,40 +85,55 @@ _Form: TypeAlias = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str,
 
 def content_form(
     conversation: Sequence[Mapping[str, Any]], render: Callable[[Sequence[Mapping[str, Any]]], str]
-) -> tuple[Callable[[Mapping[str, Any]], Mapping[str, Any]], str | None]:
+) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
     """Find the form of content that a chat template reads: text, or parts.
 
     A template that takes content for text writes parts as Python writes a list; one that reads parts alone leaves
-    text out. So each form is rendered, its parts with a mark that only the former writes, until one leaves nothing out.
+    text out. So each form is rendered, its parts with a field that only the former writes, until one leaves nothing
+    out. Marks stand for the texts, which could be words of the template's own.
 
     Args:
         conversation: its messages.
         render: function that renders messages, and raises where the template refuses them.
 
     Returns:
-        A function that gives a message that form, and the rendered conversation if it was rendered so without marks.
+        A function that gives a message that form.
     """
-    mark = "content-part"
-    while mark in str(conversation):
-        mark += "-"
-    texts = [text.strip() for message in conversation for text, _ in _texts(message) if text.strip()]
+    field = "content-part"
+    while field in str(conversation):
+        field += "-"
+    count = itertools.count()
+    marked = [_marked(message, count) for message in conversation]
+    marks = [_mark(number) for number in range(next(count))]
     in_lists = any(isinstance(message.get("content"), (list, tuple)) for message in conversation)
     forms: list[_Form] = [_as_given, _in_parts, *([_in_text] if in_lists else [])]
     best: _Form = _in_text if in_lists else _as_given
-    fewest, text = len(texts) + 1, None
+    fewest = len(marks) + 1
     for form in forms:
         try:
-            rendered = render([form(message, {mark: mark}) for message in conversation])
+            rendered = render([form(message, {field: field}) for message in marked])
         except Exception:  # noqa: BLE001, S112 -- templates raise anything
             continue
-        if mark in rendered.casefold():
+        if field in rendered.casefold():
             continue
-        left_out = sum(text not in rendered for text in texts)
+        left_out = sum(mark not in rendered for mark in marks)
         if left_out < fewest:
-            fewest, best, text = left_out, form, None if in_lists or form is _in_parts else rendered
+            fewest, best = left_out, form
         if not fewest:
             break
-    return lambda message: best(message, {}), text
+    return lambda message: best(message, {})
+
+
+def _mark(number: int) -> str:
+    return f"{chr(_MARKS[0])}{number}{chr(_MARKS[1])}"
+
+
+def _marked(message: Mapping[str, Any], count: Iterator[int]) -> Mapping[str, Any]:
+    """Return a message with a mark in place of each text that is not blank."""
+    for at, (words, _) in enumerate(_texts(message)):
+        if words.strip():
+            message = [*_texts(message)][at][1](_mark(next(count)))
+    return message
 
 
 def _as_given(message: Mapping[str, Any], more: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -189,14 +204,18 @@ def _texts(message: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[str], Ma
         yield content, lambda given: {**message, "content": given}
     elif isinstance(content, (list, tuple)):
         for at, part in enumerate(content):
-            words = part.get("text") if isinstance(part, Mapping) else part
+            words = part.get(_key(part)) if isinstance(part, Mapping) else part
             if isinstance(words, str):
                 yield words, partial(_with_part, message, content, at)
 
 
 def _with_part(message: Mapping[str, Any], content: Sequence[Any], at: int, given: str) -> Mapping[str, Any]:
-    part = {**content[at], "text": given} if isinstance(content[at], Mapping) else given
+    part = {**content[at], _key(content[at]): given} if isinstance(content[at], Mapping) else given
     return {**message, "content": [*content[:at], part, *content[at + 1 :]]}
+
+
+def _key(part: Mapping[str, Any]) -> str:
+    return _TEXT_KEYS.get(str(part.get("type", "text")), "text")
 
 
 class _Words:

@@ -481,13 +481,13 @@ def templated(
         arguments = {"add_generation_prompt": invite, **kwargs, "tokenize": False}
         return str(tokenizer.apply_chat_template([dict(message) for message in messages], **arguments))
 
-    form, text = content_form(conversation, rendered)
+    form = content_form(conversation, rendered)
 
     def render(messages: Sequence[Mapping[str, Any]], *, invite: bool = True) -> str:
         return rendered([form(message) for message in messages], invite=invite)
 
     try:
-        text = render(conversation) if text is None else text
+        text = render(conversation)
         if not spans:
             return list(tokenizer.encode(text, add_special_tokens=bool(special))), []
         encoded = tokenizer(text, add_special_tokens=bool(special), return_offsets_mapping=True)

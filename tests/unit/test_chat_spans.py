@@ -417,6 +417,35 @@ def test_texts_are_parts_where_a_template_reads_nothing_else() -> None:
     assert "".join(map(chr, ids)) == "[user]Why?|[assistant]|"
 
 
+ELSE_NOTHING = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content | trim if m.content is string else '' }}{% endfor %}[assistant]"
+)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "refusal", "refusal": " I will not. "},
+        {"type": "thinking", "thinking": "I will not."},
+        {"type": "text", "text": "assistant"},
+    ],
+)
+def test_no_text_is_lost_where_a_template_reads_texts_alone(part) -> None:
+    """Neither one of another kind than "text", nor one that the template says of its own accord."""
+    said = part[part["type"]].strip()
+    talk = [{"role": "user", "content": "Do so."}, {"role": "assistant", "content": [part]}]
+    ids, spans = templated(Characters(ELSE_NOTHING), talk, {}, spans=True)
+    text = "".join(map(chr, ids))
+    assert text == f"[user]Do so.[assistant]{said}[assistant]"
+    (mine,) = (span for span in spans if span.index == 1)
+    assert (text[mine.start : mine.stop], mine.start) == (said, len("[user]Do so.[assistant]"))
+
+
+def test_a_text_in_a_templates_own_words_is_given_in_parts_too() -> None:
+    ids, _ = templated(Characters(PARTS_ALONE), [{"role": "user", "content": "user"}], {}, spans=False)
+    assert "".join(map(chr, ids)) == "[user]user|"
+
+
 def test_a_part_that_is_no_text_is_refused_where_texts_are_read() -> None:
     talk = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "tool_reference", "name": "b"}]}]
     with pytest.raises(InvalidPrompt, match=r"tool_reference.* is no text; give \{'type': 'text', 'text': \.\.\.\}"):
