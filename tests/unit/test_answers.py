@@ -421,6 +421,17 @@ async def test_default_answers_of_earlier_calls_count(tmp_path) -> None:
     assert (await read_answers(Formula(), kind="role", names=["aside"], **new)).default == 7
 
 
+async def test_a_role_without_levels_is_no_default_file(tmp_path) -> None:
+    """A call that does not name it asks for neither its scores nor its answers of before."""
+    written(tmp_path, "role")
+    given: dict[str, Any] = {"kind": "role", **asked(tmp_path), "minimum": 1000}
+    assert (await read_answers(Formula(), **given)).personas["calm"].levels == {"default_1": 12}
+    file = tmp_path / "responses/calm.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+    (tmp_path / "extract_scores/calm.json").unlink()
+    assert (await read_answers(Formula(), names=["wry"], **given)).default == 12
+
+
 class Sized(Formula):
     """A model that is opened once, and may be too large."""
 

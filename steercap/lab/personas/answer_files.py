@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, TypeAlias
@@ -74,12 +74,17 @@ class PersonaFiles:
     @property
     def is_default(self) -> bool:
         """True for a file of default answers alone."""
-        return all(key.startswith("default_") for key in self.keys)
+        return only_default(self.keys)
 
     @property
     def scores_digest(self) -> str:
         """SHA-256 of the scores, in hexadecimal."""
         return hashlib.sha256(msgspec.json.encode(self.scores, order="deterministic")).hexdigest()
+
+
+def only_default(keys: Iterable[str]) -> bool:
+    """Check that all answers are default answers."""
+    return all(key.startswith("default_") for key in keys)
 
 
 def read_personas(
@@ -117,7 +122,7 @@ def read_personas(
 
 def _persona(path: Path, scores: Path, kind: PersonaKind) -> PersonaFiles:
     keys = tuple(answer.key for answer in read_answers_file(path))
-    unscored = kind == "role" and all(key.startswith("default_") for key in keys) and not scores.exists()
+    unscored = kind == "role" and only_default(keys) and not scores.exists()
     found = None if unscored else read_scores(scores, keys, path)
     try:
         plan_levels(kind, keys, found or {})

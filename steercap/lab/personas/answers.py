@@ -27,7 +27,14 @@ from steercap.errors import (
     UnknownName,
 )
 from steercap.files.folder import FolderKind, locked
-from steercap.lab.personas.answer_files import ExistingAnswer, PersonaFiles, placed_in, read_answers_file, read_personas
+from steercap.lab.personas.answer_files import (
+    ExistingAnswer,
+    PersonaFiles,
+    only_default,
+    placed_in,
+    read_answers_file,
+    read_personas,
+)
 from steercap.lab.personas.answer_folder import STORED, AnswersFolder, PersonaReceipt, RowsFile
 from steercap.lab.personas.folder import VERSION, Count, Report, RunDefinition
 from steercap.lab.personas.levels import PersonaKind
@@ -201,8 +208,11 @@ def _defaults(
     if folder.kind != "role":
         return []
     names = {files.name for files in personas}
+    paths = {name: Path(responses, f"{name}.jsonl") for name in folder.perhaps_default() if name not in names}
     before = [
-        name for name in folder.perhaps_default() if name not in names and Path(responses, f"{name}.jsonl").exists()
+        name
+        for name, path in paths.items()
+        if path.exists() and only_default(answer.key for answer in read_answers_file(path))
     ]
     others = read_personas(responses, scores, folder.kind, before) if before else []
     found = [*personas, *(files for files in others if folder.receipt(files) is not None)]
