@@ -71,6 +71,11 @@ def said_in(message: Mapping[str, Any]) -> str:
     return "\n".join(text for text in texts if text is not None)
 
 
+def texts_in(message: Mapping[str, Any]) -> str:
+    """Return the texts of a message's content with line feeds between them, whatever else it holds."""
+    return "\n".join(text for text, _ in _texts(message))
+
+
 def _text_of_part(part: Any) -> str | None:
     if not isinstance(part, Mapping):
         return part if isinstance(part, str) else None

@@ -28,7 +28,7 @@ from steercap.lab.studies import Value
 from steercap.lab.studies.running import measures_of
 from steercap.lab.studies.sweeps import MEASURES, OPERATIONS, Answered, Condition, Sweep, SweepResults
 from steercap.lab.studies.sweeps.operations import random_like
-from steercap.lab.studies.sweeps.running import mean_of, open_folder
+from steercap.lab.studies.sweeps.running import _answer, mean_of, open_folder
 from steercap.lab.studies.sweeps.summaries import Record, _figure
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.steering.edits.inputs import alike, marks_of
@@ -292,6 +292,21 @@ def record(one: Sweep, number: int) -> Record:
         output_token_ids=(1, 2),
         finish_reason="length",
     )
+
+
+async def test_a_prompt_that_holds_more_than_text_is_answered(tmp_path) -> None:
+    """A model that takes it answers; the record has its texts."""
+
+    async def run(*_: object, **__: object) -> SimpleNamespace:
+        output = SimpleNamespace(prompt_token_ids=[7])
+        sample = SimpleNamespace(text="a", token_ids=[1], finish_reason="stop")
+        return SimpleNamespace(samples=[sample], output=output)
+
+    parts = [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text", "text": "What is it?"}, "Say so."]
+    one = sweep(prompts=[[{"role": "user", "content": parts}]], layers=(1,), scales=(1,), random=0)
+    kept = open_folder(tmp_path, one.definition(MODEL)).answers
+    await _answer(SimpleNamespace(run=run), one, kept, 1, lambda _done, _all: None)
+    assert [found.prompt for found in kept.rows.values()] == ["What is it?\nSay so."] * len(list(one.requests()))
 
 
 def test_a_folder_gives_back_what_was_written(tmp_path) -> None:

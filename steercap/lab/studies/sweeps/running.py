@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from steercap.core.chat import said_in
+from steercap.core.chat import texts_in
 from steercap.core.display import brief, html_table, span
 from steercap.core.extras import require
 from steercap.core.spec import Point
@@ -242,7 +242,7 @@ async def _answer(
                 **msgspec.structs.asdict(request.condition),
                 prompt_index=request.prompt,
                 sample=request.sample,
-                prompt=prompt if isinstance(prompt, str) else said_in(prompt[-1]),
+                prompt=prompt if isinstance(prompt, str) else texts_in(prompt[-1]),
                 **await ask(model, prompt, sweep.sampling_of(request), spec),
             )
         )
