@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -19,18 +19,22 @@ from steercap.cli.preflight import preflight, reached
 from steercap.cli.tables import facts
 from steercap.cli.terminal import Terminal
 from steercap.core.spec import CaptureSpec
-from steercap.errors import InvalidRequest
+from steercap.errors import InvalidRequest, InvalidSpec
 
 if TYPE_CHECKING:
     import torch
 
+    from steercap.lab.datasets import ActivationDataset
     from steercap.lab.datasets.rows import Normalisation
     from steercap.lab.training import SAEProgress, SAETraining
+    from steercap.saes.sae import SAE
 
 #: Rows that the normalisation is computed from, and on which an SAE is scored.
 SAMPLED_ROWS: Final = 1 << 14
 #: Share of a stream's last steps whose explained variance is reported; each batch is scored before its step.
 LAST: Final = 0.1
+#: Share of a data set's documents that is held out by default.
+HELD_OUT: Final = 0.1
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,17 @@ class SAEOptions:
     features: Annotated[int | None, typer.Option(min=1, help="Number of features (default: 8 × the width).")] = None
     k: Annotated[int, typer.Option("--k", min=1, help="Maximum active features of a row.")] = 32
     skip: Annotated[int, typer.Option(min=0, help="Tokens left out at the start of each window.")] = 1
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over a data set; a corpus is read once.")] = 1
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Passes over a data set (default: 1); a corpus is read once.")
+    ] = None
     batch_size: Annotated[int, typer.Option(min=2, help="Batch size: rows of each step.")] = 256
     lr: Annotated[float, typer.Option(help="Learning rate of Adam.")] = 0.002
     held_out: Annotated[
-        float, typer.Option(min=0, max=0.5, help="Fraction of a data set's documents held out for the score.")
-    ] = 0.1
+        float | None,
+        typer.Option(
+            min=0, max=0.5, help=f"Fraction of a data set's documents held out for the score (default: {HELD_OUT})."
+        ),
+    ] = None
     seed: Annotated[int, typer.Option(min=0, help="Seed of the first directions and of the order of rows.")] = 0
     device: Annotated[str, typer.Option(help="Device to train on: cpu or cuda.")] = "cpu"
 
@@ -71,7 +80,8 @@ def register(app: typer.Typer) -> None:
     )
     async def train(
         rows: Annotated[
-            str, typer.Argument(metavar="ROWS", help="Data set of `steercap collect`, or a corpus, as for it.")
+            str,
+            typer.Argument(metavar="ROWS", help="Data set of `steercap collect` or its URL, or a corpus, as for it."),
         ],
         how: SAEOptions,
         model: ReachOptions,
@@ -101,17 +111,20 @@ def register(app: typer.Typer) -> None:
                 said = f"training: loss {at.loss:.4g}, {at.explained:.1%} explained; rows"
                 bars.update(task, description=said, completed=at.rows, total=at.total)
 
-            if (Path(rows) / FILE).exists():
-                if said := model.flags():
-                    raise typer.BadParameter("a data set has its rows already; leave it out", param_hint=said[0])
+            held = None
+            if "://" in rows or (Path(rows) / FILE).exists():
+                flags = dict.fromkeys(model.flags(), True)
+                _refuse("a data set has its rows already", {**flags, "--url": model.url, "--api-key": model.api_key})
                 try:
-                    training, report, known = await asyncio.to_thread(
-                        train_on_dataset, Path(rows), layer, site, how, tell
+                    training, report, known, held = await asyncio.to_thread(
+                        train_on_dataset, rows, layer, site, how, tell
                     )
                 except asyncio.CancelledError:
                     stopped.set()
                     raise
             else:
+                given = {"--epochs": how.epochs, "--held-out": how.held_out}
+                _refuse("a corpus is read once, and its last batches give the score", given)
                 if layer is None:
                     raise typer.BadParameter("a corpus needs the layer to read", param_hint="--layer")
                 training, report, known = await train_on_corpus(
@@ -119,25 +132,33 @@ def register(app: typer.Typer) -> None:
                 )
         sae = training.sae(name=out.name if name is None else name, model=known)
         save_sae(sae, out)
+        if held is not None:
+            report |= score_on(held, sae, out)
         document = {"sae": str(out), "point": str(training.point), "features": sae.d_sae, "k": how.k, **report}
         told = {key: f"{value:.1%}" if isinstance(value, float) else value for key, value in document.items()}
         terminal.show(document, facts("", told))
 
 
+def _refuse(why: str, given: Mapping[str, object]) -> None:
+    for flag, value in given.items():
+        if value is not None:
+            raise typer.BadParameter(f"{why}; leave it out", param_hint=flag)
+
+
 def train_on_dataset(
-    folder: Path, layer: int | None, site: str | None, how: SAEOptions, tell: Callable[[SAEProgress], None]
-) -> tuple[SAETraining, dict[str, Any], str]:
-    """Train on a data set; its last documents are held out.
+    folder: str, layer: int | None, site: str | None, how: SAEOptions, tell: Callable[[SAEProgress], None]
+) -> tuple[SAETraining, dict[str, Any], str, ActivationDataset]:
+    """Train on a data set; its last documents are held out, one at least of several.
 
     Returns:
-        The training, the report on it, and the model's name.
+        The training, the report on it, the model's name, and the rows held out.
 
     Raises:
         InvalidRequest: the data set has several points and none is named, or too few rows.
         The errors of `ActivationDataset` and `train_sae`.
     """
     from steercap.lab.datasets import ActivationDataset
-    from steercap.lab.training import score_sae, train_sae
+    from steercap.lab.training import train_sae
 
     chosen: dict[str, Any] = {
         "layers": "all" if layer is None else [layer],
@@ -149,7 +170,8 @@ def train_on_dataset(
         raise InvalidRequest(f"{folder} has rows of {', '.join(there.points)}; name one with --layer and --site")
     totals = there.folder.totals()
     documents = 0 if totals is None else totals.documents
-    first = documents - round(how.held_out * documents)
+    share = HELD_OUT if how.held_out is None else how.held_out
+    first = documents - (max(round(share * documents), 1) if share and documents > 1 else 0)
     data: Any = ActivationDataset(folder, **chosen, keep=lambda index: index.document < first)  # of one point: tensors
     if len(data) < 2 * how.batch_size:
         raise InvalidRequest(
@@ -158,7 +180,7 @@ def train_on_dataset(
         )
     (point,) = (one.point for one in data.folder.definition.points if str(one.point) == data.points[0])
     normalisation = _normalisation(_some(data))
-    batches = data.batches(how.batch_size, seed=how.seed, epochs=how.epochs, drop_last=True)
+    batches = data.batches(how.batch_size, seed=how.seed, epochs=how.epochs or 1, drop_last=True)
     training = train_sae(
         (normalisation(rows) for rows in batches),
         tuple(point),
@@ -167,13 +189,26 @@ def train_on_dataset(
         progress=tell,
         **how.how(data.width),
     )
-    report: dict[str, Any] = {"rows": training.seen}
     held = ActivationDataset(folder, **chosen, keep=lambda index: index.document >= first)
-    if len(held) > 1:
-        score = score_sae(training.sae(), _some(held))
-        report |= {"explained": score.explained, "active": round(score.active, 2), "used": score.used}
-        report["scored_on"] = f"{score.rows:,} rows of documents held out"
-    return training, report, data.folder.definition.model["name"]
+    return training, {"rows": training.seen}, data.folder.definition.model["name"], held
+
+
+def score_on(held: ActivationDataset, sae: SAE, out: Path) -> dict[str, Any]:
+    """Return the report on an SAE, written to `out`, by rows that were held out.
+
+    Raises:
+        InvalidSpec: they have no variance, or it is not finite.
+    """
+    from steercap.lab.training import score_sae
+
+    if len(held) < 2:
+        return {"scored_on": f"nothing: {len(held)} rows are held out, of two at least"}
+    try:
+        score = score_sae(sae, _some(held))
+    except InvalidSpec as error:
+        raise InvalidSpec(f"{out} is written, and cannot be scored: {error}") from error
+    report = {"explained": score.explained, "active": round(score.active, 2), "used": score.used}
+    return {**report, "scored_on": f"{score.rows:,} rows of documents held out"}
 
 
 async def train_on_corpus(

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 from cli_calls import call
-from shards import definition_of, folder_of
+from shards import definition_of, folder_of, shard_of
 
 from steercap import SAE
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
 from steercap.errors import InvalidFile, InvalidSpec, TrainingDiverged
 from steercap.lab.datasets import ActivationDataset
+from steercap.lab.datasets.folder import DatasetFolder
 from steercap.lab.datasets.rows import Normalisation
 from steercap.lab.training import SAETraining, save_sae, score_sae, train_sae
 from steercap.testing.saes import RandomSAE
@@ -265,6 +266,8 @@ def test_the_command_trains_on_a_data_set(dataset, tmp_path) -> None:
         (("--batch-size", "4096"), 1, "fewer than two steps of 4,096"),
         (("--layer", "2"), 1, "layer 2 is outside this model of 2 layers"),
         (("-m", "other"), 2, "a data set has its rows already"),
+        (("--url", "http://127.0.0.1:1"), 2, "a data set has its rows already"),
+        (("--api-key", "k"), 2, "a data set has its rows already"),
         (("--k", "99", "--features", "24", "--batch-size", "32"), 1, "k=99 of 24 features"),
     ],
 )
@@ -273,3 +276,47 @@ def test_what_cannot_be_trained_is_said(dataset, tmp_path, more, code, word) -> 
     assert found.exit_code == code
     assert word in " ".join(found.stderr.replace("│", " ").split())
     assert not (tmp_path / "sae" / "cfg.json").exists()
+
+
+@pytest.mark.parametrize("option", [("--epochs", "1"), ("--held-out", "0.1")])
+def test_what_a_corpus_has_no_use_for_is_refused(tmp_path, option) -> None:
+    found = call("sae", "train", tmp_path / "texts.jsonl", "--layer", "1", "--out", tmp_path / "sae", *option)
+    assert found.exit_code == 2
+    assert "a corpus is read once" in " ".join(found.stderr.replace("│", " ").split())
+
+
+@pytest.fixture
+def small(tmp_path):
+    """Data set of four documents, of 1, 8, 6 and 4 rows, and the call that trains on it, at its URL."""
+
+    def train(*more, spoilt: bool = False):
+        point = Point(1, "resid_post")
+        folder = DatasetFolder.begin(tmp_path / "rows", definition_of(points={point: PointSchema((16,), "float32")}))
+        shard = shard_of(folder.definition, 0)
+        if spoilt:
+            shard.rows[point][-1, 0] = float("nan")
+        folder.write(shard)
+        folder.complete()
+        words = ("--features", "24", "--k", "4", "--batch-size", "4", "--skip", "0", "--json", *more)
+        return call("sae", "train", f"file://{tmp_path}/rows", "--out", tmp_path / "sae", *words)
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("more", "scored"),
+    [((), "4 rows of documents held out"), (("--held-out", "0"), "nothing: 0 rows are held out, of two at least")],
+)
+def test_one_of_few_documents_is_held_out_or_it_is_said(small, more, scored) -> None:
+    """A tenth of four documents is none."""
+    said = json.loads(small(*more).stdout)
+    assert (said["scored_on"], "explained" in said) == (scored, not more)
+
+
+def test_rows_that_cannot_be_scored_do_not_cost_the_training(small, tmp_path) -> None:
+    found = small(spoilt=True)
+    assert found.exit_code == 1
+    assert "is written, and cannot be scored: score_sae: the variance of 4 rows is nan" in " ".join(
+        found.stderr.split()
+    )
+    assert SAE.load(tmp_path / "sae").d_sae == 24
