@@ -68,8 +68,8 @@ class Hinting:
 
     _lacking: ClassVar[Mapping[str, str]] = {}
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
         for name, member in tuple(vars(cls).items()):
             # Coroutine functions stay as they are, since `inspect` could not tell that a wrapper of one is one.
             if isinstance(member, FunctionType) and name[0] != "_" and not inspect.iscoroutinefunction(member):

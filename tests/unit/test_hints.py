@@ -13,7 +13,7 @@ import pytest
 from steercap import SteerModel, sync
 from steercap.captures.rows import Captures
 from steercap.client import RemoteModel
-from steercap.core.hints import ATTRIBUTES
+from steercap.core.hints import ATTRIBUTES, Hinting
 from steercap.errors import InvalidRequest, InvalidSpec, ModelClosed
 
 URL = "http://127.0.0.1:9"
@@ -130,6 +130,24 @@ def test_calls_look_as_they_are_written() -> None:
         assert kind.generate.__name__ == "generate"
         assert "Generate text" in str(kind.generate.__doc__)
     assert inspect.iscoroutinefunction(SteerModel.token_ids)
+
+
+def test_a_subclass_may_have_a_base_that_takes_keywords() -> None:
+    """It gets what the class is given."""
+
+    class Named:
+        said: str
+
+        def __init_subclass__(cls, said: str, **given: Any) -> None:
+            super().__init_subclass__(**given)
+            cls.said = said
+
+    class Mixed(Hinting, Named, said="here"):
+        pass
+
+    assert Mixed.said == "here"
+    with pytest.raises(TypeError, match="wrong"):
+        type("Wrong", (Hinting,), {}, wrong=1)
 
 
 def test_captures_keyed_the_other_way_round() -> None:
