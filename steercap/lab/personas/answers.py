@@ -20,12 +20,7 @@ from steercap.core.display import brief
 from steercap.core.prompts import template_arguments
 from steercap.core.spec import CaptureSpec
 from steercap.core.values import choices, count_of, shown
-from steercap.errors import (
-    CaptureNotFinite,
-    InvalidSetting,
-    ModelTooLarge,
-    UnknownName,
-)
+from steercap.errors import CaptureNotFinite, InvalidSetting, ModelTooLarge, UnknownName
 from steercap.files.folder import FolderKind, locked
 from steercap.lab.personas.answer_files import (
     ExistingAnswer,
