@@ -47,7 +47,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 from bench_capture import prompts
 from gpu_engines import START, Bench, NotReal, check_steered, engines, say, specs_of
 from gpu_phases import medians, phases_table
@@ -277,24 +276,6 @@ async def all_rounds(bench: Bench, args: argparse.Namespace, shape: Shape, repor
             report.write()
 
 
-def pin(cores: Sequence[int]) -> None:
-    """Give the main thread of each engine's process the first of these cores; all others share the rest since the start.
-
-    Raises:
-        NotReal: there are not two engines' processes.
-    """
-    found = [
-        child.pid
-        for child in psutil.Process().children(recursive=True)
-        if any("EngineCore" in word for word in child.cmdline())
-    ]
-    for process in found:
-        os.sched_setaffinity(process, cores[:1])
-    say(f"main threads of {found} share core {cores[0]}")
-    if len(found) != 2:
-        raise NotReal(f"{len(found)} processes of engines, not 2")
-
-
 # Profile
 
 
@@ -354,8 +335,6 @@ async def main(args: argparse.Namespace) -> None:
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if importlib.util.find_spec("flashinfer") is None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    if args.cores:
-        os.sched_setaffinity(0, args.cores[1:])
     shape, traces = SHAPES[args.shape], args.traces if args.profile else None
     loads = [*args.workloads, *(load for _, load in args.profile)]
     common, own = engine_args(args, shape, loads), steercap_settings(args, shape, loads)
@@ -375,8 +354,6 @@ async def main(args: argparse.Namespace) -> None:
         report.write()
         specs = specs_of(most_specs(args, loads), shape, per_layer=args.vectors_per_layer)
         bench = Bench(plain, model, specs, args.fetch_gb * 1e9)
-        if args.cores:
-            pin(args.cores)
         if args.phases:
             bench.watch_phases()
         gc.collect()
@@ -440,19 +417,11 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--vectors-per-layer", action="store_true", help="a vector for each layer of a spec, not one for all")
     add("--in-turn", action="store_true", help="start the engines one after the other")
     add("--engine-args", type=json.loads, default={}, help='JSON, such as {"tensor_parallel_size": 2}')
-    add(
-        "--cores",
-        type=listed(int),
-        default=[],
-        help="CPU cores to use: the first by both engines' processes in turn, so that neither has a faster one",
-    )
     add("--phases", action="store_true", help="when requests are sent and outputs come, in a table of its own")
     add("--profile", action="append", type=profiled, default=[], metavar="MODE:WORKLOAD", help="after the rounds")
     add("--traces", type=Path, default=Path("out/traces"))
     add("--json", type=Path, default=None)
     args = parser.parse_args(words)
-    if len(args.cores) == 1:
-        parser.error("--cores: two or more; the first is the engines' alone")
     modes_for(args.modes, args.workloads[0])  # a wrong word is told before engines start
     return args
 

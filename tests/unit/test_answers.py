@@ -37,6 +37,18 @@ class Killed(Exception):
     """A run ends here."""
 
 
+def ending(left: list[int], work: Any) -> Any:
+    """A function that works until the count in `left` comes to 0, where it ends the run before it does anything."""
+
+    def done(*given: Any, **named: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise Killed
+        return work(*given, **named)
+
+    return done
+
+
 def row(token: int, position: int) -> np.ndarray:
     """The formula of the model: [layers, hidden] of a token at a position."""
     grid = np.arange(LAYERS * HIDDEN, dtype=np.float64).reshape(LAYERS, HIDDEN)
@@ -198,18 +210,9 @@ async def test_a_run_that_ends_at_any_moment_is_resumed_to_the_same_bytes(tmp_pa
     rng, reads, ends, put, replace = random.Random(concurrency), 0, 0, RowsFile.put, Path.replace
     left = [0]
 
-    def ending(work: Any) -> Any:
-        def done(*given: Any, **named: Any) -> Any:
-            left[0] -= 1
-            if left[0] == 0:
-                raise Killed
-            return work(*given, **named)
-
-        return done
-
-    monkeypatch.setattr(RowsFile, "put", ending(put))
-    monkeypatch.setattr(Path, "replace", ending(replace))
-    monkeypatch.setattr(Path, "unlink", ending(Path.unlink))
+    monkeypatch.setattr(RowsFile, "put", ending(left, put))
+    monkeypatch.setattr(Path, "replace", ending(left, replace))
+    monkeypatch.setattr(Path, "unlink", ending(left, Path.unlink))
     while True:
         by_file = rng.random() < 0.5
         left[0] = rng.randint(1, 30) if by_file else -1
@@ -368,17 +371,8 @@ async def test_scores_that_are_taken_back_have_their_own_levels(tmp_path, monkey
     await read_answers(Formula(), kind="role", **asked(tmp_path))
     right, scores, left = digests(tmp_path / "out"), path.read_text(), [0]
 
-    def ending(work: Any) -> Any:
-        def done(*given: Any, **named: Any) -> Any:
-            left[0] -= 1
-            if left[0] == 0:
-                raise Killed
-            return work(*given, **named)
-
-        return done
-
     for name in ("replace", "unlink"):
-        monkeypatch.setattr(Path, name, ending(getattr(Path, name)))
+        monkeypatch.setattr(Path, name, ending(left, getattr(Path, name)))
     for former in (scores, "{}"):  # "{}" has the level of default answers alone
         path.write_text(former)
         left[0] = 0
