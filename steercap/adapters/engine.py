@@ -31,7 +31,7 @@ from steercap.adapters.arguments import (
 )
 from steercap.adapters.connection import FRESH_SECONDS, Connection
 from steercap.adapters.entry import tell_workers
-from steercap.adapters.hardware import bound, check_kernels
+from steercap.adapters.hardware import attention_for, bound, check_kernels
 from steercap.adapters.lora import Adapters
 from steercap.adapters.parameters import ParamsReader, read_pooling, tasks_of
 from steercap.adapters.process_exit import refusal
@@ -121,8 +121,6 @@ class VllmEngine:
         self.without_text: Final[Mapping[str, Any]] = {"detokenize": False}
         #: True for a pooling model, which generates no tokens.
         self.pools: bool = config.runner_type == "pooling"
-        #: True for a model with experts that routers choose.
-        self.routed: bool = config.get_num_experts() > 0
         #: Number of tokens that may be computed past a request's end, before the scheduler learns of it.
         self.overshoot = overshoot(llm.vllm_config)
         #: Maximum number of tokens of a forward pass.
@@ -155,9 +153,11 @@ class VllmEngine:
         args = read_arguments(model, engine_args)
         try:
             config = args.create_engine_config()
+            needed: dict[str, Any] = attention_for(config)
             if unserved := torchvision.unserved_media(config):
-                limits = {**args.limit_mm_per_prompt, **dict.fromkeys(unserved, 0)}
-                config = replace(args, limit_mm_per_prompt=limits).create_engine_config()
+                needed["limit_mm_per_prompt"] = {**args.limit_mm_per_prompt, **dict.fromkeys(unserved, 0)}
+            if needed:
+                config = replace(args, **needed).create_engine_config()
         except Exception as error:
             raise ModelNotLoaded(f"vLLM cannot load {model!r}: {error}") from error
         require("VllmConfig", config)

@@ -157,6 +157,30 @@ def bound(config: Any) -> dict[str, str]:
     )
 
 
+def attention_for(config: Any) -> dict[str, str]:
+    """Return the engine argument by which vLLM takes kernels of latent attention that run in the model's dtype.
+
+    On a processor with AMX vLLM takes those for bfloat16 in any dtype, and the worker dies of the weights. Can go when
+    vLLM looks at the dtype.
+
+    Args:
+        config: vLLM's configuration.
+
+    Returns:
+        `attention_backend`, where vLLM would choose wrongly and the user has not chosen; else nothing.
+    """
+    import torch
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    model = config.model_config
+    latent = config.device_config.device_type == "cpu" and model.use_mla and model.dtype != torch.bfloat16
+    if not latent or "AMX_MLA" not in AttentionBackendEnum.__members__:
+        return {}
+    refused = torch.cpu._is_amx_tile_supported()  # noqa: SLF001 -- torch has no public name for it
+    chosen = config.attention_config.backend is not None or "DeepseekV4ForCausalLM" in model.architectures
+    return {"attention_backend": "CPU_MLA"} if refused and not chosen else {}
+
+
 def library() -> str:
     """Return the library of kernels that vLLM has loaded for this processor, such as "_C_AVX2"; "" for GPUs.
 

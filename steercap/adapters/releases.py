@@ -73,7 +73,6 @@ NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
         "model_config.get_head_size",
         "model_config.get_hidden_size",
         "model_config.get_layers_start_end_indices",
-        "model_config.get_num_experts",
         "model_config.get_total_num_hidden_layers",
         "model_config.get_total_num_kv_heads",
         "model_config.hf_config",

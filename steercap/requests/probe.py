@@ -33,6 +33,7 @@ from steercap.requests.equations import (
     STREAMS,
     Claim,
     closes,
+    computed,
     edited,
     of_norms,
     of_projections,
@@ -311,7 +312,7 @@ async def _probe_editing(engine: Engine, number: int, clean: _Probed) -> list[Cl
 async def _try(
     engine: Engine, number: int, edits: Mapping[Point, Add], clean: _Probed
 ) -> tuple[list[Point], list[Claim]]:
-    """Run each edit in a request of its own.
+    """Run each edit in a request of its own, together, and by itself where the clean rows are too far to tell.
 
     Returns:
         The points whose edit leaves the model's output unchanged, and the claims on the rows of these requests.
@@ -321,9 +322,12 @@ async def _try(
     dtype = clean.rows[engine.end].dtype
     for point, probed in others:
         if point is not None:
-            before, after = clean.rows[point][:_PROMPT], probed.rows[point]
-            added = _added(edits[point])
-            claims.append(edited(point, before, after, added, dtype, routed=engine.vllm.routed))
+            before, added = clean.rows[point][:_PROMPT], _added(edits[point])
+            grows = edited(point, before, probed.rows[point], added, dtype, alone=False)
+            if grows.holds and grows.error > computed(dtype):
+                ((_, single),) = await _run(engine, number, [(point, edits[point])])
+                grows = edited(point, before, single.rows[point], added, dtype, alone=True)
+            claims.append(grows)
             if not is_module(point.site):  # on which side of a sum's terms it lies is not known
                 claims += of_rows(engine, probed.rows, (point, added))
     unmoved = [point for point, probed in others if point and _said(probed) == _said(plain)]

@@ -141,6 +141,31 @@ def test_each_worker_gets_cores_of_its_own(tmp_path) -> None:
             assert len(taken) == workers * max(there // workers - 1, 1)
 
 
+@pytest.mark.parametrize(
+    ("changes", "amx", "expected"),
+    [
+        ({}, True, {"attention_backend": "CPU_MLA"}),
+        ({"dtype": torch.float16}, True, {"attention_backend": "CPU_MLA"}),
+        ({}, False, {}),
+        ({"dtype": torch.bfloat16}, True, {}),
+        ({"use_mla": False}, True, {}),
+        ({"device": "cuda"}, True, {}),
+        ({"backend": "AMX_MLA"}, True, {}),
+        ({"architectures": ["DeepseekV4ForCausalLM"]}, True, {}),
+    ],
+)
+def test_latent_attention_runs_in_the_models_dtype(changes, amx, expected, monkeypatch) -> None:
+    """On a processor with AMX, for which vLLM's own choice takes bfloat16 alone. `test_experts` runs it."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    given = {"dtype": torch.float32, "use_mla": True, "architectures": ["DeepseekV3ForCausalLM"], **changes}
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(**given),
+        device_config=SimpleNamespace(device_type=changes.get("device", "cpu")),
+        attention_config=SimpleNamespace(backend=changes.get("backend")),
+    )
+    assert hardware.attention_for(config) == expected
+
+
 def test_cores_and_nodes_are_those_that_this_process_may_use(monkeypatch) -> None:
     """The kernel's own list of cores, and nodes within what vLLM's variable leaves."""
     assert set(hardware.cores()) == os.sched_getaffinity(0)

@@ -216,23 +216,24 @@ def test_what_is_projected_of_something_else_is_seen() -> None:
 def test_an_edit_that_is_not_exact_is_seen() -> None:
     clean, vector = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
     point = Point(0, "z")
-    for routed in (False, True):
-        assert edited(point, clean, clean + vector, vector, torch.float32, routed=routed).holds
-        assert not edited(point, clean, clean + 1.01 * vector, vector, torch.float32, routed=routed).holds
+    for alone in (False, True):
+        assert edited(point, clean, clean + vector, vector, torch.float32, alone=alone).holds
+        assert not edited(point, clean, clean + 1.01 * vector, vector, torch.float32, alone=alone).holds
         for dtype in (torch.float32, torch.bfloat16):
-            assert not edited(point, clean, clean, vector, dtype, routed=routed).holds
-            assert not edited(point, clean, clean * float("nan"), vector, dtype, routed=routed).holds
+            assert not edited(point, clean, clean, vector, dtype, alone=alone).holds
+            assert not edited(point, clean, clean + vector.roll(1, 0), vector, dtype, alone=alone).holds
+            assert not edited(point, clean, clean * float("nan"), vector, dtype, alone=alone).holds
 
 
-def test_another_expert_in_sixteen_bits_is_no_wrong_edit() -> None:
+def test_a_row_of_another_batch_in_sixteen_bits_is_no_wrong_edit() -> None:
     """A router that chooses between close experts moves a row by a part, and the edit is there all the same."""
     clean, vector, moved = (torch.randn(ROWS, WIDTH) for _ in range(3))
     found = clean + vector
     found[1] += 0.3 * moved[1] / moved[1].norm() * clean[1].norm()
     point = Point(2, "mlp_in")
-    assert edited(point, clean, found, vector, torch.bfloat16, routed=True).holds
-    assert not edited(point, clean, found, vector, torch.bfloat16, routed=False).holds
-    assert not edited(point, clean, found, vector, torch.float32, routed=True).holds
+    assert edited(point, clean, found, vector, torch.bfloat16, alone=False).holds
+    assert not edited(point, clean, found, vector, torch.bfloat16, alone=True).holds
+    assert not edited(point, clean, found, vector, torch.float32, alone=False).holds
 
 
 def lens(reported: list[float], logits: torch.Tensor, tokens: list[int], dtype: torch.dtype = torch.float32):
