@@ -201,7 +201,7 @@ def bar_of(terminal: Terminal) -> Iterator[Callable[[Reached], None]]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=terminal.err,
-        disable=not terminal.err.is_terminal,
+        disable=not terminal.err.is_interactive,
         redirect_stdout=False,
         redirect_stderr=False,
     )

@@ -136,7 +136,7 @@ class Terminal:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=self.err,
-            disable=not self.err.is_terminal,
+            disable=not self.err.is_interactive,
             redirect_stdout=False,  # output of others goes where `alone` redirects it
             redirect_stderr=False,
         )
@@ -163,7 +163,7 @@ class Terminal:
         with Progress(
             *columns,
             console=self.err,
-            disable=not self.err.is_terminal,
+            disable=not self.err.is_interactive,
             transient=True,
             redirect_stdout=False,
             redirect_stderr=False,

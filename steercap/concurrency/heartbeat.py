@@ -24,7 +24,7 @@ LOOK_SECONDS: Final = 0.25
 
 @contextmanager
 def heartbeat(bar: Progress, console: Console, *, seconds: float = SECONDS) -> Iterator[None]:
-    """Print a line on the progress of `bar` every few seconds if the console is not a terminal.
+    """Print a line on the progress of `bar` every few seconds if the console cannot draw bars.
 
     The lines come from a thread, because the event loop and this thread may be busy. Work shorter than `seconds` prints
     nothing.
@@ -34,7 +34,7 @@ def heartbeat(bar: Progress, console: Console, *, seconds: float = SECONDS) -> I
         console: console to print to.
         seconds: time between two lines.
     """
-    if console.is_terminal:
+    if console.is_interactive:
         yield
         return
     ended = threading.Event()

@@ -590,10 +590,21 @@ def test_off_a_terminal_what_is_under_way_is_said_now_and_then() -> None:
     assert "s, 1 of 4" in written.getvalue()
     bar.update(bar.tasks[0].id, completed=4)
     assert line_of(bar.tasks) == ""
-    loud = Console(file=io.StringIO(), force_terminal=True)
+    loud = Console(file=io.StringIO(), force_terminal=True, force_interactive=True)
     with Progress(console=loud, disable=True) as bar, heartbeat(bar, loud, seconds=0.01):
         bar.add_task("reading", total=4)
     assert loud.file.getvalue() == ""  # type: ignore[attr-defined]
+
+
+def test_no_bar_is_drawn_on_a_terminal_that_cannot_move_its_cursor(monkeypatch, capsys) -> None:
+    """As Emacs's shell and many a CI's: no bar, and no empty line in place of one."""
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    terminal = Terminal(Output())
+    with terminal.status("reading"), terminal.progress() as bars:
+        bars.add_task("counting", total=4)
+    terminal.say("done")
+    assert capsys.readouterr().err == "done\n"
 
 
 class Told(io.StringIO):
