@@ -23,7 +23,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from steercap.adapters.wire import named
 from steercap.core.plan import EXTRA_ARGS_KEY
-from steercap.core.values import choices, shown
+from steercap.core.values import check_seed, choices, shown
 from steercap.errors import InvalidRequest, UnsupportedModel
 
 #: Fields that vLLM fills in itself, and those it declares internal.
@@ -31,8 +31,6 @@ _INTERNAL: Final = {"output_text_buffer_length", "skip_clone"}
 _PUBLIC: Final = tuple(
     name for name in SamplingParams.__struct_fields__ if not name.startswith("_") and name not in _INTERNAL
 )
-#: Runners keep seeds as int64; each sample of `n > 1` adds its index.
-_SEEDS: Final = (-(2**63), 2**63 - 1)
 #: Levels of `extra_args`: far fewer than the frames in which Python copies and pickles on the way to the workers.
 _DEPTH: Final = 50
 _FLOAT32: Final = torch.finfo(torch.float32)
@@ -125,9 +123,7 @@ def _fields(given: Any) -> dict[str, Any]:
 
 def _check_numbers(params: SamplingParams) -> None:
     """Check that numbers fit the types in which runners keep them; vLLM has other bounds for some, none for others."""
-    low, high = _SEEDS[0], _SEEDS[1] - params.n + 1
-    if params.seed is not None and not low <= params.seed <= high:
-        raise InvalidRequest(f"seed={params.seed}; give a whole number of 64 bits, from {low} to {high}")
+    check_seed(params.seed, params.n)
     biases = params.logit_bias or {}
     if params.allowed_token_ids and all(biases.get(token) == -math.inf for token in params.allowed_token_ids):
         raise InvalidRequest("logit_bias is -inf for each of allowed_token_ids, so no token could be generated")

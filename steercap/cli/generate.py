@@ -47,7 +47,7 @@ class SamplingOptions:
         Raises:
             typer.BadParameter: several answers that would be identical, or a number out of range.
         """
-        check_sampling(temperature=self.temperature, seed=self.seed, max_tokens=self.max_tokens)
+        check_sampling(temperature=self.temperature, seed=self.seed, samples=self.samples, max_tokens=self.max_tokens)
         if self.samples > 1 and not self.temperature:
             raise typer.BadParameter(
                 f"{self.samples} answers at temperature 0 are all the same; give --temperature", param_hint="--samples"

@@ -25,7 +25,8 @@ from steercap.cli.engines import (
     until_ready,
 )
 from steercap.cli.terminal import Terminal
-from steercap.errors import InvalidFile, InvalidSetting
+from steercap.core.values import check_seed
+from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting
 from steercap.files import warm
 
 if TYPE_CHECKING:
@@ -203,7 +204,7 @@ def preflight(options: ModelOptions, **settings: Any) -> Preflight:
     return Preflight(model, ours)
 
 
-def check_sampling(*, temperature: float, seed: int | None = None, max_tokens: int = 1) -> None:
+def check_sampling(*, temperature: float, seed: int | None = None, samples: int = 1, max_tokens: int = 1) -> None:
     """Check that vLLM accepts sampling parameters.
 
     Raises:
@@ -211,8 +212,10 @@ def check_sampling(*, temperature: float, seed: int | None = None, max_tokens: i
     """
     if not math.isfinite(temperature) or temperature < 0:
         raise typer.BadParameter(f"{temperature}; give a finite number, 0 or above", param_hint="--temperature")
-    if seed is not None and not -(1 << 63) <= seed < 1 << 63:
-        raise typer.BadParameter(f"{seed}; give a whole number of 64 bits", param_hint="--seed")
+    try:
+        check_seed(seed, samples)
+    except InvalidRequest as error:
+        raise typer.BadParameter(str(error), param_hint="--seed") from error
     if not 1 <= max_tokens < 1 << 63:
         raise typer.BadParameter(f"{max_tokens}; give a whole number from 1 to 2**63 - 1", param_hint="--max-tokens")
 

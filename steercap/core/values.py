@@ -243,6 +243,24 @@ _short.maxstring = _short.maxother = 120
 _short.maxlist = _short.maxtuple = _short.maxset = _short.maxdict = 8
 
 
+def check_seed(seed: int | None, samples: int) -> None:
+    """Check the seed of sampling; sample i is drawn with `seed + i`, and runners keep seeds as int64.
+
+    vLLM takes -1 for no seed, so that a sample with that seed would be drawn without one.
+
+    Raises:
+        InvalidRequest: a sample has no such seed.
+    """
+    low, high = -(1 << 63), (1 << 63) - samples
+    if seed is not None and not low <= seed <= high:
+        raise InvalidRequest(f"seed={seed}; give a whole number of 64 bits, from {low} to {high}")
+    if seed is not None and -samples <= seed < -1:
+        raise InvalidRequest(
+            f"seed={seed} of {samples} samples: sample {-1 - seed} would have the seed -1, which vLLM takes for none; "
+            f"give 0 or more, or at most {-samples - 1}"
+        )
+
+
 _MOST: Final = (1 << 64) - 1
 
 

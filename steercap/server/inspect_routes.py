@@ -21,7 +21,7 @@ from steercap.lab.directions import extract
 from steercap.server.asks import layer_vectors
 from steercap.server.folder import CaptureStore, owner_of
 from steercap.server.library import NAME, Library
-from steercap.server.questions import answering, asked, rows_at, rows_of, top_of
+from steercap.server.questions import asked, computing, rows_at, rows_of, top_of
 from steercap.steering.layers import LayerVectors
 
 if TYPE_CHECKING:
@@ -55,9 +55,9 @@ class Looking:
     def routes(self) -> list[Route]:
         """All routes of this class."""
         return [
-            Route("/v1/steercap/captures/{name}/scores", answering(self.scores), methods=["POST"]),
-            Route("/v1/steercap/captures/{name}/lens", answering(self.lens), methods=["POST"]),
-            Route("/v1/steercap/vectors/{name}", answering(self.contrast), methods=["POST"]),
+            Route("/v1/steercap/captures/{name}/scores", computing(self.scores), methods=["POST"]),
+            Route("/v1/steercap/captures/{name}/lens", computing(self.lens), methods=["POST"]),
+            Route("/v1/steercap/vectors/{name}", computing(self.contrast), methods=["POST"]),
         ]
 
     async def scores(self, request: Request) -> Response:

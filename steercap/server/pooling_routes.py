@@ -24,7 +24,7 @@ from steercap.server.asks import asked_of
 from steercap.server.call import described, entered, receipt_said, sketches_said
 from steercap.server.folder import CaptureStore, owner_of
 from steercap.server.library import Library, Presets
-from steercap.server.questions import answering, as_json, asked
+from steercap.server.questions import as_json, asked, computing
 from steercap.server.sketch_store import SketchStore
 
 if TYPE_CHECKING:
@@ -69,12 +69,12 @@ class PoolingRoutes:
     @property
     def routes(self) -> list[Route]:
         """All routes of this class."""
-        return [Route(ENCODE, answering(self.encode), methods=["POST"])]
+        return [Route(ENCODE, computing(self.encode, MOST_BODY), methods=["POST"])]
 
     async def encode(self, request: Request) -> Response:
         """Answer with the pooled output of `prompt`, a text or token ids, as base64 of a safetensors file."""
         owner = owner_of(request.headers.get("authorization", ""))
-        given = await asked(request, FIELDS, MOST_BODY)
+        given = await asked(request, FIELDS)
         field = asked_of(given.get("steercap") or {}, self._library, owner)
         if field.monitors or field.delivery != "fetch":
             raise InvalidSpec("a pooling model has no monitors=, and its rows are fetched: leave deliver= out")
@@ -93,8 +93,6 @@ class PoolingRoutes:
                         said = await asyncio.to_thread(_said, encoded)
                         if handle is not None:
                             result["capture"] = await self._delivered(handle, owner)
-        if handle is not None and await request.is_disconnected():  # nobody learns its name
-            self._captures.remove(result["capture"]["id"], owner)
         choice = {"index": 0, "text": "", "token_ids": [], "prompt_token_ids": list(encoded.prompt_token_ids)}
         return as_json({"choices": [choice], "steercap": {"results": [result]}, "encoded": said})
 

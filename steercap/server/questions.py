@@ -1,4 +1,4 @@
-"""Shared parts of the routes about captured rows: body, rows, and errors as answers."""
+"""Shared parts of our own routes: body, rows, errors as answers, and the end of work whose client has gone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 import torch
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from steercap.captures.handle import CaptureHandle
@@ -23,6 +23,7 @@ from steercap.errors import (
     SteercapError,
 )
 from steercap.server.folder import CaptureStore, owner_of
+from steercap.server.middleware import replayed
 from steercap.server.routes import NOT_WAITING, refused
 
 #: Maximum bytes of a body, and maximum entries per row.
@@ -53,8 +54,44 @@ def answering(handler: Handler) -> Handler:
             return refused(404, NOT_WAITING)
         except SteercapError as error:
             return refused(_status_of(error), str(error), type(error).__name__)
+        except ClientDisconnect:
+            return Response(status_code=400)  # nobody reads it
 
     return answered
+
+
+def computing(handler: Handler, most: int = MOST_BODY) -> Handler:
+    """Wrap a handler of long work as `answering` does, and cancel it when the client disconnects.
+
+    A handler that keeps something for the client does so after its last await, so that it is told of or not kept.
+
+    Args:
+        handler: handler to wrap.
+        most: maximum bytes of a body.
+    """
+
+    async def computed(request: Request) -> Response:
+        body = await _body(request, most)  # first: what is received later is the end of the connection
+        work = asyncio.ensure_future(handler(Request(request.scope, replayed(body, request.receive))))
+        gone = asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            raise ClientDisconnect
+        finally:
+            gone.cancel()
+            work.cancel()
+            await asyncio.wait([work, gone])
+            if not work.cancelled():
+                work.exception()  # or asyncio would report that it was never retrieved
+
+    return answering(computed)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _status_of(error: SteercapError) -> int:
@@ -69,11 +106,12 @@ def as_json(said: Mapping[str, Any]) -> Response:
     return Response(msgspec.json.encode(said), media_type="application/json")
 
 
-async def asked(request: Request, known: Sequence[str], most: int = MOST_BODY) -> Mapping[str, Any]:
-    """Read the body, which must be an object with known fields.
+async def _body(request: Request, most: int) -> bytes:
+    """Read the body.
 
     Raises:
-        InvalidSpec: it is no such object, or too long.
+        InvalidSpec: it is too long.
+        ClientDisconnect: the client has gone.
     """
     parts: list[bytes] = []
     length = 0
@@ -82,8 +120,17 @@ async def asked(request: Request, known: Sequence[str], most: int = MOST_BODY) -
         if length > most:
             raise InvalidSpec(f"the body is longer than {most:,} bytes")
         parts.append(part)
+    return b"".join(parts)
+
+
+async def asked(request: Request, known: Sequence[str]) -> Mapping[str, Any]:
+    """Return the body, which must be an object with known fields.
+
+    Raises:
+        InvalidSpec: it is no such object.
+    """
     try:
-        given = msgspec.json.decode(b"".join(parts) or b"{}")
+        given = msgspec.json.decode(await request.body() or b"{}")
     except (ValueError, RecursionError) as error:  # msgspec's own, and bytes that are no UTF-8
         raise InvalidSpec(f"the body is not JSON: {error}") from error
     if not isinstance(given, dict) or (unknown := [name for name in given if name not in known]):

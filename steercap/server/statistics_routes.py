@@ -22,7 +22,7 @@ from steercap.saes import SAE
 from steercap.server.asks import capture_of
 from steercap.server.folder import CaptureStore, owner_of
 from steercap.server.library import NAME, Library
-from steercap.server.questions import MOST_TOP, answering, asked, rows_at, rows_of, top_of
+from steercap.server.questions import MOST_TOP, answering, asked, computing, rows_at, rows_of, top_of
 from steercap.server.sketch_store import SketchStore
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ class SketchRoutes:
     def routes(self) -> list[Route]:
         """All routes of this class."""
         return [
-            Route("/v1/steercap/sketches", answering(self.open), methods=["POST"]),
-            Route("/v1/steercap/sketches/{name}", answering(self.sketch), methods=["GET"]),
+            Route("/v1/steercap/sketches", computing(self.open), methods=["POST"]),
+            Route("/v1/steercap/sketches/{name}", computing(self.sketch), methods=["GET"]),
             Route("/v1/steercap/sketches/{name}", answering(self.close), methods=["DELETE"]),
         ]
 
@@ -63,8 +63,6 @@ class SketchRoutes:
         spec = capture_of({**rows, "codec": "raw"}, self._library, owner)
         running = await begun(self._model.serving.here(), given.get("kind", "moments"), given.get("size"), spec)
         one = self._store.keep(running, owner)
-        if await request.is_disconnected():  # nobody learns its name
-            await self._store.close(one)
         return JSONResponse({"id": one.name, "points": [list(point) for point in running.points]}, 201)
 
     async def sketch(self, request: Request) -> Response:
@@ -169,7 +167,7 @@ class FeaturesOfRows:
         """All routes of this class."""
         return [
             Route("/v1/steercap/saes", self.list_saes, methods=["GET"]),
-            Route("/v1/steercap/captures/{name}/features", answering(self.features), methods=["POST"]),
+            Route("/v1/steercap/captures/{name}/features", computing(self.features), methods=["POST"]),
         ]
 
     async def list_saes(self, _request: Request) -> Response:

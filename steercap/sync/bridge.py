@@ -16,7 +16,7 @@ from steercap.requests.context import steered
 from steercap.requests.sketching import RunningSketch
 from steercap.steering.spec import SteeringSpec
 from steercap.sync.objects import CaptureHandle
-from steercap.sync.twins import HandleTwin, LoopThread, Run
+from steercap.sync.twins import HandleTwin, LoopThread, Run, run_end
 
 if TYPE_CHECKING:
     from steercap.steering.edits import Edit
@@ -120,8 +120,7 @@ class Bridge:
                 yield chunk
         finally:
             self._streams.discard(chunks)
-            with suppress(ModelClosed):  # closing the model has ended it
-                self.run(chunks.aclose())
+            run_end(self.run, chunks.aclose)
 
     async def _after(self, chunks: AsyncGenerator[Value, None]) -> Value | None:
         """Return the next chunk, or None at the stream's own end."""

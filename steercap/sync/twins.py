@@ -7,13 +7,14 @@ import atexit
 import concurrent.futures
 import os
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, Self, TypeVar
 
 from torch.utils.data import IterableDataset
 
 from steercap.captures.handle import CHUNK_ROWS, CaptureHandle
+from steercap.concurrency.loops import running_loop
 from steercap.core.protocols import BLOCKING
 from steercap.errors import ModelClosed, WrongEventLoop
 
@@ -34,7 +35,7 @@ class LoopThread:
     def __init__(self) -> None:
         self.loop: Final = asyncio.new_event_loop()
         self._open = True
-        self._entering: Final = threading.Lock()
+        self._entering: Final = threading.RLock()  # the garbage collector may end a generator in it, which calls `run`
         self._process: Final = os.getpid()
         self._thread: Final = threading.Thread(target=self._serve, name="steercap-sync", daemon=True)
         self._thread.start()
@@ -130,6 +131,19 @@ def at_once(work: Coroutine[Any, Any, Value]) -> Value:
     raise AssertionError
 
 
+def run_end(run: Run, end: Callable[[], Coroutine[Any, Any, object]]) -> None:
+    """Run the clean-up of a generator, which the garbage collector may end in any thread.
+
+    In the loop's own thread it is begun and not waited for. If the model was closed, that was its end.
+    """
+    with suppress(ModelClosed):
+        try:
+            run(end())
+        except WrongEventLoop:
+            if running_loop() is not None:
+                asyncio.ensure_future(end())  # noqa: RUF006 -- the loop has it until it ends
+
+
 class Twin(Generic[Awaited]):
     """Blocking twin of an asynchronous object.
 
@@ -185,7 +199,7 @@ class HandleTwin(Twin[CaptureHandle]):
             while (chunk := self._run(_after(chunks))) is not None:
                 yield type(self)(chunk, self._run)
         finally:
-            self._run(chunks.aclose())
+            run_end(self._run, chunks.aclose)
 
     def __enter__(self) -> Self:
         return self.fetch()
@@ -209,7 +223,7 @@ class StreamTwin(Twin["ActivationStream"], IterableDataset["Rows | Labelled"]):
             while (batch := self._run(_after(self.awaited))) is not None:
                 yield batch
         finally:
-            self.close()
+            run_end(self._run, self.awaited.aclose)
 
     def close(self) -> None:
         """Stop reading, and free everything held. Idempotent."""

@@ -74,6 +74,7 @@ WRONG_PARAMS: Final[tuple[dict[str, Any], ...]] = (
     {"seed": 2**63},
     {"seed": "1"},
     {"seed": 2**63 - 1, "n": 2},
+    {"seed": -3, "n": 3},
     {"min_tokens": 1.0},
     {"max_tokens": 5.0},
     {"max_tokens": True},

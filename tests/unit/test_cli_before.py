@@ -88,6 +88,8 @@ SWEEP = "sweep --scales 1 --prompts a.txt --out s -m model --vectors"
         ("generate hi -m model --temperature nan", 2, "greater than or equal to 0"),
         ("generate hi -m model --max-tokens 9999999999999999999", 2, "give a whole number from 1 to 2"),
         ("generate hi -m model --seed 99999999999999999999", 2, "64 bits"),
+        ("generate hi -m model --seed 9223372036854775807 --samples 2 --temperature 1", 2, "to 9223372036854775806"),
+        ("generate hi -m model --seed -2 --samples 2 --temperature 1", 2, "sample 1 would have the seed -1"),
         (
             "generate hi -m model --steer deep.safetensors --steer-layers 9",
             1,

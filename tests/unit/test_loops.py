@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import gc
 import os
 import re
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import steercap
 from steercap.concurrency.loops import OwnerLoop, end_within, finished, on_thread, running_loop
 from steercap.errors import ModelClosed, WrongEventLoop
-from steercap.sync.twins import LoopThread
+from steercap.sync.twins import LoopThread, StreamTwin
 
 
 def made() -> tuple[OwnerLoop, asyncio.AbstractEventLoop]:
@@ -149,6 +152,66 @@ def test_a_call_from_within_the_loop_does_not_wait_for_itself() -> None:
 
     with pytest.raises(WrongEventLoop, match="would wait for itself"):
         thread.run(call())
+    thread.stop()
+
+
+class Stream:
+    """An endless stream of activations."""
+
+    def __init__(self) -> None:
+        self.closed = threading.Event()
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> int:
+        return 1
+
+    async def aclose(self) -> None:
+        self.closed.set()
+
+
+@pytest.fixture
+def garbage() -> Iterator[tuple[LoopThread, Stream]]:
+    """A loop, and a stream of it whose loop over batches nobody holds: the next collection of garbage ends it."""
+    gc.disable()
+    try:
+        thread, stream = LoopThread(), Stream()
+        batches: Any = iter(StreamTwin(stream, thread.run))  # type: ignore[arg-type]
+        assert next(batches) == 1
+        cycle = [batches]
+        cycle.append(cycle)
+        del batches, cycle
+        yield thread, stream
+    finally:
+        gc.enable()
+
+
+def test_garbage_is_collected_in_the_middle_of_a_call(garbage) -> None:
+    """The end of a dropped generator is a call too, in the thread that begins another one."""
+    thread, stream = garbage
+    schedule = thread.loop.call_soon_threadsafe
+
+    def collecting(*args: Any, **options: Any) -> asyncio.Handle:
+        gc.collect()
+        return schedule(*args, **options)
+
+    thread.loop.call_soon_threadsafe = collecting
+    call = on_thread(lambda: thread.run(asyncio.sleep(0, "answered")), "steercap test")
+    assert call.result(timeout=60) == "answered"
+    assert stream.closed.is_set()
+    thread.stop()
+
+
+def test_garbage_is_collected_in_the_loop_itself(garbage) -> None:
+    """Nothing waits for itself, and the stream is closed."""
+    thread, stream = garbage
+
+    async def collect() -> None:
+        gc.collect()
+
+    thread.run(collect())
+    assert stream.closed.wait(60)
     thread.stop()
 
 

@@ -9,6 +9,7 @@ import logging
 import pickle
 import re
 import socket
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ import httpx
 import msgspec
 import pytest
 import torch
+from conftest import listening
 from handles import a_handle
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,19 +25,24 @@ from starlette.applications import Starlette
 
 from steercap import Ablate, Add, CaptureSpec, LogitBias, SteeringSpec
 from steercap.adapters import server
+from steercap.captures.files import encode
 from steercap.captures.site_codecs import SiteCodecs
 from steercap.client.connection import ERROR_HEADER
 from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidRequest, InvalidSpec, SketchClosed
+from steercap.requests.sketching import EngineSketches, RunningSketch, book_of
 from steercap.requests.stats import Stats
 from steercap.server.asks import asked_of, capture_of, ranges, steering_of
 from steercap.server.call import CURRENT, described, logits_of
 from steercap.server.folder import CaptureStore, owner_of
+from steercap.server.inspect_routes import Looking
 from steercap.server.library import OPERATOR, Library
 from steercap.server.middleware import SteercapRoute
 from steercap.server.passthrough_routes import AT_REST, STEERED, Elsewhere, Presets
+from steercap.server.pooling_routes import PoolingRoutes
 from steercap.server.routes import Routes
 from steercap.server.server import Names, ServerSettings
 from steercap.server.sketch_store import SketchStore
+from steercap.server.statistics_routes import SketchRoutes
 from steercap.steering.directions import DirectionSet
 from steercap.steering.layers import LayerVectors
 from steercap.testing import tiny_checkpoint
@@ -670,6 +677,75 @@ async def client(library):
         transport=httpx.ASGITransport(app), base_url="http://test/v1/steercap", headers={"authorization": "Bearer me"}
     ) as found:
         yield found, store
+
+
+class Endless:
+    """A model, and its engine, whose work goes on until it is cancelled."""
+
+    def __init__(self) -> None:
+        self.began, self.cancelled, self.end = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.serving = SimpleNamespace(here=lambda: self)
+        self.sketching = SimpleNamespace(open=self.encode, states=self.encode)
+        self.compiler = SimpleNamespace(captured=lambda _spec: ((), ()))
+        self.armed: dict[Any, int] = {}
+
+    def new_key(self) -> str:
+        return "new"
+
+    def require_open(self) -> None:
+        pass
+
+    async def encode(self, *_given: Any, **_options: Any) -> Any:
+        self.began.set()
+        try:
+            await self.end.wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+
+    unembed = token_ids = encode
+
+
+@pytest.mark.parametrize(
+    ("asks", "body"),
+    [
+        ("POST /v1/steercap/encode", {"prompt": "Hello"}),
+        ("POST /v1/steercap/captures/{capture}/lens", {}),
+        ("POST /v1/steercap/vectors/new", {"more": ["good"], "less": ["bad"]}),
+        ("POST /v1/steercap/sketches", {}),
+        ("GET /v1/steercap/sketches/{sketch}", None),
+    ],
+)
+async def test_work_ends_when_its_client_has_gone(asks, body, library) -> None:
+    """Nobody waits for it, and it takes room and time from others."""
+    model: Any = Endless()
+    store, sketches = CaptureStore(), SketchStore()
+    running = RunningSketch(book_of("one", "moments", None, {}), CaptureSpec(), EngineSketches(model))
+    names = {
+        "capture": store.put(encode(a_handle().as_saved()), owner_of("")).name,
+        "sketch": sketches.keep(running, owner_of("")).name,
+    }
+    served = (
+        Looking(model, store, library),
+        PoolingRoutes(model, store, library, Presets([], {}), sketches, failures=Counter()),
+        SketchRoutes(model, library, sketches),
+    )
+    sent = b"" if body is None else json.dumps(body).encode()
+    head = f"{asks.format(**names)} HTTP/1.1\r\nHost: test\r\nContent-Length: {len(sent)}\r\n\r\n"
+    async with listening(Starlette(routes=[route for one in served for route in one.routes])) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(head.encode() + sent)
+        answered, began = asyncio.ensure_future(reader.read()), asyncio.ensure_future(model.began.wait())
+        await asyncio.wait([answered, began], return_when=asyncio.FIRST_COMPLETED)
+        assert began.done(), answered.result()
+        writer.close()
+        try:
+            async with asyncio.timeout(10):
+                await model.cancelled.wait()
+        finally:
+            model.end.set()
+            await asyncio.wait([answered])
+            await writer.wait_closed()
 
 
 async def test_the_identity_is_of_the_start(library) -> None:
