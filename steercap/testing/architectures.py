@@ -357,6 +357,13 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
     },
     "qwen3_next": {"model_type": "qwen3_next", **TINY, **DELTA, **ALL_EXPERTS, "shared_expert_intermediate_size": 64},
     "qwen3_5": {"model_type": "qwen3_5_text", **TINY, **DELTA},
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe_text",
+        **TINY,
+        **DELTA,
+        **ALL_EXPERTS,
+        "shared_expert_intermediate_size": 64,
+    },
     "granitemoehybrid": {
         "model_type": "granitemoehybrid",
         **TINY,
@@ -521,6 +528,7 @@ ENGINES: Final[Mapping[str, Mapping[str, Any]]] = {
     "phimoe": {"hf_overrides": {"architectures": ["PhiMoEForCausalLM"]}},  # vLLM's spelling, not transformers'
     "qwen3_moe_tf": _TRANSFORMERS,
     "qwen3_5": _DELTA,
+    "qwen3_5_moe": _DELTA,
     "qwen3_next": _DELTA,
 }
 

@@ -72,8 +72,8 @@ async def rows_agree(
 
 
 async def layers_agree(model: SteerModel, reference: Reference) -> dict[str, Parity]:
-    """In 16 bits, which drift from layer to layer: what each layer makes of the rows captured before it is what
-    transformers' layer makes of them, prompt and generated.
+    """In 16 bits, which drift from block to block: what each block makes of the rows captured before it is what
+    transformers' block makes of them, prompt and generated.
     """
     handles = await captured(model)
     return within_16(

@@ -25,7 +25,7 @@ CHUNK: Final = 64
 async def prove(name: str) -> dict[str, Any]:
     """What becomes of one architecture: its sites, their worst rows and edits, or why it is refused.
 
-    In 16 bits rows are compared layer by layer, and edits are not: they cannot be told from what rounding adds up to.
+    In 16 bits rows are compared block by block, and edits are not: they cannot be told from what rounding adds up to.
     """
     path = wrapper_checkpoint(name) if name in WRAPPERS else tiny_checkpoint(name)
     arguments = _arguments(name)

@@ -69,16 +69,20 @@ def parity(
 ) -> dict[str, Parity]:
     """The worst row of each site, prompt and generated rows apart, e.g. `resid_post prompt`.
 
-    With `by_layer` the reference's layers get the captured `resid_pre` as their input, so each is compared by itself.
+    With `by_layer` the reference's layers get the captured `resid_pre` as their input, and their feed-forward blocks the
+    captured `mlp_in` where there is one, so each block is compared by itself.
     `media` is what transformers' model takes besides the tokens, such as a picture.
     """
     ids = inputs_of(handle)
-    given = None
+    inputs, given = {}, {}
     if by_layer:
-        dtype = reference.model.dtype
-        given = {layer: handle.captures[layer, "resid_pre"].to(dtype) for layer in handle.captures.layers}
+        inputs = {
+            layer: handle.captures[layer, "resid_pre"].to(reference.model.dtype) for layer in handle.captures.layers
+        }
+        given = {point: handle.captures[point] for point in handle.points if point.site == "mlp_in"}
+    prompt_len = len(handle.prompt_token_ids)
     known = reference.rows(
-        ids, handle.points, given, steering=steering, prompt_len=len(handle.prompt_token_ids), media=media
+        ids, handle.points, inputs, given=given, steering=steering, prompt_len=prompt_len, media=media
     )
     assert handle.token_ids.tolist() == [ids[position] for position in handle.positions.tolist()]
     selected = {point: rows[handle.positions] for point, rows in known.items()}

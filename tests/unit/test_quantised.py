@@ -1,11 +1,14 @@
-"""Tiny quantised checkpoints: their codes as vLLM and compressed-tensors read them, and what their references round."""
+"""Tiny quantised checkpoints: their codes as vLLM and compressed-tensors read them, and what their references round;
+and rows in 16 bits, which are compared block by block.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from handles import a_handle
 from support.quantised import KINDS, quantised_checkpoint, quantised_reference
-from support.rows import random_prompt
+from support.rows import MIN_COSINE, parity, random_prompt
 from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -17,10 +20,11 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 from vllm.scalar_type import scalar_types
 
-from steercap import Point
+from steercap import Add, Point, SteeringSpec
 from steercap.architectures.sites.base import Tap, input_tap
+from steercap.captures.rows import Captures, Found
 from steercap.lab.mechanism.weights.unembedding import Unembedding
-from steercap.testing import Reference
+from steercap.testing import Reference, tiny_checkpoint
 
 
 def weight() -> torch.Tensor:
@@ -109,3 +113,23 @@ def test_a_tapped_module_is_not_given_codes() -> None:
     assert get_input_quant_key(layer.proj) == kFp8StaticTensorSym
     input_tap(layer, "proj", "neurons", Tap(torch.zeros(1, dtype=torch.int32), 0))
     assert get_input_quant_key(layer.proj) is None
+
+
+@pytest.mark.parametrize(
+    ("moved", "differ"),
+    [("attn_out", {"attn_out", "resid_mid", "mlp_in", "resid_post"}), ("mlp_out", {"mlp_out", "resid_post"})],
+)
+def test_a_blocks_error_is_its_own(moved, differ) -> None:
+    """Attention that is off is seen in its rows and in the stream, and not once more in the feed-forward block, which
+    can treble it; the reverse is seen too.
+    """
+    reference, ids = Reference(tiny_checkpoint("qwen3")), random_prompt(20, 1)
+    sites = ("resid_pre", "attn_out", "resid_mid", "mlp_in", "mlp_out", "resid_post")
+    points = tuple(Point(layer, site) for layer in range(4) for site in sites)
+    edit = Add(torch.randn(128, generator=torch.Generator().manual_seed(1)), layer=1, site=moved)
+    rows = reference.rows(ids, points, steering=SteeringSpec([edit]), prompt_len=len(ids))
+    handle = a_handle(range(4), prompt=tuple(ids), output=(5,))
+    handle.points = points
+    handle.lifecycle.found = Found(Captures(rows, 4), handle.receipt)
+    found = parity(handle, reference, by_layer=True)
+    assert {name.split()[0] for name, same in found.items() if same.cosine < MIN_COSINE} == differ
