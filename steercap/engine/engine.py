@@ -148,7 +148,7 @@ class Engine:
             InvalidSetting, ModelNotLoaded, UnsupportedModel, UnsupportedRunner: see `VllmEngine.start`.
         """
         require_place(settings)
-        starting = launch.begin(model, settings, engine_args, candidate)
+        starting = on_thread(lambda: launch.run(model, settings, engine_args, candidate), "steercap start")
         try:
             vllm = await asyncio.wrap_future(starting)
         except asyncio.CancelledError:
