@@ -111,7 +111,7 @@ from steercap.lab.studies.evaluation.store import Answer as EvaluationAnswer
 from steercap.lab.studies.sweeps import MEASURES as KNOWN_MEASURES
 from steercap.lab.studies.sweeps import OPERATIONS, Measure
 from steercap.lab.studies.sweeps.grid import SWEEP
-from steercap.lab.studies.sweeps.operations import derived_seed
+from steercap.lab.directions.contrast import derived_seed
 from steercap.lab.studies.sweeps.summaries import Record
 from steercap.lab.training import OBJECTIVES, TrainingSettings
 from steercap.lab.training import folder as training_folder
