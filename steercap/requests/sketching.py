@@ -20,7 +20,7 @@ from steercap.engine.fetching import shares_of
 from steercap.engine.sketching import Book
 from steercap.errors import CaptureIncomplete, CaptureNotFinite, EngineFailure, InvalidSpec, SketchIncomplete
 from steercap.files.fingerprint import model_name
-from steercap.worker.sketches import SKETCHES
+from steercap.kernels.sketches import SKETCHES
 
 if TYPE_CHECKING:
     import torch
