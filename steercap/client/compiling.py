@@ -47,7 +47,7 @@ def _described(engine: Engine) -> dict[str, Any]:
         "settings": {name: getattr(engine.settings, name) for name in SETTINGS},
         "vllm": {
             "model_name": vllm.model_name,
-            "names": list(vllm.names),
+            "names": list(engine.names),
             "num_layers": vllm.num_layers,
             "max_model_len": vllm.max_model_len,
             "vocabulary": vllm.vocabulary,

@@ -35,6 +35,7 @@ from steercap.engine.sketching import Sketching
 from steercap.engine.spilling import Spillable, Spilling, require_place
 from steercap.engine.workers import Workers
 from steercap.errors import EngineDied, UnsupportedModel
+from steercap.files.fingerprint import model_name, names_of
 from steercap.kernels.codecs import dtype_of
 from steercap.worker.memory import LineReader
 
@@ -67,6 +68,8 @@ class Engine:
         ranks: workers that capture, as they answered when they attached.
 
     Attributes:
+        names: names of the model that may occur in files.
+        model_label: its name in files that are written.
         workers: connection to the workers.
         compiler: compiler of the specs of requests.
         armed: index of every armed point.
@@ -87,6 +90,8 @@ class Engine:
     def __init__(self, vllm: VllmEngine, settings: Settings, workers: Workers, ranks: Ranks) -> None:
         self.vllm = vllm
         self.settings = settings
+        self.names: Final = (*names_of(vllm.model_name), *vllm.model_types)
+        self.model_label: Final = model_name(vllm.model_name)
         self.home: Final = workers.home
         self.workers: Final = workers
         self._ranks = ranks
@@ -110,7 +115,7 @@ class Engine:
             exists=self.exists,
             refused=self.refused,
             vocabulary=vllm.vocabulary,
-            names=vllm.names,
+            names=self.names,
         )
         attached = [rank.attached for rank in self._all_ranks]
         self.reductions: Final = min(one.reductions for one in attached)
