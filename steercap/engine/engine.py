@@ -17,6 +17,7 @@ from steercap.architectures.families import FAMILIES
 from steercap.architectures.families.base import Family
 from steercap.architectures.families.derived import DERIVED
 from steercap.architectures.families.proved import verified
+from steercap.architectures.sites import SITES
 from steercap.concurrency.loops import end_within, finished, on_thread
 from steercap.config import Settings
 from steercap.core.budget import Ticket
@@ -459,6 +460,13 @@ class Engine:
     def exists(self, point: Point) -> bool:
         """Check if the model has a point: as found at start, or, where it was not to be armed, by its configuration."""
         return point in self.armed or (point not in self.vllm.points and self.vllm.exists(point))
+
+    @property
+    def absent(self) -> dict[str, list[int]]:
+        """Layers that lack a site, by site; a site that all layers have is left out."""
+        layers = range(self.vllm.num_layers)
+        found = {site: [layer for layer in layers if not self.exists(Point(layer, site))] for site in SITES}
+        return {site: lacking for site, lacking in found.items() if lacking}
 
     def drop(self, sites: Iterable[str], reason: str) -> None:
         """Take back the points of derived sites that the proof at start does not prove.
