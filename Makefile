@@ -44,7 +44,7 @@ $(STAMP): $(REQUIREMENTS) pyproject.toml
 	@rm -f $(VENV)/.steercap-*; touch $@
 
 demo: setup
-	$(BIN)/python -m steercap.lab.demo
+	$(BIN)/steercap demo
 
 lint: setup
 	$(BIN)/ruff format --check .

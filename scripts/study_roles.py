@@ -20,6 +20,7 @@ import msgspec
 
 from steercap import SteerModel
 from steercap.lab.demo import smollm2
+from steercap.lab.directions import random_like
 from steercap.lab.personas.roles import (
     ASSISTANT,
     AssistantAxis,
@@ -42,7 +43,6 @@ from steercap.lab.personas.roles import (
     stability,
     token_projections,
 )
-from steercap.lab.studies.sweeps.operations import random_like
 
 #: Where rows are held: the middle of the model, and where Lu et al. cap larger ones (three quarters of the depth).
 MIDDLE: Final = tuple(range(12, 18))

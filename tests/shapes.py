@@ -32,7 +32,7 @@ CHECKED: Final = (
     "steercap.captures.sketch",
     "steercap.lab.personas.roles",
     "steercap.saes",
-    "steercap.worker.sketches",
+    "steercap.kernels.sketches",
     "support.quantised",
     "steercap.lab.training",
     "steercap.steering.calibration",

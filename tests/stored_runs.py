@@ -39,6 +39,7 @@ from steercap.cli.terminal import Output, Terminal
 from steercap.core.spec import Point
 from steercap.core.tokens import TokenSelection
 from steercap.files.fingerprint import tokenizer_digest, weights_of
+from steercap.kernels.sketches import SKETCHES
 from steercap.lab.datasets.collecting import OneIn, collect
 from steercap.lab.datasets.definition import DATASET
 from steercap.lab.measures.scores import Examples
@@ -53,7 +54,6 @@ from steercap.lab.studies.evaluation import Choice, Choices, Evaluation, Method,
 from steercap.lab.studies.sweeps import Sweep, run_sweep
 from steercap.lab.training import Example, train
 from steercap.steering import DirectionSet, LayerVectors, Provenance
-from steercap.worker.sketches import SKETCHES
 
 #: Where the files and folders are.
 STORED: Final = Path(__file__).parent / "stored"

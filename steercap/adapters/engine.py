@@ -44,7 +44,6 @@ from steercap.config import LAYER_END, Settings
 from steercap.core.plan import EXTRA_ARGS_KEY, Plan
 from steercap.core.spec import Point
 from steercap.errors import EngineDied, EngineFailure, InvalidRequest, ModelNotLoaded, SteercapError
-from steercap.files.fingerprint import names_of
 from steercap.kernels.bits import overflows_later
 
 RPC: Final = "steercap_answer"
@@ -100,12 +99,8 @@ class VllmEngine:
         self._unserved: Final = unserved
         config = llm.vllm_config.model_config
         self.model_name: str = config.model
-        #: Names of the model that may occur in files.
-        self.names: Final = (
-            *names_of(config.model),
-            config.hf_config.model_type,
-            config.hf_text_config.model_type,
-        )
+        #: transformers' names of the architecture, which files may have for the model's.
+        self.model_types: Final[tuple[str, str]] = (config.hf_config.model_type, config.hf_text_config.model_type)
         self.num_layers: int = config.get_total_num_hidden_layers()
         self.max_model_len: int = config.max_model_len
         self.hidden_size: int = config.get_hidden_size()

@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextvars import ContextVar
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
@@ -29,7 +28,6 @@ from steercap.adapters import releases
 from steercap.adapters.entry import COORDINATOR, ENGINE_CORE, ProcessEntry, quieten, wants_quiet
 from steercap.adapters.process_exit import FOLDER, READ, READING
 from steercap.adapters.reaper import Reaper
-from steercap.concurrency.loops import on_thread
 from steercap.config import Settings
 from steercap.core.extras import extra
 from steercap.errors import EngineFailure, ModelClosed
@@ -69,17 +67,13 @@ class Launch:
         self._stage = "importing vLLM"
         _LAUNCHES.add(self)
 
-    def begin(
-        self, model: str, settings: Settings, engine_args: Mapping[str, Any], candidate: int = 0
-    ) -> Future[VllmEngine]:
-        """Start an engine, on a thread of its own. If that fails, nothing is left.
+    def run(self, model: str, settings: Settings, engine_args: Mapping[str, Any], candidate: int = 0) -> VllmEngine:
+        """Start an engine, on a thread of its own that calls this. If that fails, nothing is left.
 
-        Returns:
-            Future of the engine, or its error: ModelClosed if the start was given up, and those of `VllmEngine.start`.
+        Raises:
+            ModelClosed: the start was given up.
+            The errors of `VllmEngine.start`.
         """
-        return on_thread(lambda: self._run(model, settings, engine_args, candidate), "steercap start")
-
-    def _run(self, model: str, settings: Settings, engine_args: Mapping[str, Any], candidate: int) -> VllmEngine:
         self._thread = threading.current_thread()
         _CURRENT.set(self)
         try:

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from steercap.architectures.sites import placed
 from steercap.captures.pooled import require_kind
 from steercap.core.spec import Point
-from steercap.core.values import count_of, flag_of, index_of, parts_of, shown
+from steercap.core.values import count_of, index_of, parts_of, shown, truth_of
 from steercap.errors import InvalidFile, InvalidRequest
 from steercap.files.fingerprint import nearest_path
 
@@ -198,7 +198,7 @@ async def unembed(
     """
     require_kind(engine, "unembed", pools=False)
     count, chosen = _asked(engine, top, ids)
-    normed, full = (_flag(name, given) for name, given in (("normed", normed), ("full", full)))
+    normed, full = (truth_of(given, name, wrong=InvalidRequest) for name, given in (("normed", normed), ("full", full)))
     width, vocabulary = engine.vllm.hidden_size, engine.vllm.vocabulary
     rounded = _rounded(rows, width, engine.dtype)
     each = 4 * vocabulary if full else 0
@@ -256,13 +256,6 @@ def point_of(points: Sequence[Point], num_layers: int, layer: int | None, site: 
             f"lens: {' or '.join(map(str, wanted))} was not captured; captured: {', '.join(map(str, points))}"
         )
     return found
-
-
-def _flag(name: str, given: object) -> bool:
-    flag = flag_of(given)
-    if flag is None:
-        raise InvalidRequest(f"{name}={shown(given)}; give True or False")
-    return flag
 
 
 def _rounded(rows: torch.Tensor, width: int, dtype: torch.dtype) -> Float[torch.Tensor, "rows hidden"]:

@@ -22,11 +22,11 @@ from steercap.core.tokens import TokenSelection
 from steercap.core.values import count_of, index_of, shown
 from steercap.errors import InvalidRequest, InvalidSpec, LayerOutOfRange
 from steercap.files import native
+from steercap.kernels.sketches import SKETCHES, Kind, SketchState
+from steercap.kernels.sketches.moments import FrequentDirections
 from steercap.steering.directions import DirectionSet, Provenance
 from steercap.steering.edits.inputs import FrozenMapping
 from steercap.steering.layers import LayerVectors
-from steercap.worker.sketches import SKETCHES, Kind, SketchState
-from steercap.worker.sketches.moments import FrequentDirections
 
 #: Fields that two sketches must have in common to be merged.
 ALIKE: Final = ("kind", "size", "model", "dtype", "tokens", "before_edits", "num_layers")

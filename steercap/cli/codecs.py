@@ -53,7 +53,7 @@ def labels_in(path: Path) -> dict[str, list[float]] | None:
 
 def tables_of_codecs(records: list[dict[str, Any]]) -> list[Table]:
     """Return a table of the measures that have a bar, and one of the others."""
-    from steercap.lab.measures.codec_judge import BARRED
+    from steercap.lab.mechanism.codec_judge import BARRED
 
     known = list(dict.fromkeys(name for record in records for name in record))
     told = [name for name in known if name not in {*BARRED, "site", "codec", "bytes", "failed", "chosen"}]
@@ -113,7 +113,7 @@ def _check(app: typer.Typer) -> None:
         --record-site read the written file as @FILE; it has all measures.
         """
         from steercap.core.spec import CaptureSpec
-        from steercap.lab.measures.codec_check import CANDIDATES, check_codecs, check_labels, codings_of
+        from steercap.lab.mechanism.codec_check import CANDIDATES, check_codecs, check_labels, codings_of
         from steercap.saes.sae import SAE
 
         options.require_there()

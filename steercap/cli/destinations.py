@@ -34,7 +34,7 @@ RECORDING: Final = "Recording"
 BROUGHT: Final = {".gguf": ("gguf",), ".png": ("plots",)}
 
 
-def file_ready(path: Path, *, extensions: Sequence[str], option: str = "--out", hint: str = "") -> None:
+def file_ready(path: Path, *, extensions: Sequence[str], hint: str = "") -> None:
     """Check that a file can be written, by writing one beside it.
 
     Call `may_replace` last: it asks the user about an existing file.
@@ -45,11 +45,11 @@ def file_ready(path: Path, *, extensions: Sequence[str], option: str = "--out", 
     """
     if path.suffix.lower() not in extensions:
         known = ", ".join(extensions)
-        raise typer.BadParameter(f"{path}: give a name that ends in {known}{hint}", param_hint=option)
+        raise typer.BadParameter(f"{path}: give a name that ends in {known}{hint}", param_hint="--out")
     if path.is_dir():
-        raise typer.BadParameter(f"{path} is a folder; give the name of a file", param_hint=option)
+        raise typer.BadParameter(f"{path} is a folder; give the name of a file", param_hint="--out")
     require(*BROUGHT.get(path.suffix.lower(), ()))
-    _try(path, option)
+    _try(path, "--out")
 
 
 def folder_ready(path: Path, option: str = "--out") -> None:
@@ -63,7 +63,7 @@ def folder_ready(path: Path, option: str = "--out") -> None:
     _try(path / "results", option)
 
 
-def may_replace(path: Path, terminal: Terminal, *, force: bool, pattern: str = "", option: str = "--out") -> None:
+def may_replace(path: Path, terminal: Terminal, *, force: bool, pattern: str = "") -> None:
     """Check that existing files may be overwritten: ask at a terminal; elsewhere `force` must allow it.
 
     The files are those of a pattern in the folder `path`, if there is one, and else `path` itself.
@@ -77,7 +77,7 @@ def may_replace(path: Path, terminal: Terminal, *, force: bool, pattern: str = "
         return
     what = f"{path} has {pattern} in it already" if pattern else f"{path} is there already"
     if not (sys.stdin.isatty() and terminal.err.is_terminal):
-        raise typer.BadParameter(f"{what}; give another name, or --force to write over it", param_hint=option)
+        raise typer.BadParameter(f"{what}; give another name, or --force to write over it", param_hint="--out")
     typer.confirm(f"{what}. Write over it?", abort=True, err=True)
 
 

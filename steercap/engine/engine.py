@@ -17,6 +17,7 @@ from steercap.architectures.families import FAMILIES
 from steercap.architectures.families.base import Family
 from steercap.architectures.families.derived import DERIVED
 from steercap.architectures.families.proved import verified
+from steercap.architectures.sites import SITES
 from steercap.concurrency.loops import end_within, finished, on_thread
 from steercap.config import Settings
 from steercap.core.budget import Ticket
@@ -35,6 +36,7 @@ from steercap.engine.sketching import Sketching
 from steercap.engine.spilling import Spillable, Spilling, require_place
 from steercap.engine.workers import Workers
 from steercap.errors import EngineDied, UnsupportedModel
+from steercap.files.fingerprint import model_name, names_of
 from steercap.kernels.codecs import dtype_of
 from steercap.worker.memory import LineReader
 
@@ -67,6 +69,8 @@ class Engine:
         ranks: workers that capture, as they answered when they attached.
 
     Attributes:
+        names: names of the model that may occur in files.
+        model_label: its name in files that are written.
         workers: connection to the workers.
         compiler: compiler of the specs of requests.
         armed: index of every armed point.
@@ -87,6 +91,8 @@ class Engine:
     def __init__(self, vllm: VllmEngine, settings: Settings, workers: Workers, ranks: Ranks) -> None:
         self.vllm = vllm
         self.settings = settings
+        self.names: Final = (*names_of(vllm.model_name), *vllm.model_types)
+        self.model_label: Final = model_name(vllm.model_name)
         self.home: Final = workers.home
         self.workers: Final = workers
         self._ranks = ranks
@@ -110,7 +116,7 @@ class Engine:
             exists=self.exists,
             refused=self.refused,
             vocabulary=vllm.vocabulary,
-            names=vllm.names,
+            names=self.names,
         )
         attached = [rank.attached for rank in self._all_ranks]
         self.reductions: Final = min(one.reductions for one in attached)
@@ -148,7 +154,7 @@ class Engine:
             InvalidSetting, ModelNotLoaded, UnsupportedModel, UnsupportedRunner: see `VllmEngine.start`.
         """
         require_place(settings)
-        starting = launch.begin(model, settings, engine_args, candidate)
+        starting = on_thread(lambda: launch.run(model, settings, engine_args, candidate), "steercap start")
         try:
             vllm = await asyncio.wrap_future(starting)
         except asyncio.CancelledError:
@@ -454,6 +460,13 @@ class Engine:
     def exists(self, point: Point) -> bool:
         """Check if the model has a point: as found at start, or, where it was not to be armed, by its configuration."""
         return point in self.armed or (point not in self.vllm.points and self.vllm.exists(point))
+
+    @property
+    def absent(self) -> dict[str, list[int]]:
+        """Layers that lack a site, by site; a site that all layers have is left out."""
+        layers = range(self.vllm.num_layers)
+        found = {site: [layer for layer in layers if not self.exists(Point(layer, site))] for site in SITES}
+        return {site: lacking for site, lacking in found.items() if lacking}
 
     def drop(self, sites: Iterable[str], reason: str) -> None:
         """Take back the points of derived sites that the proof at start does not prove.

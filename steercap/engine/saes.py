@@ -22,8 +22,8 @@ from steercap.saes.encoder import image_bytes
 from steercap.worker.memory import HEADER_BYTES, SharedSegment
 
 if TYPE_CHECKING:
+    from steercap.engine.sae_readers import Readers
     from steercap.engine.workers import Workers
-    from steercap.saes.compiling import Readers
     from steercap.saes.encoder import Encoder
     from steercap.worker.saes import Key
 

@@ -31,7 +31,7 @@ from steercap.core.spec import Point
 from steercap.engine.ranks import Rank, Ranks
 from steercap.engine.workers import Batcher, Workers
 from steercap.errors import PointSplit, SketchClosed, SketchIncomplete, SketchMemoryFull
-from steercap.worker.sketches import SKETCHES, Kind, SketchState
+from steercap.kernels.sketches import SKETCHES, Kind, SketchState
 
 #: Maximum bytes of a sketch in one answer of a worker.
 PIECE_BYTES: Final = 256 << 20

@@ -343,21 +343,20 @@ class Workers:
         asked = Project(layer, site, *_sent(rows))
         answers = (await self.ask(asked, Projected))[engine]
         if not answers:
-            raise WorkerFailure(f"no worker of engine {engine} has layer {layer}")
+            raise WorkerFailure(f"no worker of engine 0 has layer {layer}")
         _require_rows(answers[0].rows, len(rows), _FLOAT_BYTES)
         return torch.frombuffer(bytearray(answers[0].rows), dtype=torch.float32).view(len(rows), -1)
 
-    async def choose(self, layer: int, rows: torch.Tensor, engine: int = 0) -> Chosen:
+    async def choose(self, layer: int, rows: torch.Tensor) -> Chosen:
         """Compute the experts that a layer's router chooses from their logits, as the model does.
 
         Args:
             layer: index of the layer.
             rows: logits, float32 [n, experts], as captured at `router`.
-            engine: index of the engine to use.
         """
-        answers = (await self.ask(Choose(layer, *_sent(rows)), Chosen))[engine]
+        answers = (await self.ask(Choose(layer, *_sent(rows)), Chosen))[0]
         if not answers:
-            raise WorkerFailure(f"no worker of engine {engine} has layer {layer}")
+            raise WorkerFailure(f"no worker of engine 0 has layer {layer}")
         if not answers[0].refused:
             _require_rows(answers[0].ids, len(rows), _INT_BYTES)
             _require_rows(answers[0].weights, len(rows), _FLOAT_BYTES)

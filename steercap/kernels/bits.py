@@ -32,10 +32,6 @@ LEADS: Final = 32  # the entry after it reads the same row
 MEASURES: Final = 64  # the norm of the row is measured before it
 RESTORES: Final = 128  # ... and restored after it
 
-#: Element of a replacement that keeps the row's own value, so that one head of several can be replaced. It is the
-#: greatest number of float32, which no edited row may hold; finite, since kernels multiply vectors by zero.
-HOLE: Final = float(np.finfo(np.float32).max)
-
 #: Reductions that run along with a request: the sum of its rows, their maximum, or the newest one.
 SUM, MAX, LAST = range(3)
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Bool, Float, Int
 
+from steercap.core.program import HOLE
 from steercap.kernels.bits import (
-    HOLE,
     JOINED,
     LEADS,
     MEASURES,

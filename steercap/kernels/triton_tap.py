@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Float, Int
 
+from steercap.core.program import HOLE
 from steercap.kernels import bits
 from steercap.kernels.bits import (
     BEFORE,
@@ -52,7 +53,7 @@ _NOT_FINITE = tl.constexpr(bits.NOT_FINITE)
 _SPREAD, _MIX = tl.constexpr(bits.SPREAD), tl.constexpr(bits.MIX)
 _PRIME, _FOLD, _ROUNDS = tl.constexpr(bits.PRIME), tl.constexpr(bits.FOLD), tl.constexpr(bits.ROUNDS)
 _READS, _RELATIVE, _REPLACES = tl.constexpr(bits.READS), tl.constexpr(bits.RELATIVE), tl.constexpr(bits.REPLACES)
-_HOLE = tl.constexpr(bits.HOLE)
+_HOLE = tl.constexpr(HOLE)
 _JOINED, _LEADS = tl.constexpr(bits.JOINED), tl.constexpr(bits.LEADS)
 _MEASURES, _RESTORES = tl.constexpr(bits.MEASURES), tl.constexpr(bits.RESTORES)
 #: Cache policy that keeps the tables in the cache while a layer's weights stream through it.

@@ -122,7 +122,7 @@ class Sketched(Hinting):
 
         Args:
             kind: "moments" (mean and covariance), "variances" (mean and variance of each element), or
-                "frequent_directions" (few rows that approximate all): a name in `steercap.worker.sketches.SKETCHES`.
+                "frequent_directions" (few rows that approximate all): a name in `steercap.kernels.sketches.SKETCHES`.
             layers, sites, tokens, before_edits: the rows to sketch, as for `CaptureSpec`.
             size: number of rows of "frequent_directions"; 64 if left out.
 

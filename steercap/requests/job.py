@@ -24,11 +24,11 @@ from steercap.core.receipt import SteeringReceipt, check_edits
 from steercap.core.schema import RAW
 from steercap.core.spec import Point
 from steercap.core.tokens import Range, count_selected
+from steercap.engine.sae_readers import Readers
 from steercap.errors import ModelClosed, SteeringNotApplied, first_error
 from steercap.requests.call_types import Generation
 from steercap.requests.monitoring import Watch
 from steercap.requests.sketching import RunningSketch, enter
-from steercap.saes.compiling import Readers
 from steercap.steering.calibration import Calibrated
 from steercap.steering.lowering import Lowered, Projected
 

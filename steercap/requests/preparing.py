@@ -12,13 +12,13 @@ from steercap.core.plan import AttentionPlan, Plan, compile_capture
 from steercap.core.schema import RAW, Coding
 from steercap.core.spec import CaptureSpec, Point
 from steercap.core.tokens import TokenSelection, selected
+from steercap.engine.sae_readers import Readers
 from steercap.errors import InvalidRequest, InvalidSpec
 from steercap.kernels.codecs.topk import MOST_POSITIONS
 from steercap.requests.job import CompiledSteering, Job
 from steercap.requests.monitor_readers import ReadAt, monitor_readers_of, reader_for
 from steercap.requests.monitoring import Watch
 from steercap.requests.sketching import RunningSketch, joint_capture
-from steercap.saes.compiling import Readers
 from steercap.steering.calibration import Calibrated
 from steercap.steering.lowering import Projected, biased_by, scopes_of
 from steercap.steering.monitor import Monitor, held_back, monitors_of

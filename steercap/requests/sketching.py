@@ -19,8 +19,7 @@ from steercap.core.tokens import TokenSelection
 from steercap.engine.fetching import shares_of
 from steercap.engine.sketching import Book
 from steercap.errors import CaptureIncomplete, CaptureNotFinite, EngineFailure, InvalidSpec, SketchIncomplete
-from steercap.files.fingerprint import model_name
-from steercap.worker.sketches import SKETCHES
+from steercap.kernels.sketches import SKETCHES
 
 if TYPE_CHECKING:
     import torch
@@ -158,7 +157,7 @@ class EngineSketches:
             kind=sketch.kind,
             size=sketch.size,
             states=states,
-            model=model_name(engine.vllm.model_name),
+            model=engine.model_label,
             dtype=engine.schemas[points[0]].dtype,
             tokens=sketch.tokens,
             before_edits=sketch.spec.before_edits,

@@ -46,19 +46,17 @@ class Elsewhere:
         app: application of the route.
         presets: model names that stand for steering.
         paths: routes that support the field.
-        most_body: maximum bytes of a body.
     """
 
-    def __init__(self, app: App, presets: Presets, paths: Sequence[str] = PATHS, most_body: int = MOST_BODY) -> None:
+    def __init__(self, app: App, presets: Presets, paths: Sequence[str] = PATHS) -> None:
         self._app = app
         self._paths = paths
         self._presets = presets
-        self._most = most_body
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve one request."""
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        body = await body_of(scope, receive, send, self._most)
+        body = await body_of(scope, receive, send, MOST_BODY)
         if body is None:
             return
         given, is_text = decoded(body)

@@ -171,7 +171,7 @@ async def application(
 
     names = names or Names.of(settings)
     require_fitting(names.library.saes, model)
-    names.library.warn_of_other_models(model.serving.here().vllm.names)
+    names.library.warn_of_other_models(model.serving.here().names)
     library, served_names = names.library, flags.served_model_name or [flags.model]
     presets = Presets(served_names, names.presets)
     served = argparse.Namespace(**{**vars(flags), "served_model_name": [*served_names, *presets.aliases]})

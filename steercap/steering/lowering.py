@@ -19,12 +19,11 @@ import torch
 from steercap.architectures.sites import SITES
 from steercap.core.biases import MAX_ENTRIES, Bias
 from steercap.core.plan import InSlot
-from steercap.core.program import MAX_REPLACEMENTS, MAX_SCOPES, NONE, Blob, Configuration, Entry, blob_digest
+from steercap.core.program import HOLE, MAX_REPLACEMENTS, MAX_SCOPES, NONE, Blob, Configuration, Entry, blob_digest
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Point, check_armed, existing, resolve_layers
 from steercap.core.tokens import Range, TokenSelection, selected
 from steercap.errors import EmptySelection, InvalidSelection, InvalidSpec, InvalidVector, TooManyEdits
-from steercap.kernels.bits import HOLE
 from steercap.steering.directions import DirectionSet
 from steercap.steering.edits import Edit, RankOne
 from steercap.steering.edits.inputs import Mark, marks_of

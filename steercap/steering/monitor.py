@@ -15,7 +15,7 @@ from steercap.core.program import NONE
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point, name_of_site, resolve_layers
 from steercap.core.tokens import Tokens, TokenSelection
-from steercap.core.values import flag_of, index_of, number_of, shown
+from steercap.core.values import index_of, number_of, shown, truth_of
 from steercap.errors import InvalidSpec, InvalidVector
 from steercap.steering.edits import Edit
 from steercap.steering.edits.inputs import Vector, at_layer, float32_copy, model_of
@@ -77,11 +77,9 @@ class Monitor:
             if number is None or not math.isfinite(number):
                 raise InvalidSpec(f"Monitor: {field}={shown(getattr(self, field))}; give a finite number")
             object.__setattr__(self, field, number)
-        layer, above = index_of(self.layer), flag_of(self.above)
+        layer, above = index_of(self.layer), truth_of(self.above, "Monitor: above")
         if layer is None:
             raise InvalidSpec(f"Monitor: layer={shown(self.layer)}; give the index of one layer")
-        if above is None:
-            raise InvalidSpec(f"Monitor: above={shown(self.above)}; give True or False")
         if not all(isinstance(text, str) for text in (self.site, self.name, self.model)):
             raise InvalidSpec(
                 f"Monitor: site={shown(self.site)}, name={shown(self.name)}, model={shown(self.model)}; give text"

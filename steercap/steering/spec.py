@@ -11,7 +11,7 @@ import torch
 
 from steercap.core.biases import Bias
 from steercap.core.tokens import Tokens, TokenSelection
-from steercap.core.values import flag_of, index_of, number_of, parts_of, shown, warn
+from steercap.core.values import index_of, number_of, parts_of, shown, truth_of, warn
 from steercap.errors import InvalidEdit, InvalidSpec
 from steercap.files import native
 from steercap.files.native import FileKind
@@ -132,10 +132,7 @@ class SteeringSpec:
         if edits is None:
             raise InvalidSpec(f"SteeringSpec({shown(self.edits)}); give a list of edits")
         object.__setattr__(self, "edits", tuple(edits))
-        keeps = flag_of(self.preserve_norm)
-        if keeps is None:
-            raise InvalidSpec(f"SteeringSpec: preserve_norm={shown(self.preserve_norm)}; give True or False")
-        object.__setattr__(self, "preserve_norm", keeps)
+        object.__setattr__(self, "preserve_norm", truth_of(self.preserve_norm, "SteeringSpec: preserve_norm"))
         for edit in self.edits:
             if not isinstance(edit, (Edit, LogitBias, SteeringSpec)):
                 raise InvalidSpec(f"SteeringSpec: {shown(edit)} is not an edit; give steercap's Add, Cap, Ablate, ...")

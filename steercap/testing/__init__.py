@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from steercap.core.extras import extra
-from steercap.core.values import choices, shown
-from steercap.errors import UnknownName
+from steercap.core.registry import Registry
 from steercap.lab.demo import cached
 from steercap.testing.architectures import ARCHITECTURES, FAMILY_CONFIGS
 from steercap.testing.reference import Parity, Reference, compare_rows
@@ -21,6 +20,7 @@ INIT_STD: Final = 0.15
 SEED: Final = 20260
 #: Ids of the special tokens of every tokenizer here.
 SPECIAL: Final = {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258}
+_CONFIGS: Final[Registry[Mapping[str, Any]]] = Registry("tiny model", {**FAMILY_CONFIGS, **ARCHITECTURES})
 
 
 def tiny_checkpoint(family: str, **changes: Any) -> Path:
@@ -44,10 +44,7 @@ def tiny_config(name: str) -> Mapping[str, Any]:
     Raises:
         UnknownName: the name is neither.
     """
-    known = {**FAMILY_CONFIGS, **ARCHITECTURES}
-    if name not in known:
-        raise UnknownName(f"unknown tiny model {shown(name)}; {choices(name, known)}")
-    return known[name]
+    return _CONFIGS[name]
 
 
 def _write(settings: dict[str, Any], folder: Path) -> None:

@@ -18,7 +18,6 @@ from jaxtyping import Float
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from steercap.architectures.families.base import Family
 from steercap.core.extras import extra
 from steercap.core.spec import Point
 from steercap.core.tokens import selected
@@ -78,7 +77,7 @@ class Reference:
         self.hooked = HookedModel(path, dtype, **{"attn_implementation": "eager", **loading})
         self.model: Any = self.hooked.model
         self.layers: Mapping[int, nn.Module] = self.hooked.layers
-        self.family: Family = self.hooked.family
+        self.family = self.hooked.family
         self._hooked = threading.Lock()  # hooks of one thread would see the rows of another
 
     def rows(

@@ -25,9 +25,9 @@ from steercap.core.messages import (
     SketchPart,
 )
 from steercap.errors import WorkerFailure
+from steercap.kernels.sketches import SKETCHES, Kind, SketchState, squares_of
 from steercap.worker.arena import Layouts
 from steercap.worker.capture_buffer import ArenaBuffer
-from steercap.worker.sketches import SKETCHES, Kind, SketchState, squares_of
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from support.rows import random_prompt, settled
 
 from steercap import sync
 from steercap.errors import InvalidSpec, PointNotArmed
+from steercap.lab.directions import random_like
 from steercap.lab.mechanism import analysis
 from steercap.lab.mechanism.patching import LogitDifference
-from steercap.lab.studies.sweeps.operations import random_like
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.testing import tiny_checkpoint
 

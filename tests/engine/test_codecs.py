@@ -14,7 +14,7 @@ from support.specs import spec
 
 from steercap import Add, Calibration, CaptureHandle, CaptureSpec, Point, errors
 from steercap.lab.directions import calibrate
-from steercap.lab.measures.codec_check import check_codecs
+from steercap.lab.mechanism.codec_check import check_codecs
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.testing import tiny_checkpoint
 

@@ -25,7 +25,6 @@ from support.folders import digests
 from support.rows import MAX_ERROR, MIN_COSINE, counter, random_prompt, settled
 
 from steercap import Add, Calibration, CaptureSpec
-from steercap.captures.fetching import fetch_all
 from steercap.errors import (
     CollectionStopped,
     InvalidFile,
@@ -437,13 +436,13 @@ async def test_a_cancelled_call_stops_cleanly_and_the_next_goes_on(tiny, tmp_pat
 
 async def test_rows_on_their_way_are_given_back_when_a_call_is_cancelled(tiny, tmp_path, monkeypatch) -> None:
     """At once, not when the garbage collector comes to what held them."""
-    fetching = asyncio.Event()
+    fetching, fetch = asyncio.Event(), tiny.fetch_captures_batch
 
     async def fetched(wanted):
         fetching.set()
-        await fetch_all(wanted)
+        await fetch(wanted)
 
-    monkeypatch.setattr(pipeline, "fetch_all", fetched)
+    monkeypatch.setattr(tiny, "fetch_captures_batch", fetched)
     gc.disable()
     try:
         task = asyncio.ensure_future(collect(tiny, DOCUMENTS * 30, tmp_path, layers="all"))
@@ -465,7 +464,7 @@ async def test_rows_that_wait_are_given_back_when_a_call_is_cancelled_twice(step
         groups.append(group)
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(pipeline, "fetch_all", fetched)
+    monkeypatch.setattr(tiny, "fetch_captures_batch", fetched)
     gc.disable()
     try:
         task = asyncio.ensure_future(collect(tiny, DOCUMENTS * 30, tmp_path, layers="all", codec="full8"))

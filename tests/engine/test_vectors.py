@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.rows import GREEDY, settled
 
-from steercap.lab.demo.demonstration import COMPLAINT, PRAISE, SENTENCES
+from steercap.cli.demonstration import COMPLAINT, PRAISE, SENTENCES
 from steercap.lab.directions import METHODS, Exchange, extract, mean_rows
 
 HELD_OUT_WORDS = 4

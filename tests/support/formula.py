@@ -11,8 +11,7 @@ from itertools import groupby
 
 import torch
 
-from steercap.core.program import NONE, Entry, Response
-from steercap.kernels.bits import HOLE
+from steercap.core.program import HOLE, NONE, Entry, Response
 
 
 def formula(

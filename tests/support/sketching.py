@@ -11,7 +11,7 @@ from steercap.captures.handle import CaptureHandle
 from steercap.captures.sketch import Sketch
 from steercap.captures.stacking import flat
 from steercap.core.spec import CaptureSpec, Point
-from steercap.worker.sketches import BLOCK
+from steercap.kernels.sketches import BLOCK
 from support.rows import GREEDY, random_prompt
 
 if TYPE_CHECKING:

@@ -43,10 +43,10 @@ from steercap.core.tokens import TokenSelection
 from steercap.engine.checkpoint import Checkpoint, weights_of
 from steercap.errors import InvalidFile, InvalidSetting, InvalidSpec, UnknownName
 from steercap.files.tables import write_table
+from steercap.kernels.sketches import SKETCHES
 from steercap.lab.personas import PersonaSettings, traits
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.steering.formats import load_control_vector, load_layers_pt
-from steercap.worker.sketches import SKETCHES
 
 __all__ = ["directions"]  # a fixture
 

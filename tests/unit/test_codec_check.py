@@ -19,9 +19,9 @@ from steercap.core.schema import Coding
 from steercap.core.spec import CaptureSpec, Point
 from steercap.errors import InvalidRequest, InvalidSpec, SteercapError
 from steercap.kernels.codecs.random_projection import signs
-from steercap.lab.measures import codec_measures as measured
-from steercap.lab.measures.codec_check import CodecCheck, check_codecs
-from steercap.lab.measures.codec_judge import CodecMeasure
+from steercap.lab.mechanism import codec_measures as measured
+from steercap.lab.mechanism.codec_check import CodecCheck, check_codecs
+from steercap.lab.mechanism.codec_judge import CodecMeasure
 from steercap.steering import DirectionSet, LayerVectors
 
 stats = pytest.importorskip("scipy.stats")

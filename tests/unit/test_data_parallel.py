@@ -46,7 +46,7 @@ class Cluster:
 
     hidden_size, num_layers, vocabulary, model_name, overshoot = WIDTH, POINTS, 1000, "none", 0
     aborted = 0
-    names = (model_name,)
+    model_types = (model_name, model_name)
     points = tuple(Point(layer, "resid_post") for layer in range(POINTS))
 
     def exists(self, point: Point) -> bool:

@@ -30,12 +30,12 @@ from steercap.core.messages import (
     encode,
 )
 from steercap.core.plan import Plan
-from steercap.core.program import SteeringPlan, blob_digest
+from steercap.core.program import HOLE, SteeringPlan, blob_digest
 from steercap.core.schema import PointSchema
 from steercap.core.slots import Slots
 from steercap.core.spec import Point
 from steercap.errors import InvalidEdit, InvalidSelection, InvalidSpec, InvalidVector, SteercapError, TooManyEdits
-from steercap.kernels.bits import EDITED_MOST, HOLE
+from steercap.kernels.bits import EDITED_MOST
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.steering.edits import EDITS
 from steercap.steering.lowering import lower, scopes_of

@@ -101,8 +101,6 @@ def test_estimates_leave_out_what_was_not_measured() -> None:
     factors = estimate(cluster_means([[2, 8], [4, 16]], log=True), log=True)
     assert factors.value == pytest.approx(math.sqrt(4 * 8))
     assert 4 - 1e-9 <= factors.low < factors.value < factors.high <= 8 + 1e-9
-    with pytest.raises(InvalidSpec, match="level=95"):
-        estimate(means, level=95)
 
 
 def test_a_paired_difference_does_not_see_what_questions_share() -> None:

@@ -20,6 +20,7 @@ from steercap.captures.lifecycle import Lifecycle
 from steercap.captures.rows import Captures, Found
 from steercap.core.receipt import Receipt
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSpec, RunDiffers, UnknownName, WorkerFailure
+from steercap.lab.directions import random_like
 from steercap.lab.measures import Measure
 from steercap.lab.measures.texts import Length, Perplexity, Repetition, _perplexity, prompt_logprobs_of
 from steercap.lab.mechanism.views import TokenHeatmap, heatmap_of, heatmap_of_layers
@@ -27,7 +28,6 @@ from steercap.lab.mechanism.views.heatmap import colour, contrast, ink
 from steercap.lab.studies import Value
 from steercap.lab.studies.running import measures_of
 from steercap.lab.studies.sweeps import MEASURES, OPERATIONS, Answered, Condition, Sweep, SweepResults
-from steercap.lab.studies.sweeps.operations import random_like
 from steercap.lab.studies.sweeps.running import _answer, mean_of, open_folder
 from steercap.lab.studies.sweeps.summaries import Record, _figure
 from steercap.steering import DirectionSet, LayerVectors

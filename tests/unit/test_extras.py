@@ -180,15 +180,13 @@ def test_the_base_is_enough_for_capture_and_steering(tmp_path) -> None:
     assert done.stdout.strip() == "all of it", done.stderr
 
 
-@pytest.mark.parametrize("module", ["steercap", "steercap.lab.demo"])
-def test_the_command_without_its_extra_says_so_in_a_line(module) -> None:
+def test_the_command_without_its_extra_says_so_in_a_line() -> None:
     """No traceback, and an exit code that is not 0."""
-    name = "cli" if module == "steercap" else "demo"
-    done = bare(f"import runpy; sys.argv = ['it']; runpy.run_module({module!r}, run_name='__main__')")
+    done = bare("import runpy; sys.argv = ['it']; runpy.run_module('steercap', run_name='__main__')")
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert re.match(r"steercap: this needs \w+, which is not installed: ", line)
-    assert line.endswith(f"pip install 'steercap[{name}]'")
+    assert line.endswith("pip install 'steercap[cli]'")
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -33,9 +33,8 @@ from steercap.core.messages import (
     encode,
 )
 from steercap.core.plan import Plan
-from steercap.core.program import NONE, Blob, Configuration, Entry, Response, SteeringPlan, blob_digest
+from steercap.core.program import HOLE, NONE, Blob, Configuration, Entry, Response, SteeringPlan, blob_digest
 from steercap.core.tokens import Range
-from steercap.kernels.bits import HOLE
 
 WIDTH, TOKENS, SCOPES, VECTORS = 24, 7, 3, 4
 #: Positions at which each replacement puts a row.

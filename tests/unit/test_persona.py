@@ -20,6 +20,7 @@ import torch
 import yaml
 from cli_calls import call
 from rich.console import Console
+from support.examples import cross_validated
 
 from steercap.cli.persona import left_out_of, table_of
 from steercap.config import Settings
@@ -45,7 +46,7 @@ from steercap.lab.directions import Contrast, chance_band
 from steercap.lab.directions.contrast import directions_of
 from steercap.lab.measures.scores import SCORERS, Scored, make_scorer
 from steercap.lab.measures.scores.judge import asked, judgement
-from steercap.lab.measures.scores.minilm import cross_validated, split
+from steercap.lab.measures.scores.minilm import split
 from steercap.lab.personas import PersonaSettings, Progress, load_trait, run, traits, write_levels
 from steercap.lab.personas.capture import VERSION, AnswerRowsHeader, capture, load_rows, room_of, rows_file
 from steercap.lab.personas.folder import Count, open_folder

@@ -29,6 +29,7 @@ from steercap.config.environment import SETTINGS
 from steercap.core.spec import Point, check_armed
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting, UnknownName
 from steercap.kernels.codecs import ENCODINGS, codec_of
+from steercap.kernels.sketches import SKETCHES
 from steercap.lab import (
     datasets,
     training,
@@ -64,7 +65,6 @@ from steercap.steering import (
     LayerVectors,
     formats,
 )
-from steercap.worker.sketches import SKETCHES
 
 ROOT = Path(steercap.__file__).parent
 

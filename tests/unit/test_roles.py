@@ -16,6 +16,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
+from support.examples import cross_validated
 
 from steercap import Cap, SteeringSpec
 from steercap.errors import (
@@ -28,7 +29,6 @@ from steercap.errors import (
     UnknownName,
 )
 from steercap.files.native import read_header
-from steercap.lab.measures.scores.minilm import cross_validated
 from steercap.lab.personas.roles import (
     ASSISTANT,
     AssistantAxis,

@@ -31,11 +31,11 @@ from steercap.core.messages import (
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.schema import Coding, PointSchema
 from steercap.core.tokens import Range
+from steercap.engine.sae_readers import compile_readers
 from steercap.errors import InvalidFile, InvalidSpec, PointSplit
 from steercap.kernels.codecs.coded import CodedRows
 from steercap.kernels.codecs.topk import HEAD
 from steercap.saes import formats
-from steercap.saes.compiling import compile_readers
 from steercap.saes.encoder import Encoder, Features, image_bytes
 from steercap.saes.layouts import SAEPlace
 from steercap.saes.tensors import Tensors

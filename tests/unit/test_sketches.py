@@ -61,11 +61,11 @@ from steercap.errors import (
 )
 from steercap.kernels.bits import exact_products
 from steercap.kernels.codecs import dtype_of
+from steercap.kernels.sketches import BLOCK, SKETCHES, SketchState
+from steercap.kernels.sketches.moments import add_compensated, shrink
 from steercap.requests.context import joining, sketches_in_force
 from steercap.requests.sketching import RunningSketch
 from steercap.server.call import entered
-from steercap.worker.sketches import BLOCK, SKETCHES, SketchState
-from steercap.worker.sketches.moments import add_compensated, shrink
 
 WIDTH = 12
 SPLITS = st.lists(st.integers(0, BLOCK + 3), min_size=1, max_size=6)

@@ -80,6 +80,7 @@ from steercap.files import native
 from steercap.files.native import READERS
 from steercap.files.tables import read_table
 from steercap.kernels.codecs import ENCODINGS
+from steercap.kernels.sketches import SKETCHES
 from steercap.lab.datasets import ActivationDataset, verify
 from steercap.lab.datasets.collecting.documents import Cutting
 from steercap.lab.datasets.collecting.readers import READERS as SOURCES
@@ -89,6 +90,7 @@ from steercap.lab.datasets.definition import DATASET
 from steercap.lab.datasets.folder import Totals
 from steercap.lab.datasets.shards import Receipt
 from steercap.lab.datasets.storage import FileReceipt
+from steercap.lab.directions.contrast import derived_seed
 from steercap.lab.directions.methods import METHODS
 from steercap.lab.measures.score import Classifier, Score
 from steercap.lab.measures.scores import SCORERS
@@ -111,7 +113,6 @@ from steercap.lab.studies.evaluation.store import Answer as EvaluationAnswer
 from steercap.lab.studies.sweeps import MEASURES as KNOWN_MEASURES
 from steercap.lab.studies.sweeps import OPERATIONS, Measure
 from steercap.lab.studies.sweeps.grid import SWEEP
-from steercap.lab.studies.sweeps.operations import derived_seed
 from steercap.lab.studies.sweeps.summaries import Record
 from steercap.lab.training import OBJECTIVES, TrainingSettings
 from steercap.lab.training import folder as training_folder
@@ -121,7 +122,6 @@ from steercap.steering import DirectionSet, LayerVectors, calibration, direction
 from steercap.steering import spec as specs
 from steercap.steering.edits import EDITS
 from steercap.testing import tiny_checkpoint
-from steercap.worker.sketches import SKETCHES
 
 # Frames
 

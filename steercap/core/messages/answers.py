@@ -235,7 +235,7 @@ class Folded(Message, frozen=True, tag="Folded"):
 
 
 class SketchPart(Message, frozen=True, tag="SketchPart"):
-    """Answer to ReadSketch; see `worker.sketches.SketchState`. A rank without the point has no rows and no data.
+    """Answer to ReadSketch; see `kernels.sketches.SketchState`. A rank without the point has no rows and no data.
 
     Args:
         kept: True if this rank has the point.

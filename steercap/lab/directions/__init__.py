@@ -1,6 +1,6 @@
 """Directions from texts: rows of a model for two kinds of texts, and the difference between them."""
 
-from steercap.lab.directions.contrast import Contrast, directions_of, separability
+from steercap.lab.directions.contrast import Contrast, directions_of, random_like, separability
 from steercap.lab.directions.extraction import Exchange, Rows, calibrate, extract, mean_rows
 from steercap.lab.directions.methods import METHODS, Suggestion, chance_band, suggested_layer
 
@@ -15,6 +15,7 @@ __all__ = [
     "directions_of",
     "extract",
     "mean_rows",
+    "random_like",
     "separability",
     "suggested_layer",
 ]

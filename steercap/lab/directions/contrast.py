@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -217,3 +218,28 @@ def area(positive: Float[torch.Tensor, " p"], negative: Float[torch.Tensor, " n"
     ordered = negative.sort().values
     below, up_to = (torch.searchsorted(ordered, positive.contiguous(), right=right).sum() for right in (False, True))
     return float(below + up_to) / (2 * len(positive) * len(negative))
+
+
+def random_like(vectors: LayerVectors, index: int, seed: int, layers: Iterable[int] | None = None) -> LayerVectors:
+    """Draw a random vector for each layer, with the norm of the given one.
+
+    Directions are uniform on the sphere. Each depends on the seed, the name of the vectors, the index and the layer
+    alone, so it is the same whatever else is swept.
+
+    Args:
+        vectors: vectors to match.
+        index: index of the random control, from 0.
+        seed: seed of the draw.
+        layers: some of the layers; all by default.
+    """
+    sized = dict[int, torch.Tensor]()
+    for layer in vectors if layers is None else layers:
+        generator = torch.Generator().manual_seed(derived_seed(f"{seed}/{vectors.name}/{index}/{layer}"))
+        drawn = torch.randn(vectors.width, generator=generator).double()
+        sized[layer] = drawn * (vectors[layer].double().norm() / drawn.norm())
+    return LayerVectors(sized, name=f"{vectors.name}-random-{index:02}", model=vectors.model, site=vectors.site)
+
+
+def derived_seed(text: str) -> int:
+    """Derive a 63-bit seed from a text alone."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1

@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from steercap.core.extras import extra
-from steercap.core.values import number_of, shown
 from steercap.errors import InvalidSpec
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 
+#: Level of every interval.
+LEVEL: Final = 0.95
 #: Draws of a bootstrap: the ends of an interval of 95 % move by some 2 % of its width from seed to seed.
 DRAWS: Final = 4000
 #: Clusters up to which every one of the 2^n signs is tried: 65,536 of them; beyond, as many are drawn.
@@ -74,7 +75,7 @@ def cluster_means(values: Sequence[Sequence[float]], *, log: bool = False) -> Fl
     return found
 
 
-def estimate(means: Floats, *, level: float = 0.95, seed: int = 0, log: bool = False) -> Estimate:
+def estimate(means: Floats, *, seed: int = 0, log: bool = False) -> Estimate:
     """Estimate the mean of clusters with a bootstrap interval.
 
     Clusters are drawn with replacement. Percentiles of the draws are too narrow where clusters are few, by
@@ -84,30 +85,24 @@ def estimate(means: Floats, *, level: float = 0.95, seed: int = 0, log: bool = F
 
     Args:
         means: cluster means, float64 [clusters], as returned by `cluster_means`; NaN is left out.
-        level: level of the interval, in (0, 1).
         seed: seed of the draws.
         log: True if they are logarithms; value and ends are then exponentiated.
-
-    Raises:
-        InvalidSpec: the level is out of range.
     """
-    _check_level(level)
     known = np.asarray(means, dtype=np.float64)
     known = known[~np.isnan(known)]
     if not len(known):
         return Estimate(math.nan, math.nan, math.nan, 0)
-    low, high = interval(known, level, seed) if len(known) > 1 else (math.nan, math.nan)
+    low, high = interval(known, seed) if len(known) > 1 else (math.nan, math.nan)
     found = (float(known.mean()), low, high)
     value, low, high = map(math.exp, found) if log else found
     return Estimate(value, low, high, len(known))
 
 
-def interval(known: Floats, level: float, seed: int) -> tuple[float, float]:
+def interval(known: Floats, seed: int) -> tuple[float, float]:
     """Return the expanded percentiles of the means of resampled clusters: see `estimate`.
 
     Args:
         known: cluster means, float64 [clusters], two at least.
-        level: level of the interval.
         seed: seed of the draws.
     """
     with extra("evaluation"):
@@ -115,28 +110,28 @@ def interval(known: Floats, level: float, seed: int) -> tuple[float, float]:
 
     count = len(known)
     drawn = np.random.default_rng(seed).integers(count, size=(DRAWS, count))
-    tail = float(ndtr(math.sqrt(count / (count - 1)) * stdtrit(count - 1, (1 - level) / 2)))
+    tail = float(ndtr(math.sqrt(count / (count - 1)) * stdtrit(count - 1, (1 - LEVEL) / 2)))
     low, high = np.quantile(known[drawn].mean(1), [tail, 1 - tail])
     return float(low), float(high)
 
 
-def difference(ours: Floats, theirs: Floats, *, level: float = 0.95, seed: int = 0, log: bool = False) -> Difference:
+def difference(ours: Floats, theirs: Floats, *, log: bool = False) -> Difference:
     """Estimate the difference between two sets of values of the same clusters.
 
     Args:
         ours, theirs: cluster means, float64 [clusters], in the same order; a cluster with NaN in either is left out.
-        level, seed, log: arguments as for `estimate`.
+        log: as for `estimate`.
 
     Raises:
-        InvalidSpec: the numbers of clusters differ, or the level is out of range.
+        InvalidSpec: the numbers of clusters differ.
     """
     if len(ours) != len(theirs):
         raise InvalidSpec(
             f"{len(ours)} clusters against {len(theirs)}; a paired difference needs the same clusters in both"
         )
-    found = estimate(ours - theirs, level=level, seed=seed, log=log)
+    found = estimate(ours - theirs, log=log)
     apart = ours - theirs
-    p = sign_flip(apart[~np.isnan(apart)], seed)
+    p = sign_flip(apart[~np.isnan(apart)])
     return Difference(found.value, found.low, found.high, p, found.clusters)
 
 
@@ -216,9 +211,3 @@ def _adjusted(p: Sequence[float], step: Callable[[Floats], Floats]) -> Floats:
     found = np.full(len(given), np.nan)
     found[order] = np.minimum(step(given[order]), 1.0)
     return found
-
-
-def _check_level(level: object) -> None:
-    number = number_of(level)
-    if number is None or not 0 < number < 1:
-        raise InvalidSpec(f"level={shown(level)}; give a share between 0 and 1, such as 0.95")

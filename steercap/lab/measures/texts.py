@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from steercap.core.values import count_of, flag_of, shown
+from steercap.core.values import count_of, shown, truth_of
 from steercap.errors import InvalidSpec, WorkerFailure
 from steercap.lab.measures import Answered, Measure
 
@@ -125,8 +125,7 @@ class Matches(Measure):
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or not isinstance(self.pattern, str):
             raise InvalidSpec(f"Matches(name={shown(self.name)}, pattern={shown(self.pattern)}); give text")
-        if flag_of(self.per_words) is None:
-            raise InvalidSpec(f"Matches: per_words={shown(self.per_words)}; give True or False")
+        truth_of(self.per_words, "Matches: per_words")
         try:
             empty = re.compile(self.pattern).search("") is not None
         except re.error as error:

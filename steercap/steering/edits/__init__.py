@@ -20,7 +20,7 @@ from steercap.core.program import Response
 from steercap.core.registry import Registry
 from steercap.core.spec import Layers, Point, parse_layers, resolve_layers
 from steercap.core.tokens import Tokens, TokenSelection
-from steercap.core.values import flag_of, index_of, number_of, shown
+from steercap.core.values import index_of, number_of, shown, truth_of
 from steercap.errors import InvalidEdit, InvalidVector
 from steercap.steering.edits.inputs import Vector, at_layer, float32_copy, model_of
 
@@ -185,9 +185,7 @@ class Edit(ABC):
 
     def _flag(self, field: str) -> None:
         """Replace a field by its value as a bool, checked."""
-        flag = flag_of(getattr(self, field))
-        if flag is None:
-            raise InvalidEdit(f"{self.name}: {field}={shown(getattr(self, field))}; give True or False")
+        flag = truth_of(getattr(self, field), f"{self.name}: {field}", wrong=InvalidEdit)
         object.__setattr__(self, field, flag)
 
 

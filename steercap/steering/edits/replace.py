@@ -15,11 +15,10 @@ from typing import Any, Final, cast
 
 import torch
 
-from steercap.core.program import Response
+from steercap.core.program import HOLE, Response
 from steercap.core.tokens import TokenSelection
 from steercap.core.values import Mask, index_of, mask_of, parts_of, plain, shown
 from steercap.errors import InvalidEdit, InvalidVector
-from steercap.kernels.bits import HOLE
 from steercap.steering.edits import Edit, RankOne, Vector, unit
 
 

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 import torch
 
-from steercap.captures.fetching import fetch_all
 from steercap.core.spec import Point
 from steercap.core.tokens import TokenSelection
 from steercap.errors import InvalidRequest
@@ -194,7 +193,7 @@ class _PipelineRun:
 
     async def _fetch(self, group: Sequence[tuple[_Place, Any]]) -> None:
         try:
-            await fetch_all([handle.lifecycle for _, handle in group])
+            await self._model.fetch_captures_batch([handle for _, handle in group])
             for place, handle in group:
                 assert place.window is not None
                 place.found, place.done = self._taken(place.window, place.tokens, handle), True

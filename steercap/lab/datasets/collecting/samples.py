@@ -24,7 +24,6 @@ from steercap.errors import EmptySelection, InvalidSelection, InvalidSpec
 from steercap.lab.datasets.collecting.documents import Window
 
 if TYPE_CHECKING:
-    from steercap.captures.rows import Captures
     from steercap.steering.layers import LayerVectors
 
 Bools = npt.NDArray[np.bool_]
@@ -51,7 +50,7 @@ class TokenSample(abc.ABC):
         limit: int,  # noqa: ARG002
         positions: Ints,  # noqa: ARG002
         token_ids: Ints,  # noqa: ARG002
-        captures: Captures,  # noqa: ARG002
+        captures: Any,  # noqa: ARG002
     ) -> Bools | None:
         """Select the rows to keep of those that were captured: bool [rows], or None for all.
 
@@ -60,7 +59,7 @@ class TokenSample(abc.ABC):
             limit: number of positions that can have a row, as for `asked`.
             positions: positions of the rows, int64 [rows].
             token_ids: ids of all prompt and generated tokens that can have rows: int64 [tokens].
-            captures: the rows.
+            captures: the rows, as `CaptureHandle.captures`.
         """
         return None
 
@@ -194,7 +193,7 @@ class ByPredicate(TokenSample):
         limit: int,
         positions: Ints,
         token_ids: Ints,
-        captures: Captures,  # noqa: ARG002
+        captures: Any,  # noqa: ARG002
     ) -> Bools | None:
         if limit <= len(window.token_ids):
             return None  # chosen before
@@ -259,7 +258,7 @@ class ByProbe(TokenSample):
         limit: int,  # noqa: ARG002
         positions: Ints,  # noqa: ARG002
         token_ids: Ints,  # noqa: ARG002
-        captures: Captures,
+        captures: Any,
     ) -> Bools | None:
         products = captures.elements((self.layer, self.probe.site)).flatten(1).float() @ self._vector
         low = -np.inf if self.above is None else self.above

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from steercap.core.extras import extra
 from steercap.errors import InvalidSetting, ModelNotLoaded
-from steercap.lab.directions.contrast import area
 from steercap.lab.measures.scores import Scored, Scorer, Trait
 
 if TYPE_CHECKING:
@@ -36,8 +35,7 @@ class MiniLM(Scorer):
 
     A sentence is all-MiniLM-L6-v2's mean-pooled, normalised embedding; the probability is that of a logistic regression
     fitted to the trait's example sentences. So this is a classifier on example sentences and no judge: it considers
-    neither the question nor the whole answer, only similarity to the examples. Its accuracy on held-out example
-    sentences is `cross_validated`.
+    neither the question nor the whole answer, only similarity to the examples.
 
     Args:
         sentences: False embeds the whole answer at once, its first 256 tokens, and blurs its tone with its
@@ -119,25 +117,6 @@ def embed(sentences: Sequence[str]) -> Any:
         with _ENCODING:
             found[places] = _embed(tokenizer, model, [sentences[place] for place in places]).numpy()
     return found
-
-
-def cross_validated(trait: Trait) -> float:
-    """Return the area under the ROC curve of example sentences, each scored by a classifier without its pair.
-
-    Each pair of examples is left out in turn, and their scores are pooled: 1 separates all, 0.5 is chance.
-    """
-    import numpy as np
-    import torch
-
-    pairs = len(trait.examples.positive)
-    rows, kinds = embed([*trait.examples.positive, *trait.examples.negative]), [1] * pairs + [0] * pairs
-    chances = np.empty(2 * pairs)
-    for pair in range(pairs):
-        out = [pair, pair + pairs]
-        seen = [place for place in range(2 * pairs) if place not in out]
-        chances[out] = _fitted(rows[seen], [kinds[place] for place in seen]).predict_proba(rows[out])[:, 1]
-    found = torch.from_numpy(chances)
-    return area(found[:pairs], found[pairs:])
 
 
 @functools.cache

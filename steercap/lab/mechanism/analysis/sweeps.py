@@ -11,13 +11,13 @@ from steercap.core.spec import Layers
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import index_of, number_of, shown
 from steercap.errors import InvalidSpec
+from steercap.lab.directions.contrast import random_like
 from steercap.lab.directions.extraction import Text, ids_of
 from steercap.lab.mechanism.analysis.given import Vectors, chosen_layers, named, origin
 from steercap.lab.mechanism.analysis.tables import table_of
 from steercap.lab.mechanism.patching.metrics import Metric
 from steercap.lab.mechanism.patching.points import positions_of
 from steercap.lab.mechanism.patching.running import CONCURRENT, Pair, Runs, decoded, texts_of
-from steercap.lab.studies.sweeps.operations import random_like
 from steercap.steering.edits.add import Add
 from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec

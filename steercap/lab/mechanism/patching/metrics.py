@@ -7,13 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from steercap.core.values import index_of, shown
 from steercap.errors import EngineFailure, InvalidSpec
-
-if TYPE_CHECKING:
-    from steercap.adapters import RequestOutput
 
 #: One token of the vocabulary: its id, or a text that is just this token, such as " Mary".
 Token: TypeAlias = str | int
@@ -28,7 +25,7 @@ class MetricRequest(NamedTuple):
     """
 
     sampling: Mapping[str, Any]
-    read: Callable[[RequestOutput], float]
+    read: Callable[[Any], float]
 
 
 class Metric(ABC):
@@ -104,7 +101,7 @@ class Measured(Metric):
             raise InvalidSpec(f"Measured: sampling={shown(self.sampling)}; a run has one sample, so leave n= out")
         return [MetricRequest(self.sampling, partial(self._read, pair)) for pair in range(pairs)]
 
-    def _read(self, pair: int, output: RequestOutput) -> float:
+    def _read(self, pair: int, output: Any) -> float:
         return float(self.function(output, pair))
 
 
@@ -151,11 +148,11 @@ def _after_prompt(*tokens: int) -> dict[str, Any]:
     return {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "logprob_token_ids": list(tokens)}
 
 
-def _difference(right: int, wrong: int, output: RequestOutput) -> float:
+def _difference(right: int, wrong: int, output: Any) -> float:
     return _log_probability(right, output) - _log_probability(wrong, output)
 
 
-def _log_probability(token: int, output: RequestOutput) -> float:
+def _log_probability(token: int, output: Any) -> float:
     (sample,) = output.outputs
     given = sample.logprobs[0] if sample.logprobs else {}
     found = given[token].logprob if token in given else math.nan

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from steercap.core.spec import CaptureSpec, Point
 from steercap.core.tokens import Tokens, TokenSelection
-from steercap.core.values import flag_of, index_of, parts_of, shown
+from steercap.core.values import index_of, parts_of, shown, truth_of
 from steercap.errors import InvalidSpec, PointNotArmed
 from steercap.lab.directions.extraction import Text
 from steercap.lab.mechanism.patching.metrics import Metric
@@ -89,9 +89,7 @@ class Routes:
     """Senders and receivers, checked against a model."""
 
     def __init__(self, model: SteerModel, senders: Any, receivers: Any, tokens: Any, through_mlps: Any) -> None:
-        through = flag_of(through_mlps)
-        if through is None:
-            raise InvalidSpec(f"through_mlps={shown(through_mlps)}; give True or False")
+        through = truth_of(through_mlps, "through_mlps")
         self._model = model
         self.receivers = _receivers(receivers)
         self.tokens = TokenSelection.parse(tokens)

@@ -12,7 +12,7 @@ import numpy as np
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Layers, Point, parse_layers, parse_sites
 from steercap.core.tokens import Tokens, TokenSelection, selected
-from steercap.core.values import flag_of, index_of, parts_of, shown
+from steercap.core.values import index_of, parts_of, shown, truth_of
 from steercap.errors import InvalidSpec
 
 if TYPE_CHECKING:
@@ -63,10 +63,7 @@ class Grid:
         keep(self, "sites", parse_sites(self.sites))
         keep(self, "tokens", TokenSelection.parse(self.tokens))
         keep(self, "heads", _heads(self.heads))
-        together = flag_of(self.together)
-        if together is None:
-            raise InvalidSpec(f"Grid: together={shown(self.together)}; give True or False")
-        keep(self, "together", together)
+        keep(self, "together", truth_of(self.together, "Grid: together"))
 
     def capture(self, tokens: Tokens | TokenSelection = "prompt") -> CaptureSpec:
         """Return the spec that captures raw rows of some tokens at the grid's points."""

@@ -15,9 +15,9 @@ from steercap.core.display import brief
 from steercap.core.values import choices, parts_of, shown
 from steercap.errors import InvalidSpec
 from steercap.files.folder import FolderKind, differences
+from steercap.lab.directions.contrast import derived_seed
 from steercap.lab.studies import as_stored, settle
 from steercap.lab.studies.evaluation.methods import Method, listed
-from steercap.lab.studies.sweeps.operations import derived_seed
 from steercap.steering.spec import SteeringSpec
 
 

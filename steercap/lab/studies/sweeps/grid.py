@@ -16,8 +16,9 @@ from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import index_of, number_of, parts_of, plain, shown
 from steercap.errors import InvalidSpec
 from steercap.files.folder import FolderKind
+from steercap.lab.directions.contrast import derived_seed, random_like
 from steercap.lab.studies import as_stored, settle
-from steercap.lab.studies.sweeps.operations import OPERATIONS, derived_seed, random_like
+from steercap.lab.studies.sweeps.operations import OPERATIONS
 from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec
 

@@ -54,7 +54,7 @@ def saes_of(spec: CaptureSpec) -> tuple[SAE, ...]:
     return found
 
 
-def points_of(spec: CaptureSpec, num_layers: int) -> tuple[Point, ...]:
+def read_points(spec: CaptureSpec, num_layers: int) -> tuple[Point, ...]:
     """Return the points that the SAEs of a spec read, layer by layer.
 
     Raises:

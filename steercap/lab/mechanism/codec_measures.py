@@ -143,32 +143,28 @@ def text_means(rows: Floats, texts: npt.NDArray[np.int64]) -> Floats:
     return sums / np.bincount(texts)[:, None]
 
 
-def concept_scores(
-    rows: Floats, texts: npt.NDArray[np.int64], labels: Floats, *, means: bool = False
-) -> tuple[Floats, Floats]:
+def concept_scores(rows: Floats, texts: npt.NDArray[np.int64], labels: Floats) -> tuple[Floats, Floats]:
     """Score rows by a probe of texts that it was not fitted to: ridge regression of labels on the texts' mean rows.
 
     Args:
         rows: [rows, width].
         texts: number of each row's text, ascending from 0.
         labels: one number for each text.
-        means: True to score the mean row of each text in place of all rows.
 
     Returns:
-        Scores, [rows] or [texts], and those of the texts' means, [texts].
+        Scores, [rows], and those of the texts' means, [texts].
     """
     centres = text_means(rows, texts)
     fold = np.empty(len(labels), dtype=np.int64)
     fold[np.argsort(labels, kind="stable")] = np.arange(len(labels)) % FOLDS
-    scored, of_texts = np.empty(len(labels) if means else len(rows)), np.empty(len(labels))
+    scored, of_texts = np.empty(len(rows)), np.empty(len(labels))
     for number in range(FOLDS):
         held = fold == number
         centre, offset, weight = _ridge(centres[~held], labels[~held])
         of_texts[held] = (centres[held] - centre) @ weight + offset
-        if not means:
-            own = held[texts]
-            scored[own] = (rows[own] - centre) @ weight + offset
-    return (of_texts if means else scored), of_texts
+        own = held[texts]
+        scored[own] = (rows[own] - centre) @ weight + offset
+    return scored, of_texts
 
 
 def _ridge(rows: Floats, labels: Floats) -> tuple[Floats, float, Floats]:

@@ -15,7 +15,7 @@ from steercap.core.schema import RAW, Coding
 from steercap.core.spec import Point
 from steercap.core.values import choices, index_of, shown
 from steercap.errors import InvalidRequest, InvalidSpec
-from steercap.lab.measures import codec_measures as measured
+from steercap.lab.mechanism import codec_measures as measured
 from steercap.saes.sae import SAE
 from steercap.steering.directions import DirectionSet
 

@@ -24,7 +24,7 @@ from steercap.core.values import number_of, shown
 from steercap.errors import InvalidRequest, InvalidSpec
 from steercap.files.fingerprint import model_name
 from steercap.lab.directions.extraction import Text, asked_of, check_texts
-from steercap.lab.measures.codec_judge import (
+from steercap.lab.mechanism.codec_judge import (
     FEW_ROWS,
     LEAST_ROWS,
     MOST_ROWS,
@@ -33,7 +33,7 @@ from steercap.lab.measures.codec_judge import (
     CodecJudge,
     CodecMeasure,
 )
-from steercap.lab.measures.codec_measures import FOLDS, Floats
+from steercap.lab.mechanism.codec_measures import FOLDS, Floats
 from steercap.saes.sae import SAE
 from steercap.steering.directions import DirectionSet
 

@@ -1,4 +1,4 @@
-"""`python -m steercap.lab.demo`: the main job on a small real model, in a minute, with a picture.
+"""The demonstration of `steercap demo`: the main job on a small real model, in a minute, with a picture.
 
 SmolLM2-135M answers several prompts at once; every layer's rows are captured while vLLM generates. The picture shows a
 logit lens of one prompt (what each layer would say next, if it were the last) and how far each layer tells
@@ -8,20 +8,20 @@ turns how a sentence goes on.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from steercap.concurrency.heartbeat import heartbeat
 from steercap.core.extras import extra
-from steercap.errors import MissingExtra
 
 if TYPE_CHECKING:
     import torch
-    from rich.console import Console
 
     from steercap.captures.handle import CaptureHandle
     from steercap.model import SteerModel
@@ -49,24 +49,20 @@ OPENING: Final = "My day at work was"
 LAYER, DOSE = 18, 1.0
 
 
-async def run(out: Path, console: Console | None = None) -> Path:
+async def run(out: Path, console: Console) -> Path:
     """Run the demo and write its picture; return the picture's path.
 
     Args:
         out: folder for the picture.
-        console: console for the report; stdout if None.
+        console: console for the report.
     """
     with extra("demo"):
         import matplotlib as mpl
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from steercap.concurrency.heartbeat import heartbeat
     from steercap.lab.demo import smollm2
     from steercap.model import SteerModel
 
     mpl.use("Agg")
-    console = console or Console()
     columns = TextColumn("{task.description:34}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console) as bar, heartbeat(bar, console):
         todo = bar.add_task("converting SmolLM2 (once)", total=1)
@@ -190,9 +186,6 @@ def _draw_separation(axes: Any, praise: torch.Tensor, complaint: torch.Tensor) -
 def _report(
     answers: Sequence[CaptureHandle], turned: dict[str, str], lens: CaptureHandle, picture: Path, console: Console
 ) -> None:
-    with extra("demo"):
-        from rich.table import Table
-
     table = Table("question", "answer", "captured", title="SmolLM2-135M-Instruct, one batch", show_lines=True)
     for question, handle in zip(QUESTIONS, answers, strict=True):
         rows = handle.captures[0]
@@ -205,16 +198,3 @@ def _report(
     console.print(table)
     console.print(f"lens prompt: {LENS!r}, rows {tuple(lens.captures[0].shape)} at {len(lens.captures)} layers")
     console.print(f"picture: {picture}")
-
-
-def main() -> None:
-    """Entry point of `python -m steercap.lab.demo`."""
-    parser = argparse.ArgumentParser(prog="python -m steercap.lab.demo", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the picture (default: out/demo)")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    out = parser.parse_args().out
-    try:
-        asyncio.run(run(out))
-    except MissingExtra as error:
-        sys.exit(f"steercap: {error}")

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 
 from steercap.kernels.bits import exact_products
-from steercap.worker.sketches import Kind, SketchState, move_mean, signed
+from steercap.kernels.sketches import Kind, SketchState, move_mean, signed
 
 #: Bytes of the part of a covariance that is updated at once; temporaries take a few times as much.
 PART_BYTES: Final = 64 << 20
