@@ -24,7 +24,7 @@ import zmq
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from steercap.adapters.process_exit import WORD_SECONDS, Processes
+from steercap.adapters.process_exit import EXIT_CODE_SECONDS, Processes
 from steercap.errors import EngineDied, EngineFailure, ModelClosed, SteercapError, WorkerFailure
 
 #: Seconds between checks while requests run or wait: a check is two reads and a poll that find nothing, some 20 us.
@@ -71,7 +71,7 @@ class ConnectionWatch:
         if self.found is None and now >= self._checked + fresh and self._is_wrong():
             manager = self._llm.engine_core.resources.engine_manager
             how = self._processes.how(manager.finished_procs() if hasattr(manager, "finished_procs") else {})
-            if how or now > self._since + WORD_SECONDS:
+            if how or now > self._since + EXIT_CODE_SECONDS:
                 self.end(how or self._processes.which or self._thread)
         return self.found
 
@@ -156,7 +156,7 @@ class Connection:
 
     def __init__(self, llm: AsyncLLM, folder: Path) -> None:
         #: Function to call with the error when the engine has died.
-        self.told: Callable[[EngineDied], object] | None = None
+        self.on_death: Callable[[EngineDied], object] | None = None
         self._processes = Processes(folder)
         self.watch: Final = ConnectionWatch(llm, self._processes, self._tell)
         self._dead = False
@@ -261,8 +261,8 @@ class Connection:
     def _tell(self) -> None:
         if not self._closing:
             self._dead = True
-            if self.told is not None:
-                self.told(EngineDied(self.watch.found))
+            if self.on_death is not None:
+                self.on_death(EngineDied(self.watch.found))
 
     async def quiesce(self) -> None:
         """Stop listening to the engine, so that its end is not reported as a crash; call it in its event loop."""

@@ -367,13 +367,13 @@ class VllmEngine:
         """True if the engine has died before it was closed."""
         return self._connection.died
 
-    async def watch(self, told: Callable[[EngineDied], object]) -> None:
+    async def watch(self, on_death: Callable[[EngineDied], object]) -> None:
         """Watch the engine's processes from now on.
 
         Args:
-            told: function to call, in this event loop, when it has died.
+            on_death: function to call, in this event loop, when one of them has died.
         """
-        self._connection.told = told
+        self._connection.on_death = on_death
         await self._connection.watch_workers()
 
     def waiting(self) -> AbstractContextManager[None]:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from steercap.adapters import torchvision
-from steercap.adapters.process_exit import FOLDER, leave_word_of, left_behind
+from steercap.adapters.process_exit import FOLDER, left_behind, record_exit_codes
 from steercap.adapters.reaper import MARK
 from steercap.adapters.releases import require
 
@@ -125,7 +125,7 @@ class ProcessEntry:
             worker, executor = (getattr(import_module(module), one) for one in (owner, EXECUTOR))
             require(owner, worker)
             require(EXECUTOR, executor)
-            leave_word_of(executor)
+            record_exit_codes(executor)
             setattr(worker, name, ProcessEntry(WORKER, getattr(worker, name), log=self._log))
             # Its workers meet at a file, which they remove only if they end in order; this folder is removed in any
             # case.

@@ -40,14 +40,14 @@ READING, READ = "reading", "read"
 
 
 def mark(name: str) -> None:
-    """Leave an empty file for the client; on another machine, where the folder is not, none."""
+    """Create an empty file in the engine's folder, which the client sees; do nothing on another machine."""
     with contextlib.suppress(OSError):
         (Path(os.environ.get(FOLDER, os.devnull)) / name).touch()
 
 
 @contextlib.contextmanager
 def left_behind() -> Iterator[None]:
-    """Write an error that ends the block to the file, and raise it."""
+    """Write an error raised in the block to `REFUSAL` in the engine's folder, and raise it again."""
     try:
         yield
     except Exception as raised:
@@ -84,8 +84,8 @@ def refusal(folder: Path, start: str) -> errors.SteercapError | None:
 
 
 #: Seconds after which no report of an exit code is expected any more.
-WORD_SECONDS: Final = 0.3
-_WORD: Final = "ended.json"
+EXIT_CODE_SECONDS: Final = 0.3
+_EXIT_CODES: Final = "ended.json"
 #: Files that identify the place of a process: the boot of the machine, and the namespace of process ids.
 _PLACE: Final = (Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid"))
 #: Likely causes of signals that steercap did not send.
@@ -103,31 +103,31 @@ def place() -> str:
     return ""
 
 
-def leave_word_of(executor: Any) -> None:
-    """Wrap an executor class of vLLM's so that it writes the exit codes of workers that ended unexpectedly."""
+def record_exit_codes(executor: Any) -> None:
+    """Wrap vLLM's executor class so that it writes the exit codes of workers that ended unexpectedly to a file."""
     original = executor.shutdown
 
     @functools.wraps(original)
     def shutdown(self: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(self, "is_failed", False):
-            _leave_word(handle.proc for handle in getattr(self, "workers", ()))
+            _write_exit_codes(handle.proc for handle in getattr(self, "workers", ()))
         return original(self, *args, **kwargs)
 
     executor.shutdown = shutdown
 
 
-def _leave_word(processes: Iterable[Any]) -> None:
-    by_sentinel = {one.sentinel: one for one in processes}
-    found = [by_sentinel[one] for one in wait([*by_sentinel], 0)]
-    for one in found:
-        one.join(WORD_SECONDS / 2)  # it has ended, but its exit code may arrive a moment later
-    ended = [[one.name, one.pid, one.exitcode] for one in found if one.exitcode is not None]
+def _write_exit_codes(processes: Iterable[Any]) -> None:
+    by_sentinel = {process.sentinel: process for process in processes}
+    found = [by_sentinel[sentinel] for sentinel in wait([*by_sentinel], 0)]
+    for process in found:
+        process.join(EXIT_CODE_SECONDS / 2)  # it has ended, but its exit code may arrive a moment later
+    ended = [[process.name, process.pid, process.exitcode] for process in found if process.exitcode is not None]
     folder = Path(os.environ.get(FOLDER, os.devnull))
     with contextlib.suppress(OSError):
-        if ended and not (folder / _WORD).exists():
-            scratch = folder / f".{_WORD}"
+        if ended and not (folder / _EXIT_CODES).exists():
+            scratch = folder / f".{_EXIT_CODES}"
             scratch.write_text(json.dumps(ended))
-            scratch.replace(folder / _WORD)
+            scratch.replace(folder / _EXIT_CODES)
 
 
 class Processes:
@@ -166,7 +166,7 @@ class Processes:
             cores: exit codes of the engine cores that have ended, by name.
         """
         with contextlib.suppress(OSError, ValueError):
-            (name, pid, code), *_ = json.loads((self._folder / _WORD).read_text())
+            (name, pid, code), *_ = json.loads((self._folder / _EXIT_CODES).read_text())
             return f"{name} (process {pid}) {_said(code)}"
         with contextlib.suppress(OSError, ValueError):
             kind, says = json.loads((self._folder / REFUSAL).read_text())

@@ -86,7 +86,7 @@ class _Seen:
 
 
 class _TracedPass:
-    """A traced pass.
+    """Forward pass with a random stream and random attention rows, which records the tensors of each layer.
 
     Args:
         decoder: decoder of the model.
@@ -96,7 +96,7 @@ class _TracedPass:
         blocks: True to give the family's blocks the same input in every such pass.
 
     Attributes:
-        layers: what was seen, by layer.
+        layers: recorded tensors, by layer.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class _TracedPass:
         self.layers = {index: _Seen() for index in decoder.layers}
 
     def run(self, runner: Any) -> None:
-        """Run it."""
+        """Run the pass."""
         with ExitStack() as hooks:
             for module in runner.vllm_config.compilation_config.static_forward_context.values():
                 if attends(module):
@@ -122,7 +122,7 @@ class _TracedPass:
             run_pass(runner, self._decoder.model)
 
     def _replace(self, module: Any) -> Callable[[], None]:
-        """Have a module with attention return random rows; return the function that ends that."""
+        """Make an attention module return random rows; return the function that undoes it."""
         plain, own = module.forward, vars(module).get("forward")
 
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -36,7 +36,7 @@ _NAME: Final = re.compile(r"seq(\d+)_layer(\d+)_rank(\d+)\.npz")
 
 
 class PublishedMeta(msgspec.Struct, frozen=True):
-    """Content of `meta`; other fields are passed over.
+    """Content of the array `meta` in a file; unknown fields are ignored.
 
     Args:
         mode: the codec, as its writer calls it.

@@ -46,7 +46,7 @@ def inspected_dataset(path: Path, *, verify: bool) -> tuple[dict[str, Any], list
         "layers": layers_by_site(one.point for one in definition.points),
         "codec": ", ".join(dict.fromkeys(str(point.coding) for point in definition.points)),
         "row": f"{definition.row_bytes:,} bytes at all points",
-        **{name: _said(value) for name, value in definition.asked.items()},
+        **{name: _as_text(value) for name, value in definition.asked.items()},
         **_counted(receipts),
         "complete": "yes" if totals is not None else "no; the call that began it resumes it",
         "files": "; ".join(wrong.values())
@@ -76,7 +76,7 @@ def _counted(receipts: dict[int, Receipt]) -> dict[str, str]:
     }
 
 
-def _said(value: Any) -> str:
+def _as_text(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {said}" for name, said in value.items() if said not in (None, {}, ""))
     return "" if value in (None, False) else str(value)
@@ -282,12 +282,12 @@ def _run(path: Path, *, verify: bool) -> Found:
         f"{sum(request.output_tokens for request in manifest.requests):,} generated",
         "rows": f"{sum(request.rows for request in manifest.requests):,} at each point",
         "layers": layers_by_site(sorted(points)),
-        "codec": _each(point.coding for layout in layouts for point in layout.points),
-        "returned": _each(layout.returned for layout in layouts),
-        "reduced to": _each(layout.reduce or "" for layout in layouts),
-        "directions": _each(name for layout in layouts for name in layout.directions),
+        "codec": _distinct(point.coding for layout in layouts for point in layout.points),
+        "returned": _distinct(layout.returned for layout in layouts),
+        "reduced to": _distinct(layout.reduce or "" for layout in layouts),
+        "directions": _distinct(name for layout in layouts for name in layout.directions),
         "steered": sum(request.steering is not None for request in manifest.requests) or "",
-        "versions": _each(str(layout.versions) for layout in layouts),
+        "versions": _distinct(str(layout.versions) for layout in layouts),
         "size": f"{sum(request.bytes for request in manifest.requests) / 1e6:,.1f} MB",
         "files": "; ".join(f"{name} {why}" for name, why in wrong.items())
         or ("as listed, by SHA-256" if verify else "as listed, by size; --verify reads them"),
@@ -297,7 +297,7 @@ def _run(path: Path, *, verify: bool) -> Found:
     return document, [facts(str(path), known), _texts(path, [request.file for request in manifest.requests])]
 
 
-def _each(values: Iterable[str]) -> str:
+def _distinct(values: Iterable[str]) -> str:
     return ", ".join(filter(None, dict.fromkeys(values)))
 
 

@@ -167,10 +167,10 @@ class RoleOptions(AnswerOptions):
 
 
 def shard_of(text: str) -> tuple[int, int]:
-    """Parse a share of the roles, such as "0/2".
+    """Parse `--shard`, a part of the roles, such as "0/2".
 
     Returns:
-        Index of the share from 0, and number of shares.
+        Index of the part, from 0, and number of parts.
 
     Raises:
         typer.BadParameter: the text is not of this form.

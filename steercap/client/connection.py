@@ -447,10 +447,10 @@ class RemoteServing:
         return self.opened()
 
     def opened(self) -> RemoteEngine:
-        """Return what the server's engine compiles specs by.
+        """Return the properties of the server's engine that specs are compiled with.
 
         Raises:
-            ServerFailure: the server does not say it.
+            ServerFailure: the server does not report them.
             ModelClosed: the connection was never started, or is closed.
         """
         engine = self.connection.opened().engine

@@ -162,13 +162,13 @@ async def finished(future: Future[Value]) -> Value:
 
 
 async def scoped(work: Callable[[], Awaitable[Value]]) -> Value:
-    """Await `work` in a task of its own; a cancellation goes to it through an anyio scope, and is raised once it ended.
+    """Await `work` in its own task; a cancellation reaches it through an anyio scope, and is raised after it ended.
 
-    httpx shields its clean-up by such scopes, which hold against each other, but not against `Task.cancel`: that leaves
-    connections open that the pool has just dropped to close them, and keeps others in it that nobody can use.
+    httpx shields its clean-up with anyio scopes, which `Task.cancel` ignores: it would leave connections open that the
+    pool has dropped, and unusable ones in the pool.
 
     Args:
-        work: function that returns the awaitable; its result must be nothing to close, as a cancelled caller drops it.
+        work: function that returns the awaitable. If the caller is cancelled, its result is dropped, not closed.
     """
     with extra("client", "personas"):
         import anyio
@@ -195,7 +195,7 @@ async def scoped(work: Callable[[], Awaitable[Value]]) -> Value:
 
 
 async def scoped_steps(steps: AsyncGenerator[Value, None]) -> AsyncGenerator[Value, None]:
-    """Yield the values of a generator, each step of which, and its end, is `scoped`."""
+    """Yield the values of a generator; each step, and its closing, runs in `scoped`."""
     try:
         while True:
             try:

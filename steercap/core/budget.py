@@ -182,7 +182,7 @@ class Budget:
         return min(found, key=lambda one: one[:2])[2] if found else []
 
     def _oldest(self, engine: int, pages: int, may: Callable[[Ticket], bool]) -> list[Ticket]:
-        """Return the oldest finished tickets of an engine that may be moved, until they have `pages` pages together."""
+        """Return the oldest finished tickets of an engine that `may` allows: as many as hold `pages` pages together."""
         tickets: list[Ticket] = []
         for ticket in self._held:
             if pages <= 0:

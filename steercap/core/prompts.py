@@ -283,16 +283,16 @@ def repeating(given: Iterable[tuple[Any, Sequence[int]]]) -> list[tuple[str, Seq
     ]
 
 
-def warn_of_doubled(given: Iterable[tuple[Any, Sequence[int]]], around: Sequence[int]) -> None:
+def warn_of_doubled(given: Iterable[tuple[Any, Sequence[int]]], special: Sequence[int]) -> None:
     """Warn of texts that begin or end with a special token that the tokenizer has added once more.
 
     Args:
         given: texts, and their token ids.
-        around: token ids of an empty text: the special tokens alone.
+        special: token ids of an empty text: the special tokens that the tokenizer adds.
     """
 
     def doubled(ids: Sequence[int]) -> bool:
-        own, added = [*ids], [*around]
+        own, added = [*ids], [*special]
         return any(
             own[:many] == own[many : 2 * many] == added[:many] or own[-many:] == own[-2 * many : -many] == added[-many:]
             for many in _AROUND

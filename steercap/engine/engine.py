@@ -374,7 +374,7 @@ class Engine:
     # Rows
 
     def offer(self, ticket: Ticket, rows: Spillable) -> None:
-        """Allow a handle's rows to be moved to disk, as long as the handle lives, if others need the room."""
+        """Allow a handle's rows to be moved to disk when other requests need memory, as long as the handle lives."""
         if self.spilling is not None:
             self.spilling.offer(ticket, rows)
 

@@ -215,10 +215,10 @@ class Spilling:
             return
         if (error := task.exception()) is not None:
             self._failure = str(error) or type(error).__name__
-            self._retry = self._home.loop.call_later(RETRY_SECONDS, self._again)
+            self._retry = self._home.loop.call_later(RETRY_SECONDS, self._settle_again)
         self._settle()
 
-    def _again(self) -> None:
+    def _settle_again(self) -> None:
         self._retry = None
         self._settle()
 

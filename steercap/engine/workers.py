@@ -247,7 +247,7 @@ class Workers:
         return found
 
     async def locate(self, wanted: Sequence[Wanted]) -> list[list[list[CapturedRows | Unknown]]]:
-        """Make finished requests' rows readable and locate them; one question for all.
+        """Make finished requests' rows readable and locate them, by one RPC.
 
         Returns:
             For each request, the captured rows of each capturing worker, engine by engine.
@@ -258,15 +258,15 @@ class Workers:
         return [[[answer.shares[index] for answer in answers] for answers in engines] for index in range(len(wanted))]
 
     async def locate_growing(self, wanted: Sequence[Wanted]) -> list[list[list[CapturedRows | Unknown]]]:
-        """Locate rows of requests that still run; concurrent calls share one question."""
+        """Locate rows of requests that still run; concurrent calls share one RPC."""
         return await self._growing.ask(wanted)
 
-    async def _locate(self, asked: Sequence[Sequence[Wanted]]) -> list[list[list[list[CapturedRows | Unknown]]]]:
-        found = iter(await self.locate([item for items in asked for item in items]))
-        return [[next(found) for _ in items] for items in asked]
+    async def _locate(self, wanted: Sequence[Sequence[Wanted]]) -> list[list[list[list[CapturedRows | Unknown]]]]:
+        rows = iter(await self.locate([item for items in wanted for item in items]))
+        return [[next(rows) for _ in items] for items in wanted]
 
     async def settle(self, wanted: Sequence[Wanted], *, ended: bool, biased: bool) -> list[Records]:
-        """Return the steering records of a request's samples so far; concurrent calls share one question.
+        """Return the steering records of a request's samples so far; concurrent calls share one RPC.
 
         Args:
             wanted: owner and number of inputs of each sample.

@@ -117,9 +117,10 @@ async def of_projections(engine: Engine, number: int, rows: Mapping[Point, torch
 
 
 async def of_norms(engine: Engine, number: int, rows: Mapping[Point, torch.Tensor]) -> AsyncIterator[Claim]:
-    """Yield claims that rows behind a norm of a sum equal the model's own norm of that sum.
+    """Check rows behind a norm of a sum against the model's own norm of that sum.
 
-    Families without such norms yield none.
+    Yields:
+        An equation for each norm of each layer whose points are in `rows`; none for families without such norms.
     """
     family = engine.family
     if not family.norms:
@@ -166,7 +167,7 @@ _EDITED_16: Final = 0.5
 
 @dataclass(frozen=True)
 class Claim:
-    """One checked equation of the proof at start.
+    """Equation checked by the proof at start.
 
     Args:
         name: the equation in words.

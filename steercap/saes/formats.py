@@ -189,10 +189,10 @@ def _hook(module: object, hook: object) -> object:
     return hook if module is None or (point_of(module) is None and point_of(hook) is not None) else module
 
 
-def _architecture(path: Path, said: Mapping[str, object]) -> tuple[str, int]:
+def _architecture(path: Path, config: Mapping[str, object]) -> tuple[str, int]:
     """Return the architecture and its `k`, 0 for architectures without one."""
-    architecture, response = said.get("architecture", "standard"), said.get("activation_fn", "relu")
-    kwargs = said.get("activation_fn_kwargs")
+    architecture, response = config.get("architecture", "standard"), config.get("activation_fn", "relu")
+    kwargs = config.get("activation_fn_kwargs")
     k = kwargs.get("k") if isinstance(kwargs, Mapping) else None
     if response == "topk" and architecture in ("standard", "topk"):
         architecture, response = "topk", "relu"
@@ -208,9 +208,9 @@ def _architecture(path: Path, said: Mapping[str, object]) -> tuple[str, int]:
         )
     if architecture != "topk":
         return architecture, 0
-    number = index_of(k if k is not None else said.get("k"))
+    number = index_of(k if k is not None else config.get("k"))
     if number is None or number < 1:
-        raise InvalidFile(f"{path}: a topk SAE with k={shown(said.get('k', k))}")
+        raise InvalidFile(f"{path}: a topk SAE with k={shown(config.get('k', k))}")
     return "topk", number
 
 

@@ -282,9 +282,9 @@ def directions_of(name: Any, library: Library, owner: str) -> LayerVectors | Dir
 
 def ranges(value: Any) -> Any:
     """Replace texts such as "4:12" and "::2" in a JSON value by slices."""
-    if isinstance(value, str) and (found := _SLICE.fullmatch(value)):
-        return slice(*(None if part is None else int(part) for part in found.groups()))
-    return [ranges(one) for one in value] if isinstance(value, list) else value
+    if isinstance(value, str) and (matched := _SLICE.fullmatch(value)):
+        return slice(*(None if part is None else int(part) for part in matched.groups()))
+    return [ranges(item) for item in value] if isinstance(value, list) else value
 
 
 def _is_name(value: Any) -> bool:

@@ -142,7 +142,7 @@ class ServedEngine:
         """Check a request and compile it, with this capture.
 
         Raises:
-            InvalidRequest: it cannot be done.
+            InvalidRequest: as for `prepare`.
         """
         from steercap.adapters.prompts import rendered
 

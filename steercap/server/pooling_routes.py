@@ -90,9 +90,9 @@ class PoolingRoutes:
                 with entered(sketches):
                     result = {"choice": 0, **receipt_said(encoded.steering), **sketches_said(field.sketches, sketches)}
                     async with handle or nullcontext():
-                        said = await asyncio.to_thread(_said, encoded)
+                        said = await asyncio.to_thread(_as_json, encoded)
                         if handle is not None:
-                            result["capture"] = await self._delivered(handle, owner)
+                            result["capture"] = await self._stored(handle, owner)
         if handle is not None and await request.is_disconnected():  # nobody learns its name
             self._captures.remove(result["capture"]["id"], owner)
         choice = {"index": 0, "text": "", "token_ids": [], "prompt_token_ids": list(encoded.prompt_token_ids)}
@@ -129,8 +129,8 @@ class PoolingRoutes:
             "priority": priority,
         }
 
-    async def _delivered(self, handle: CaptureHandle, owner: str) -> dict[str, Any]:
-        """Put a file of fetched rows into the store; return what the answer says of them."""
+    async def _stored(self, handle: CaptureHandle, owner: str) -> dict[str, Any]:
+        """Put fetched rows into the store, as a file; return their description for the answer."""
         content = await asyncio.to_thread(partial(files.encode, handle.as_saved()))
         return described(handle, self._captures.offer(content, owner))
 
@@ -143,7 +143,7 @@ def _prompt(given: Mapping[str, Any]) -> Any:
     return named if salt is None else {**named, "cache_salt": salt}
 
 
-def _said(encoded: Encoded) -> dict[str, Any]:
+def _as_json(encoded: Encoded) -> dict[str, Any]:
     """Return the pooled output as JSON.
 
     Raises:

@@ -109,7 +109,7 @@ def _plan(plan: Plan, longest: int) -> Iterator[str]:
         yield f"{plan.limit} tokens, {plan.prompt_len} of them of the prompt, in a context of {longest}"
     if (kept := plan.capture) is not None:
         yield from _stored(kept)
-        if not kept.ranges or not any(map(_holds, kept.ranges)):
+        if not kept.ranges or not any(map(_nonempty, kept.ranges)):
             yield "no token is kept"
         if kept.attention is not None:
             yield from _attention(kept, kept.attention)
@@ -140,5 +140,5 @@ def _stored(kept: CapturePlan) -> Iterator[str]:
         yield f"reduce={kept.reduce} of rows as {coding}"
 
 
-def _holds(one: Range) -> bool:
-    return one.stop is None or one.stop > one.start
+def _nonempty(positions: Range) -> bool:
+    return positions.stop is None or positions.stop > positions.start

@@ -60,7 +60,7 @@ class SAEs:
         return tuple((point, self._held[digest, point]) for digest, point in wanted)
 
     def answer(self, question: OpenSAE | CloseSAE) -> SAEOpened:
-        """Answer a call of the client."""
+        """Load or free an encoder, as the client's message asks."""
         match question:
             case OpenSAE():
                 return self._open(question)

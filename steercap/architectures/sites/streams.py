@@ -194,10 +194,9 @@ class Streams(OfBlock):
     def hook(
         self, operator: Operator, pre: Operator, weights: torch.Tensor, see: Callable[[torch.Tensor], None]
     ) -> Removable:
-        """Edit the streams before the operator if it takes them.
+        """Edit the streams before an operator that takes them; or after one that makes them.
 
-        If it makes them, its results for the rows that an edit changed are computed again; the others stay, bit for
-        bit.
+        Then its results for the edited rows are recomputed, and the others stay bit for bit.
         """
 
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -130,18 +130,18 @@ def measures_of(given: Iterable[str | Measure], columns: Sequence[str]) -> tuple
         columns: column names of the table of answers, which labels must not repeat.
 
     Raises:
-        UnknownName: no measure has a name.
-        InvalidSpec: an entry is not a measure, or needs arguments; two have one label; or a label is a column of every
-            such table, as "text" is of a sweep's.
+        UnknownName: a name is not in `MEASURES`.
+        InvalidSpec: an entry is neither a name nor a measure, or a named measure needs arguments; two measures have
+            the same label; or a label is in `columns`.
     """
-    found = chosen(given, MEASURES, Measure)
-    for measure in found:
+    measures = chosen(given, MEASURES, Measure)
+    for measure in measures:
         if measure.label in columns:
             raise InvalidSpec(
                 f"{measure!r} would be column {measure.label!r}, which the table uses for something else; give it a "
                 f"name other than {', '.join(columns)}"
             )
-    return found
+    return measures
 
 
 def chosen(given: Iterable[Any], known: Mapping[str, type[Any]], kind: type[Any]) -> tuple[Any, ...]:

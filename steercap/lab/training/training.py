@@ -358,19 +358,19 @@ def identity_of(model: HookedModel) -> dict[str, str]:
 
 def definition_of(
     model: HookedModel,
-    how: Objective,
+    objective: Objective,
     settings: TrainingSettings,
     starts: Mapping[str, SteeringSpec],
-    parts: Mapping[str, Sides],
+    sides: Mapping[str, Sides],
 ) -> Definition:
     """Return everything that a training depends on."""
     return Definition(
         model=identity_of(model),
-        objective=repr(how),
+        objective=repr(objective),
         settings=settings.described(),
         edits={name: _digest(spec) for name, spec in starts.items()},
-        examples={name: digest_of(sides.seen) for name, sides in parts.items()},
-        held_out={name: digest_of(sides.unseen) for name, sides in parts.items()},
+        examples={name: digest_of(one.seen) for name, one in sides.items()},
+        held_out={name: digest_of(one.unseen) for name, one in sides.items()},
         world=world(),
     )
 

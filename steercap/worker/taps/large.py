@@ -145,9 +145,10 @@ class LargePass:
         return total
 
     def before(self, point: int) -> None:
-        """Make room for the rows of a point, whose tap is launched next; NONE if it is not known.
+        """Make room for the rows of a point (NONE if it is unknown) whose tap is launched next.
 
-        A tap on a stream beside the model's, as in shared experts, waits for that, and the next part for the tap.
+        A tap on another CUDA stream than the model's, as in shared experts, waits for the model's stream, and the next
+        part waits for the tap.
         """
         transfers, here = self._memory.transfers, self._memory.transfers.current()
         if here == self._stream:

@@ -104,7 +104,7 @@ class Sharder:
             first, ended = stop, ended[len(mine) :]
             if self._filling.documents == self._each:
                 await self._close()
-        await self._look()
+        await self._collect_finished()
 
     def _take(self, block: Block, first: int, stop: int) -> None:
         """Add the rows [first, stop) of a block."""
@@ -150,7 +150,7 @@ class Sharder:
                 "changed; give another folder, or the corpus it was begun with"
             )
         while self._writing:
-            await self._look(least=1)
+            await self._collect_finished(least=1)
 
     async def aclose(self) -> None:
         """Wait until all pending writes have ended, so that the caller can release the folder to other writers.
@@ -180,15 +180,15 @@ class Sharder:
         digest = filling.digest.hexdigest()
         shard = Shard(filling.number, filling.documents, digest, filling.tokens, index, rows)
         while len(self._writing) >= WRITERS:
-            await self._look(least=1)
+            await self._collect_finished(least=1)
         self._writing.append(on_thread(partial(self._folder.write, shard), "steercap shard"))
 
-    async def _look(self, *, least: int = 0) -> None:
+    async def _collect_finished(self, *, least: int = 0) -> None:
         """Collect the results of finished writes; wait for at least one if `least` is not 0."""
         if least:
             waiting = [asyncio.wrap_future(future) for future in self._writing]
-            for one in waiting:
-                one.add_done_callback(_seen)
+            for write in waiting:
+                write.add_done_callback(_seen)
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         done = [future for future in self._writing if future.done()]
         self._writing = [future for future in self._writing if future not in done]
@@ -206,9 +206,13 @@ def _seen(future: asyncio.Future[Receipt]) -> None:
 
 
 def check_same(storage: Storage, there: Receipt, documents: int, begun: str) -> None:
-    """Check that an existing shard is of the corpus's documents in its place, of which there are `documents`.
+    """Check that an existing shard was made of the same documents as the corpus now has for it.
 
-    `begun` is the SHA-256 over as many of these as the shard has, in hexadecimal; any other text if there are fewer.
+    Args:
+        storage: folder of the shards.
+        there: receipt of the existing shard.
+        documents: number of the corpus's documents for this shard.
+        begun: SHA-256, in hexadecimal, of the first of them, as many as the shard has; any text if there are fewer.
 
     Raises:
         RunDiffers: the documents differ, or there are more: the corpus has grown.

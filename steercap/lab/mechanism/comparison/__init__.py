@@ -183,7 +183,7 @@ class _ComparisonRun:
             instruct,
             named,
             followed,
-            through + followed + _random(base.width, length, settings),
+            through + followed + _random_rows(base.width, length, settings),
             explained_by(own, axes),
             length,
             layer,
@@ -287,6 +287,6 @@ def _read(file: Path) -> tuple[dict[str, pa.Table], dict[str, str]] | None:
     return tables, part.left_out
 
 
-def _random(width: int, length: float, settings: CompareSettings) -> LabelledRows:
+def _random_rows(width: int, length: float, settings: CompareSettings) -> LabelledRows:
     rows = random_units(settings.random, width, settings.seed) * length
     return LabelledRows((RANDOM,) * len(rows), tuple(f"{RANDOM} {at}" for at in range(len(rows))), rows)

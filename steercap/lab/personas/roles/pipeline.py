@@ -167,13 +167,13 @@ def _lack(settings: RoleSettings, responses: Sequence[RoleResponse], kept: int) 
 
 
 def _rows(folder: RolesFolder, settings: RoleSettings, used: list[str]) -> RoleRows:
-    """Return the rows of the roles that have some; their files are opened on demand."""
+    """Return the mean rows of the roles `used`; their files are opened on demand."""
     paths = {name: rows_path(folder.roles[name]) for name in used}
     headers = {name: read_rows_header(path) for name, path in paths.items()}
     number = len(settings.roles.questions[: settings.n_questions])
     layers = headers[ASSISTANT].layers
-    if wrong := [name for name, header in headers.items() if header.layers != layers]:
-        raise InvalidFile(f"{paths[wrong[0]]} holds layers {headers[wrong[0]].layers}, others {layers}")
+    if differing := [name for name, header in headers.items() if header.layers != layers]:
+        raise InvalidFile(f"{paths[differing[0]]} holds layers {headers[differing[0]].layers}, others {layers}")
     model = folder.definition.model
     provenance = Provenance(
         revision=model["revision"],

@@ -149,7 +149,7 @@ def _table(path: Path) -> tuple[tuple[Role, ...], _Shared]:
 
 
 def _rows(path: Path) -> Iterable[Mapping[str, Any]]:
-    """Return the rows of a table, each by its columns."""
+    """Read the rows of a table, each as a mapping from column names to values."""
     readers = {".csv": _csv, ".parquet": _parquet, ".jsonl": _lines}
     if path.suffix not in readers:
         raise InvalidFile(

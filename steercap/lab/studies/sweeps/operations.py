@@ -134,7 +134,7 @@ def over_read(spec: SteeringSpec, prompt_len: int, total: int) -> SteeringSpec:
         InvalidSpec: an edit is a Replace, whose rows belong to fixed positions.
     """
 
-    def placed(edit: Any) -> Any:
+    def at_ranges(edit: Any) -> Any:
         if not isinstance(edit, Edit):
             return edit
         if edit.replaced:
@@ -142,7 +142,7 @@ def over_read(spec: SteeringSpec, prompt_len: int, total: int) -> SteeringSpec:
         ranges = edit.selection.ranges(prompt_len, total)
         return dataclasses.replace(edit, tokens=TokenSelection(tuple((r.start, r.stop, r.step) for r in ranges)))
 
-    return _each(spec, placed)
+    return _each(spec, at_ranges)
 
 
 def random_spec(spec: SteeringSpec, name: str, index: int, seed: int) -> SteeringSpec:
