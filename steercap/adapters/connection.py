@@ -45,13 +45,13 @@ class ConnectionWatch:
     Args:
         llm: the engine.
         processes: its processes.
-        told: function to call when something has died.
+        on_death: function to call when something has died.
     """
 
-    def __init__(self, llm: AsyncLLM, processes: Processes, told: Callable[[], object]) -> None:
+    def __init__(self, llm: AsyncLLM, processes: Processes, on_death: Callable[[], object]) -> None:
         self._llm = llm
         self._processes = processes
-        self._told = told
+        self._on_death = on_death
         self._monitors = [(_monitor(llm, name), thread) for name, thread in _THREADS.items()]
         self._running = 0
         self._since = 0.0
@@ -86,12 +86,12 @@ class ConnectionWatch:
         self._since = self._since or time.monotonic()
         return True
 
-    def end(self, what: str) -> None:
+    def end(self, reason: str) -> None:
         """End all running requests with EngineDeadError."""
-        self.found = f"the vLLM engine has died{f': {what}' if what else ''}; {_LOG}"
+        self.found = f"the vLLM engine has died{f': {reason}' if reason else ''}; {_LOG}"
         self._llm.engine_core.resources.engine_dead = True
         self._llm.output_processor.propagate_error(EngineDeadError())
-        self._told()
+        self._on_death()
 
     @contextmanager
     def over(self) -> Iterator[None]:

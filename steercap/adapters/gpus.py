@@ -114,18 +114,18 @@ def _mebibytes(text: str) -> int | None:
     return int(text) << 20 if text.isdecimal() else None
 
 
-def visible_of(gpus: Sequence[Gpu], said: str | None) -> tuple[Gpu, ...]:
+def visible_of(gpus: Sequence[Gpu], devices: str | None) -> tuple[Gpu, ...]:
     """Return the GPUs that CUDA sees, in its order.
 
     Args:
         gpus: all GPUs.
-        said: value of CUDA_VISIBLE_DEVICES, None if it is not set: indices, or unambiguous prefixes of UUIDs. Entries
-            after one that does not exist are ignored.
+        devices: value of CUDA_VISIBLE_DEVICES, None if it is not set: indices, or unambiguous prefixes of UUIDs.
+            Entries after one that does not exist are ignored.
     """
-    if said is None:
+    if devices is None:
         return tuple(gpus)
     found: list[Gpu] = []
-    for entry in map(str.strip, said.split(",")):
+    for entry in map(str.strip, devices.split(",")):
         if entry.startswith("MIG-"):
             found.append(Gpu(f"slice {entry}", None, None, None, gpus[0].driver if gpus else "", uuid=entry))
             continue

@@ -183,7 +183,7 @@ def load_adapter(worker: Any, name: str, number: int, path: str) -> str:
         worker.add_lora(LoRARequest(name, number, path))
         stages = worker.vllm_config.parallel_config.pipeline_parallel_size
         manager = worker.model_runner.lora_manager._adapter_manager  # noqa: SLF001 -- vLLM shows it in no other way
-        reason = _misfit(manager, number, whole=stages == 1)
+        reason = _misfit(manager, number, all_layers=stages == 1)
     except Exception as error:  # noqa: BLE001 -- at the RPC boundary: other ranks' answers would stay unread
         reason = str(error) or type(error).__name__
     if reason:
@@ -192,24 +192,24 @@ def load_adapter(worker: Any, name: str, number: int, path: str) -> str:
     return reason
 
 
-def _misfit(manager: Any, number: int, *, whole: bool) -> str:
+def _misfit(manager: Any, number: int, *, all_layers: bool) -> str:
     """Return the first mismatch between an adapter's weights and the model, or "".
 
     Args:
         manager: the worker's LoRA manager, which has loaded the adapter.
         number: number of the adapter.
-        whole: True if all layers are on this rank.
+        all_layers: True if all layers are on this rank.
     """
     for name, weights in manager.get_adapter(number).loras.items():
         module = manager.modules.get(name)
-        if module is None and whole:
+        if module is None and all_layers:
             return f"the model has no {name}"
         if not hasattr(module, "lora_a_stacked") or not hasattr(module, "slice_lora_a"):
             continue
-        given = [weights.lora_a, weights.lora_b]
+        matrices_of = [weights.lora_a, weights.lora_b]
         if getattr(module, "tp_size", 1) > 1:
-            given = [module.slice_lora_a(given[0]), module.slice_lora_b(given[1])]
-        a, b = ([one] if not isinstance(one, (list, tuple)) else one for one in given)
+            matrices_of = [module.slice_lora_a(matrices_of[0]), module.slice_lora_b(matrices_of[1])]
+        a, b = ([matrices] if not isinstance(matrices, (list, tuple)) else matrices for matrices in matrices_of)
         for index, (down, up) in enumerate(zip(a, b, strict=True)):
             if down is None or up is None:
                 continue

@@ -213,7 +213,7 @@ def captured_of(folder: Path, layout: Layout, request: Request, prompt: Prompt, 
     )
 
 
-def check_goes_on(out: Path, asked: dict[str, Any]) -> bool:
+def check_goes_on(out: Path, arguments: dict[str, Any]) -> bool:
     """Return whether a folder holds captures with the same inputs, as far as is known before the model is open.
 
     Raises:
@@ -224,6 +224,6 @@ def check_goes_on(out: Path, asked: dict[str, Any]) -> bool:
 
     if not (out / FILE).exists():
         return False
-    plain = msgspec.json.decode(msgspec.json.encode(asked))
+    plain = msgspec.json.decode(msgspec.json.encode(arguments))
     CAPTURES.check_same(out, lambda found: msgspec.structs.replace(found, asked={**found.asked, **plain}))
     return True

@@ -83,8 +83,8 @@ def _layers(text: str | None) -> list[int | list[int]] | None:
     return [group[0] if len(group) == 1 else group for group in groups]
 
 
-def _given(text: str | None, how: Callable[[str], Any]) -> Any:
-    return None if text is None else how(text)
+def _given(text: str | None, parse: Callable[[str], Any]) -> Any:
+    return None if text is None else parse(text)
 
 
 def register(app: typer.Typer) -> None:

@@ -168,38 +168,38 @@ async def monitors_asked(
     return [await _asked(one, num_layers, uploads, names) for one in monitors]
 
 
-async def _asked(one: Monitor, num_layers: int, uploads: Uploads, names: AsyncExitStack) -> dict[str, Any]:
-    (layer,) = resolve_layers(one.layer, num_layers)
+async def _asked(monitor: Monitor, num_layers: int, uploads: Uploads, names: AsyncExitStack) -> dict[str, Any]:
+    (layer,) = resolve_layers(monitor.layer, num_layers)
     asked: dict[str, Any] = {
         "layer": layer,
-        "site": one.site,
-        "threshold": one.threshold,
-        "above": one.above,
-        "bias": one.bias,
-        "tokens": value_asked(one.selection),
-        "do": one.do,
-        "name": one.name,
+        "site": monitor.site,
+        "threshold": monitor.threshold,
+        "above": monitor.above,
+        "bias": monitor.bias,
+        "tokens": value_asked(monitor.selection),
+        "do": monitor.do,
+        "name": monitor.name,
     }
-    if one.weights.numel() <= MOST_NUMBERS:
-        asked["probe"] = value_asked(one.weights)
+    if monitor.weights.numel() <= MOST_NUMBERS:
+        asked["probe"] = value_asked(monitor.weights)
     else:
-        vectors = LayerVectors({layer: one.weights}, site=one.site)
+        vectors = LayerVectors({layer: monitor.weights}, site=monitor.site)
         asked["probe"] = await names.enter_async_context(uploads.named(vectors))
-    if isinstance(one.steering, SteeringSpec):
+    if isinstance(monitor.steering, SteeringSpec):
         try:
-            asked["steering"] = steering_asked(one.steering)
+            asked["steering"] = steering_asked(monitor.steering)
         except NotAsJSON:
-            asked["steering"] = await names.enter_async_context(uploads.named(one.steering))
+            asked["steering"] = await names.enter_async_context(uploads.named(monitor.steering))
     return asked
 
 
-def reports_of(monitors: Sequence[Monitor], said: Sequence[Said] | None) -> tuple[MonitorReport, ...]:
+def reports_of(monitors: Sequence[Monitor], reports: Sequence[Said] | None) -> tuple[MonitorReport, ...]:
     """Return the reports of all monitors for one sample.
 
     Raises:
         ServerFailure: the server says nothing of one that it was asked for.
     """
-    found = msgspec.convert(list(said or ()), tuple[MonitorReport, ...])
+    found = msgspec.convert(list(reports or ()), tuple[MonitorReport, ...])
     if tuple(one.monitor for one in found) != labels_of(monitors):
         raise ServerFailure(
             "the server does not report the monitors of this request; use the same version of steercap there"
@@ -207,9 +207,9 @@ def reports_of(monitors: Sequence[Monitor], said: Sequence[Said] | None) -> tupl
     return found
 
 
-def crossings_of(said: Iterable[Said]) -> tuple[Crossing, ...]:
+def crossings_of(crossings: Iterable[Said]) -> tuple[Crossing, ...]:
     """Return the crossings of an event of a stream."""
-    found = ({name: value for name, value in one.items() if name != "choice"} for one in said)
+    found = ({name: value for name, value in one.items() if name != "choice"} for one in crossings)
     return msgspec.convert(list(found), tuple[Crossing, ...])
 
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 SETTINGS: Final = ("codec", "codec_k", "codec_seed", "edits_per_point")
 
 
-def said_of(engine: Engine) -> dict[str, Any]:
-    """Return what a server says of its model for work that is planned here, JSON-compatible, beside its points."""
+def engine_description(engine: Engine) -> dict[str, Any]:
+    """Describe an engine, as JSON values, to clients that compile specs themselves; its points are sent separately."""
     return {
         "generation_config": dict(engine.vllm.llm.model_config.try_get_generation_config()),
         "tokenizer": _tokenizer(engine),
@@ -36,7 +36,9 @@ def said_of(engine: Engine) -> dict[str, Any]:
 
 
 def _described(engine: Engine) -> dict[str, Any]:
-    """Return what a `RemoteEngine` needs of an engine; its points are those that the server names, in their order."""
+    """Return what a `RemoteEngine` is made from, as JSON values; points are in the order in which the server sends
+    them.
+    """
     vllm = engine.vllm
     layers = range(vllm.num_layers)
     absent = {site: [n for n in layers if not engine.exists(Point(n, site))] for site in SITES}
@@ -95,29 +97,29 @@ class RemoteVllm:
 
 
 class RemoteEngine:
-    """Engine of a server, as far as a client plans requests to it.
+    """Properties of a server's engine that a client needs to plan requests.
 
     Args:
-        said: "compiling" of `said_of`.
+        description: "compiling" of `engine_description`.
         schemas: schema of every armed point, in the server's order.
         held_bytes: maximum bytes of rows that may wait at the server.
     """
 
-    def __init__(self, said: Mapping[str, Any], schemas: Mapping[Point, PointSchema], held_bytes: int) -> None:
-        armed = dict(zip(schemas, said["armed"], strict=True))
-        absent = {site: frozenset(layers) for site, layers in said["absent"].items()}
-        known = {**said["vllm"], "names": tuple(said["vllm"]["names"])}
+    def __init__(self, description: Mapping[str, Any], schemas: Mapping[Point, PointSchema], held_bytes: int) -> None:
+        armed = dict(zip(schemas, description["armed"], strict=True))
+        absent = {site: frozenset(layers) for site, layers in description["absent"].items()}
+        known = {**description["vllm"], "names": tuple(description["vllm"]["names"])}
         self.vllm = RemoteVllm(**known, held_bytes=held_bytes)
         self.schemas: Final = dict(schemas)
-        self.engines: int = said["engines"]
+        self.engines: int = description["engines"]
         self.compiler = Compiler(
             armed,
             self.schemas,
             (),
             num_layers=self.vllm.num_layers,
-            settings=Settings(**said["settings"]),
+            settings=Settings(**description["settings"]),
             exists=lambda point: point in armed or point.layer not in absent.get(point.site, ()),
-            refused=said["refused"],
+            refused=description["refused"],
             vocabulary=self.vllm.vocabulary,
             names=self.vllm.names,
         )

@@ -358,12 +358,12 @@ class Connection:
                 "use the same version on both sides"
             ) from error
 
-    def _error_of(self, found: httpx.Response) -> SteercapError:
+    def _error_of(self, response: httpx.Response) -> SteercapError:
         try:
-            body = found.json()
+            body = response.json()
         except ValueError:
-            body = found.text[:200]
-        return self.error_said(found.status_code, body, found.headers.get(ERROR_HEADER, ""))
+            body = response.text[:200]
+        return self.error_said(response.status_code, body, response.headers.get(ERROR_HEADER, ""))
 
     def error_said(self, status: int, body: Any, name: str) -> SteercapError:
         """Return the error that an answer describes.

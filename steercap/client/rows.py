@@ -89,19 +89,19 @@ class RemoteRows:
         self.connection.let_go(self.path)
 
 
-async def _fetched(one: RemoteRows) -> CaptureHandle | SteercapError:
+async def _fetched(remote: RemoteRows) -> CaptureHandle | SteercapError:
     """Download a capture file and load it; return the error of one that is gone, so that others still come."""
     with tempfile.TemporaryDirectory(prefix="steercap-fetch-") as folder:
         path = Path(folder, "rows.safetensors")
         try:
-            written = await downloaded(one.connection, one.path, path)
+            written = await downloaded(remote.connection, remote.path, path)
         except InvalidRequest as error:  # 404
             return CaptureReleased(
-                f"{one.request}: the server no longer has its rows ({error}). Fetch rows sooner, or keep them longer "
-                "by `steercap serve --captures-seconds`"
+                f"{remote.request}: the server no longer has its rows ({error}). Fetch rows sooner, or keep them "
+                "longer by `steercap serve --captures-seconds`"
             )
-        if written != one.size:
-            return CaptureIncomplete(f"{one.request}: {written:,} of {one.size:,} bytes came; fetch again")
+        if written != remote.size:
+            return CaptureIncomplete(f"{remote.request}: {written:,} of {remote.size:,} bytes came; fetch again")
         return await asyncio.to_thread(CaptureHandle.load, path)
 
 

@@ -33,12 +33,12 @@ class OwnerLoop:
     """The event loop that an object belongs to: the one running where this is constructed.
 
     Args:
-        what: name of the object, for error messages.
+        subject: name of the object, for error messages.
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, subject: str) -> None:
         self.loop: Final = asyncio.get_running_loop()
-        self._what: Final = what
+        self._subject: Final = subject
         self._process: Final = os.getpid()
 
     def require(self) -> None:
@@ -49,12 +49,12 @@ class OwnerLoop:
         """
         if os.getpid() != self._process:
             raise WrongEventLoop(
-                f"{self._what} was started in process {self._process}, and this is process {os.getpid()}, a fork of "
+                f"{self._subject} was started in process {self._process}, and this is process {os.getpid()}, a fork of "
                 "it; start one in each process that needs one"
             )
         if not self.is_here:
             state = "which has been closed since" if self.loop.is_closed() else "not in this one"
-            raise WrongEventLoop(f"{self._what} was started in another event loop, {state}; {_ADVICE}")
+            raise WrongEventLoop(f"{self._subject} was started in another event loop, {state}; {_ADVICE}")
 
     @property
     def is_here(self) -> bool:

@@ -214,8 +214,8 @@ def _texts(message: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[str], Ma
                 yield words, partial(_with_part, message, content, at)
 
 
-def _with_part(message: Mapping[str, Any], content: Sequence[Any], at: int, given: str) -> Mapping[str, Any]:
-    part = {**content[at], _key(content[at]): given} if isinstance(content[at], Mapping) else given
+def _with_part(message: Mapping[str, Any], content: Sequence[Any], at: int, text: str) -> Mapping[str, Any]:
+    part = {**content[at], _key(content[at]): text} if isinstance(content[at], Mapping) else text
     return {**message, "content": [*content[:at], part, *content[at + 1 :]]}
 
 
@@ -373,10 +373,10 @@ class _Words:
         return [len(text) - at for at in reversed(places)] if backwards else places
 
     def _parts(
-        self, run: Sequence[tuple[int, int]], whole: Region, dropped: set[int]
+        self, run: Sequence[tuple[int, int]], region: Region, dropped: set[int]
     ) -> Renderings[list[Region] | None]:
         """Return the regions of one occurrence: one, or several where the template leaves out text between them."""
-        regions, begin = [], whole[0]
+        regions, begin = [], region[0]
         for (at, place), (then, after) in itertools.pairwise(run):
             here, said = self.text[at:then], self.spell(self.words[place:after])
             if _dense(here) == _dense(said) or not any(place < one < after for one in dropped):
@@ -386,7 +386,7 @@ class _Words:
             if _dense(here):
                 regions.append((begin, at))
                 begin = then
-        return [*regions, (begin, whole[1])]
+        return [*regions, (begin, region[1])]
 
 
 def _shifted(text: str, places: Sequence[int], pieces: Sequence[str], beyond: str) -> list[int] | None:

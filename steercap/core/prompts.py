@@ -207,10 +207,10 @@ def whole_ids(given: Any) -> list[int]:
     return [_token_id(one, index) for index, one in enumerate(ids)]
 
 
-def _token_id(one: Any, index: int) -> int:
-    found = index_of(one)
+def _token_id(value: Any, index: int) -> int:
+    found = index_of(value)
     if found is None:
-        raise InvalidPrompt(f"prompt_token_ids[{index}] is {shown(one)}; give whole numbers")
+        raise InvalidPrompt(f"prompt_token_ids[{index}] is {shown(value)}; give whole numbers")
     return found
 
 
@@ -309,18 +309,18 @@ def warn_of_doubled(given: Iterable[tuple[Any, Sequence[int]]], special: Sequenc
         )
 
 
-def warn_of_room(asked: Iterable[tuple[Any, int | None, int]], context: int | None) -> None:
+def warn_of_room(requests: Iterable[tuple[Any, int | None, int]], context: int | None) -> None:
     """Warn if `max_tokens` is more than the context has room for after a prompt: generation ends where it is full.
 
     Args:
-        asked: for each request, the sampling parameters as the user gave them, their parsed `max_tokens`, and the
+        requests: for each request, the sampling parameters as the user gave them, their parsed `max_tokens`, and the
             number
             of prompt tokens. Where the user did not set `max_tokens` (None, or a dict without it) nothing is warned of.
         context: maximum number of tokens of a prompt and its reply; None if unknown.
     """
     if context is None:
         return
-    for params, max_tokens, prompt_len in asked:
+    for params, max_tokens, prompt_len in requests:
         named = params is not None and (not isinstance(params, Mapping) or "max_tokens" in params)
         if named and max_tokens is not None and prompt_len + max_tokens > context:
             warn(

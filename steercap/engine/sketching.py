@@ -174,18 +174,18 @@ class Sketching:
         engines = await self._workers.ask(PrepareSketch(tuple(joining)), Collected)
         return [[[answer.shares[at] for answer in answers] for answers in engines] for at in range(len(joining))]
 
-    async def _fold(self, asked: Sequence[tuple[Joining, tuple[Book, ...]]]) -> list[int]:
-        books = {book.name: book for _, known in asked for book in known}
+    async def _fold(self, joinings: Sequence[tuple[Joining, tuple[Book, ...]]]) -> list[int]:
+        books = {book.name: book for _, known in joinings for book in known}
         async with self._turn:
             try:
-                engines = await self._workers.ask(CommitSketch(tuple(joining for joining, _ in asked)), Folded)
+                engines = await self._workers.ask(CommitSketch(tuple(joining for joining, _ in joinings)), Folded)
             except BaseException as error:
                 for book in books.values():
                     book.broken = book.broken or f"it is unknown whether rows of a request entered it: {error!r}"
                 raise
             return [
                 self._count(known, [[answer.rows[at] for answer in answers] for answers in engines])
-                for at, (_, known) in enumerate(asked)
+                for at, (_, known) in enumerate(joinings)
             ]
 
     @staticmethod

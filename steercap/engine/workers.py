@@ -278,15 +278,15 @@ class Workers:
         """
         return await self._settling.ask(_Settling(wanted, ended, biased))
 
-    async def _settle(self, asked: Sequence[_Settling]) -> list[list[Records]]:
-        wanted = tuple(item for one in asked for item in one.wanted)
-        ended = tuple(one.ended for one in asked for _ in one.wanted)
-        by_rpc = any(one.biased for one in asked)
+    async def _settle(self, calls: Sequence[_Settling]) -> list[list[Records]]:
+        wanted = tuple(item for call in calls for item in call.wanted)
+        ended = tuple(call.ended for call in calls for _ in call.wanted)
+        by_rpc = any(call.biased for call in calls)
         engines = await self.ask(GetSteeringRecord(wanted, ended), Settled, by_rpc=by_rpc)
         records = iter(
             [[[answer.records[index] for answer in answers] for answers in engines] for index in range(len(wanted))]
         )
-        return [[next(records) for _ in one.wanted] for one in asked]
+        return [[next(records) for _ in call.wanted] for call in calls]
 
     async def engage(self, owners: Sequence[Owner]) -> list[int]:
         """Begin steering of samples that was held back; return the first steered position of each.

@@ -153,9 +153,9 @@ class Journal(Generic[Entry]):
             os.close(self._file)
             self._file = None
 
-    def _write(self, *said: msgspec.Struct) -> None:
+    def _write(self, *records: msgspec.Struct) -> None:
         assert self._file is not None, "it is locked first"
-        before, data = self._size, b"".join(msgspec.json.encode(one) + b"\n" for one in said)
+        before, data = self._size, b"".join(msgspec.json.encode(one) + b"\n" for one in records)
         left = memoryview(data)
         try:
             while left:

@@ -179,9 +179,9 @@ class _AskedPrompt(NamedTuple):
     ids: tuple[int, ...]
 
 
-def _look_at(engine: Engine, asked: Sequence[_AskedPrompt], call: CallArguments) -> None:
+def _look_at(engine: Engine, prompts: Sequence[_AskedPrompt], call: CallArguments) -> None:
     """Warn about doubled special tokens, and about a `max_tokens` beyond the model's context length."""
-    texts = repeating((one.prompt, one.ids) for one in asked)
+    texts = repeating((one.prompt, one.ids) for one in prompts)
     if texts and call.add_special_tokens is None:
         warn_of_doubled(texts, tokens_of(engine.vllm.tokenizer, "", special=True))
-    warn_of_room(((one.params, one.max_tokens, len(one.ids)) for one in asked), engine.vllm.max_model_len)
+    warn_of_room(((one.params, one.max_tokens, len(one.ids)) for one in prompts), engine.vllm.max_model_len)

@@ -351,8 +351,8 @@ async def _run(
 
     whole = object()
 
-    async def jobs(some: Sequence[tuple[Point | None, Add | None]]) -> AsyncIterator[Coroutine[Any, Any, Generation]]:
-        for point, edit in some:
+    async def jobs(batch: Sequence[tuple[Point | None, Add | None]]) -> AsyncIterator[Coroutine[Any, Any, Generation]]:
+        for point, edit in batch:
             spec = None if edit is None else SteeringSpec([edit])
             params = await probing(engine) if engine.vllm.pools else _greedy(engine, 1)
             asked = prompt, params, None, spec

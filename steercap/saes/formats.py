@@ -214,13 +214,13 @@ def _architecture(path: Path, config: Mapping[str, object]) -> tuple[str, int]:
     return "topk", number
 
 
-def _centred(path: Path, said: Mapping[str, object], reads: Point | None, normalisation: Normalisation) -> bool:
+def _centred(path: Path, config: Mapping[str, object], reads: Point | None, normalisation: Normalisation) -> bool:
     """Return True if the SAE was trained on centred rows."""
-    kwargs = said.get("model_from_pretrained_kwargs")
+    kwargs = config.get("model_from_pretrained_kwargs")
     told = kwargs.get("center_writing_weights") if isinstance(kwargs, Mapping) else None
     if isinstance(told, bool):
         return told
-    model = str(said.get("model_name") or "")
+    model = str(config.get("model_name") or "")
     written = reads is not None and reads.site in WRITTEN and normalisation != "layer_norm"  # which centres rows itself
     if written and LAYER_NORMED.match(model):
         raise InvalidFile(
@@ -231,10 +231,10 @@ def _centred(path: Path, said: Mapping[str, object], reads: Point | None, normal
 
 
 def _normalisation(
-    path: Path, said: Mapping[str, object], scale: float | None, *, transcodes: bool
+    path: Path, config: Mapping[str, object], scale: float | None, *, transcodes: bool
 ) -> tuple[Normalisation, float]:
     """Return the normalisation of rows, and the factor that is multiplied into the weights."""
-    asked = said.get("normalize_activations")
+    asked = config.get("normalize_activations")
     if asked is None or isinstance(asked, bool):  # as the first files have it
         asked = AVERAGE if asked else "none"
     if asked != AVERAGE:
@@ -244,7 +244,7 @@ def _normalisation(
         if known is None or (transcodes and known != "none"):
             raise InvalidFile(f"{path}: normalize_activations={shown(asked)}, which steercap does not do here")
         return known, 1.0
-    factor = number_of(said.get("norm_scaling_factor") if scale is None else scale)
+    factor = number_of(config.get("norm_scaling_factor") if scale is None else scale)
     if transcodes or factor is None or not 0 < factor < float("inf"):
         raise InvalidFile(
             f"{path}: normalize_activations={AVERAGE!r} multiplies rows by a factor that the file does not hold; give "

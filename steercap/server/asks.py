@@ -86,21 +86,21 @@ def asked_of(body: Any, library: Library, owner: str) -> SteercapField:
     )
 
 
-def _sketches_asked(asked: Any) -> tuple[str, ...]:
-    if not isinstance(asked, list) or not all(map(_is_name, asked)):
-        raise InvalidSpec(f"steercap.sketches={shown(asked)}; give a list of ids of sketches")
-    return tuple(dict.fromkeys(asked))
+def _sketches_asked(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(map(_is_name, value)):
+        raise InvalidSpec(f"steercap.sketches={shown(value)}; give a list of ids of sketches")
+    return tuple(dict.fromkeys(value))
 
 
-def capture_of(asked: Any, library: Library, owner: str) -> CaptureSpec:
+def capture_of(value: Any, library: Library, owner: str) -> CaptureSpec:
     """Parse a CaptureSpec from JSON.
 
     Raises:
         InvalidSpec: the JSON is invalid.
     """
-    if asked is True:
+    if value is True:
         return CaptureSpec()
-    given = dict(_object(asked, "steercap.capture", CAPTURE))
+    given = dict(_object(value, "steercap.capture", CAPTURE))
     for name in ("layers", "tokens"):
         if name in given:
             given[name] = ranges(given[name])
@@ -113,38 +113,38 @@ def capture_of(asked: Any, library: Library, owner: str) -> CaptureSpec:
     return CaptureSpec(**given)
 
 
-def steering_of(asked: Any, library: Library, owner: str) -> SteeringSpec:
+def steering_of(value: Any, library: Library, owner: str) -> SteeringSpec:
     """Parse a SteeringSpec from JSON: a name, an edit, a list of these, or an object with `edits`.
 
     Raises:
         InvalidSpec: the JSON is invalid.
     """
-    if isinstance(asked, Mapping) and "edits" in asked:
-        given = _object(asked, "steercap.steering", ("edits", "preserve_norm"))
+    if isinstance(value, Mapping) and "edits" in value:
+        given = _object(value, "steercap.steering", ("edits", "preserve_norm"))
         if not isinstance(given["edits"], list):
             raise InvalidSpec(f"steercap.steering.edits={shown(given['edits'])}; give a list")
         edits = [one for edit in given["edits"] for one in _edits_of(edit, library, owner)]
         return SteeringSpec(edits, preserve_norm=given.get("preserve_norm", False))
-    parts = asked if isinstance(asked, list) else [asked]
+    parts = value if isinstance(value, list) else [value]
     return SteeringSpec([one for part in parts for one in _edits_of(part, library, owner)])
 
 
-def monitors_asked(asked: Any, library: Library, owner: str) -> tuple[Monitor, ...]:
+def monitors_asked(value: Any, library: Library, owner: str) -> tuple[Monitor, ...]:
     """Parse monitors from JSON: a list of objects, in which a probe is a list of numbers or the name of vectors.
 
     Raises:
         InvalidSpec: the JSON is invalid.
     """
-    if asked is None:
+    if value is None:
         return ()
-    if not isinstance(asked, list):
-        raise InvalidSpec(f"steercap.monitors={shown(asked)}; give a list of objects")
-    return monitors_of([_monitor_of(one, library, owner) for one in asked])
+    if not isinstance(value, list):
+        raise InvalidSpec(f"steercap.monitors={shown(value)}; give a list of objects")
+    return monitors_of([_monitor_of(one, library, owner) for one in value])
 
 
-def _monitor_of(asked: Any, library: Library, owner: str) -> Monitor:
+def _monitor_of(value: Any, library: Library, owner: str) -> Monitor:
     known = [one.name for one in dataclasses.fields(Monitor)]
-    given = dict(_object(asked, "a monitor", known))
+    given = dict(_object(value, "a monitor", known))
     if given.get("steering") is not None:
         given["steering"] = steering_of(given["steering"], library, owner)
     if "tokens" in given:
@@ -202,9 +202,9 @@ def _edits_of(asked: Any, library: Library, owner: str) -> Sequence[Edit | Logit
     ]
 
 
-def _bias_of(asked: Mapping[str, Any]) -> LogitBias:
+def _bias_of(value: Mapping[str, Any]) -> LogitBias:
     """Parse a logit bias, whose token ids are text in JSON."""
-    given = _object(asked, f"an edit {LOGIT_BIAS!r}", ("op", "bias", "tokens"))
+    given = _object(value, f"an edit {LOGIT_BIAS!r}", ("op", "bias", "tokens"))
     bias: Any = given.get("bias")
     if isinstance(bias, Mapping):
         bias = {int(one) if _ID.fullmatch(str(one)) else one: add for one, add in bias.items()}

@@ -182,12 +182,12 @@ class Recorder:
         places = enumerate(zip(self._coming, accumulate(one.size for one in self._coming), strict=True))
         return [one for place, (one, size) in places if not place or size <= FETCH_BYTES]
 
-    def _weighed(self, one: _Ended) -> _Ended:
+    def _weighed(self, ended: _Ended) -> _Ended:
         """Return fetched rows with the bytes that they have; in the workers they may hold room for many more."""
-        size = sum(size_of(handle.as_saved()) for handle in one.handles)
+        size = sum(size_of(handle.as_saved()) for handle in ended.handles)
         with self._lock:
-            self.pending += size - one.size
-        return one._replace(size=size)
+            self.pending += size - ended.size
+        return ended._replace(size=size)
 
     def _write(self) -> None:
         """Write what is queued, until None comes; runs on a thread of its own."""
@@ -208,19 +208,19 @@ class Recorder:
         except (OSError, SteercapError):
             _LOG.exception("old recordings cannot be removed from %s", self.folder.path)
 
-    def _written(self, one: _Ended) -> tuple[str, Exception | None]:
+    def _written(self, ended: _Ended) -> tuple[str, Exception | None]:
         """Write a request; return the reason and the error if it cannot be written, else ""."""
-        rows = sum(one.rows or [len(handle.receipt.positions) for handle in one.handles])
+        rows = sum(ended.rows or [len(handle.receipt.positions) for handle in ended.handles])
         codecs, prompts = self.settings.codecs, self.settings.prompts
         try:
-            if one.rows:
+            if ended.rows:
                 found = [
                     codecs.parted_chunks(self._chunks(handle), count, self.folder.path, prompts=prompts)
-                    for handle, count in zip(one.handles, one.rows, strict=True)
+                    for handle, count in zip(ended.handles, ended.rows, strict=True)
                 ]
             else:
-                found = [codecs.parted(handle, prompts=prompts) for handle in one.handles]
-            size = self.folder.add([part for parts in found for part in parts], one.answer_id)
+                found = [codecs.parted(handle, prompts=prompts) for handle in ended.handles]
+            size = self.folder.add([part for parts in found for part in parts], ended.answer_id)
         except CaptureMemoryFull:
             return "quota", None
         except OSError as error:
@@ -242,12 +242,12 @@ class Recorder:
         while (chunk := asyncio.run_coroutine_threadsafe(following(), self._loop).result()) is not None:
             yield chunk
 
-    def _done(self, one: _Ended, reason: str, error: Exception | None = None) -> None:
+    def _done(self, ended: _Ended, reason: str, error: Exception | None = None) -> None:
         """Let go of a request; count it if it was not written."""
-        for handle in one.handles:
+        for handle in ended.handles:
             handle.release()
         with self._lock:
-            self.pending -= one.size
+            self.pending -= ended.size
         if reason:
             self.drop(reason, error)
 

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from steercap.adapters.entry import quieten
 from steercap.adapters.launch import QUIET
 from steercap.adapters.releases import importing
-from steercap.client.compiling import said_of
+from steercap.client.compiling import engine_description
 from steercap.concurrency.heartbeat import watching
 from steercap.core.display import span
 from steercap.core.extras import extra
@@ -192,8 +192,8 @@ async def application(
         lambda route: Elsewhere(route, presets, (ENCODE,) if pools else PATHS),
     )
     identity = await asyncio.to_thread(model.identity)
-    said = await asyncio.to_thread(said_of, model.serving.here())
-    routes = Routes(model, captures, library, presets.aliases, folder, identity=identity, said=said)
+    description = await asyncio.to_thread(engine_description, model.serving.here())
+    routes = Routes(model, captures, library, presets.aliases, folder, identity=identity, description=description)
     app.router.routes.extend(routes.routes)
     looking = [*Looking(model, captures, library).routes, *FeaturesOfRows(captures, library.saes).routes]
     pooling = PoolingRoutes(model, captures, library, presets, sketches, failures=engine.failures)

@@ -205,10 +205,10 @@ class FeaturesOfRows:
         return JSONResponse(said | described(found))
 
 
-def described(found: Features) -> dict[str, Any]:
+def described(features: Features) -> dict[str, Any]:
     """Return each row's features as pairs of index and activation, greatest first, and its number of active ones."""
     pairs = [
         [[feature, float(f"{value:.6g}")] for feature, value in zip(ids, values, strict=True) if feature >= 0]
-        for ids, values in zip(found.ids.tolist(), found.values.tolist(), strict=True)
+        for ids, values in zip(features.ids.tolist(), features.values.tolist(), strict=True)
     ]
-    return {"features": pairs, "active": found.active.tolist()}
+    return {"features": pairs, "active": features.active.tolist()}

@@ -437,12 +437,12 @@ class Runtime:
             refused = self._sketches.weigh(joining, rows)
         return msgspec.structs.replace(captured_rows, failure=refused)
 
-    def _attach(self, asked: Attach) -> Answer:
+    def _attach(self, message: Attach) -> Answer:
         if self._arena is None:
             with torch.inference_mode(mode=False):  # or its lines could be written in inference mode alone
-                self._arena = Arena(self._shape, asked.capture_bytes, self.device)
-                if asked.spill_folder:
-                    self._arena.add_file(Path(asked.spill_folder), asked.spill_bytes)
+                self._arena = Arena(self._shape, message.capture_bytes, self.device)
+                if message.spill_folder:
+                    self._arena.add_file(Path(message.spill_folder), message.spill_bytes)
                 self.taps.use(self._arena)
         points = self.taps.layouts.points(self.taps.points)
         return Attached(

@@ -128,21 +128,21 @@ class Sketches:
                 self._held.pop(name, None)
                 return SketchOpened("")
 
-    def open(self, asked: OpenSketch) -> str:
+    def open(self, message: OpenSketch) -> str:
         """Create a sketch, unless there is one of the name; return the reason why it cannot be created, or ""."""
-        if asked.name in self._held:
+        if message.name in self._held:
             return ""
-        kind, points = SKETCHES[asked.kind], self._layouts.points(asked.points)
+        kind, points = SKETCHES[message.kind], self._layouts.points(message.points)
         widths = [schema.shard_width for schema in self._layouts.schemas(points)]
-        wanted = sum(kind.nbytes(width, asked.size) for width in widths)
-        if self.nbytes + wanted > asked.most_bytes:
+        wanted = sum(kind.nbytes(width, message.size) for width in widths)
+        if self.nbytes + wanted > message.most_bytes:
             used = f"{self.nbytes:,} of them in use"
-            return f"it needs {wanted:,} bytes, and sketches may use {asked.most_bytes:,}, {used}"
+            return f"it needs {wanted:,} bytes, and sketches may use {message.most_bytes:,}, {used}"
         try:
-            states = [kind.empty(width, asked.size, self._device) for width in widths]
+            states = [kind.empty(width, message.size, self._device) for width in widths]
         except torch.OutOfMemoryError:
             return f"it needs {wanted:,} bytes, more than the device has left"
-        self._held[asked.name] = Held(kind, dict(zip(points, states, strict=True)))
+        self._held[message.name] = Held(kind, dict(zip(points, states, strict=True)))
         return ""
 
     def weigh(self, joining: Joining, capture_buffer: ArenaBuffer) -> str | None:
@@ -189,22 +189,22 @@ class Sketches:
                 held.weighed.pop(owner, None)
                 held.folded.pop(owner, None)
 
-    def read(self, asked: ReadSketch) -> SketchPart:
+    def read(self, message: ReadSketch) -> SketchPart:
         """Return a byte range of a sketch's tensors at a point.
 
         Raises:
             WorkerFailure: there is no such sketch.
         """
-        held = self._held.get(asked.name)
+        held = self._held.get(message.name)
         if held is None:
-            raise WorkerFailure(f"there is no sketch {asked.name} here")
-        state = held.states.get(asked.point)
+            raise WorkerFailure(f"there is no sketch {message.name} here")
+        state = held.states.get(message.point)
         if state is None:
             return SketchPart(kept=False, rows=0, squares=0.0, filled=0, data=b"")
         parts, before = [], 0
         for tensor in state.tensors.values():
             stored = tensor.view(-1).view(torch.uint8)
-            part = stored[max(asked.start - before, 0) : max(asked.stop - before, 0)]
+            part = stored[max(message.start - before, 0) : max(message.stop - before, 0)]
             parts.append(part.cpu().numpy().tobytes())
             before += len(stored)
         return SketchPart(kept=True, rows=state.rows, squares=state.squares, filled=state.filled, data=b"".join(parts))

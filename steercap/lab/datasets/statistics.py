@@ -282,9 +282,9 @@ def _number(value: float) -> Float[torch.Tensor, ""]:
     return torch.tensor(value, dtype=torch.float64)
 
 
-def named_tensors(end: str, found: PointStatistics) -> dict[str, torch.Tensor]:
+def named_tensors(end: str, statistics: PointStatistics) -> dict[str, torch.Tensor]:
     """Return the statistics as tensors by their names in a file: field name plus the point's suffix."""
-    return {f"{name}{end}": tensor for name, tensor in _tensors(found).items()}
+    return {f"{name}{end}": tensor for name, tensor in _tensors(statistics).items()}
 
 
 def read_named(end: str, tensors: Mapping[str, torch.Tensor]) -> PointStatistics:
@@ -296,5 +296,5 @@ def read_named(end: str, tensors: Mapping[str, torch.Tensor]) -> PointStatistics
     return PointStatistics(**{field.name: tensors[f"{field.name}{end}"] for field in fields(PointStatistics)})
 
 
-def _tensors(found: PointStatistics) -> dict[str, torch.Tensor]:
-    return {field.name: getattr(found, field.name) for field in fields(found)}
+def _tensors(statistics: PointStatistics) -> dict[str, torch.Tensor]:
+    return {field.name: getattr(statistics, field.name) for field in fields(statistics)}

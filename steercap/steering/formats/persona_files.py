@@ -287,14 +287,14 @@ def _rows(vectors: LayerVectors) -> Float[torch.Tensor, "layers hidden"]:
     return torch.stack(list(vectors.values()))
 
 
-def _save(found: dict[str, Any], path: str | Path) -> Path:
-    if not found:
+def _save(content: dict[str, Any], path: str | Path) -> Path:
+    if not content:
         raise InvalidSpec("no levels to write; an empty level is absent, and a file has one at least")
     check_extension(Path(path), ".pt")
     with write_whole(Path(path)) as scratch:
-        torch.save(found, scratch)
+        torch.save(content, scratch)
     return Path(path)
 
 
-def _held(found: object) -> str:
-    return f"{found.dtype} {list(found.shape)}" if isinstance(found, torch.Tensor) else shown(found)
+def _held(content: object) -> str:
+    return f"{content.dtype} {list(content.shape)}" if isinstance(content, torch.Tensor) else shown(content)

@@ -393,18 +393,18 @@ class DeviceAccumulators:
 
 
 def _copies(
-    target: int, source: int, part: RecordShape, whole: RecordShape, locals_: Sequence[int]
+    target: int, source: int, part: RecordShape, record: RecordShape, locals_: Sequence[int]
 ) -> Iterator[tuple[int, int, int]]:
     """Return copies of some points' rows out of a record of all points: target, source and bytes of each.
 
     Args:
         target, source: addresses of the two records.
         part: shape of the record of some points.
-        whole: shape of the record of all points.
+        record: shape of the record of all points.
         locals_: indices of these points in the record of all.
     """
-    if part == whole:
-        yield target, source, whole.lines * LINE_BYTES
+    if part == record:
+        yield target, source, record.lines * LINE_BYTES
         return
     for at, size, local in zip(part.offsets, part.sizes, locals_, strict=True):
-        yield target + at, source + whole.offsets[local], size
+        yield target + at, source + record.offsets[local], size

@@ -57,12 +57,12 @@ class CollectingActor:
     Args:
         opening: function that returns a model that is not started.
         where: path or URL of the data set.
-        asked: arguments of the collection.
+        arguments: arguments of the collection.
     """
 
-    def __init__(self, opening: Callable[[], SteerModel], where: str, asked: CollectArguments) -> None:
-        self._opening, self._asked = opening, asked
-        self._storage = storage_of(where, **asked.storage_options)
+    def __init__(self, opening: Callable[[], SteerModel], where: str, arguments: CollectArguments) -> None:
+        self._opening, self._arguments = opening, arguments
+        self._storage = storage_of(where, **arguments.storage_options)
         self._model: SteerModel | None = None
         self._turn = asyncio.Lock()
 
@@ -76,17 +76,17 @@ class CollectingActor:
         if model is not None:
             await model.aclose()
 
-    async def define(self, each: int | None, first: Sequence[Given]) -> bytes:
+    async def define(self, shard_documents: int | None, first: Sequence[Given]) -> bytes:
         """Return the definition of the data set, as JSON.
 
         Args:
-            each: number of documents in a shard; None to choose it from the first few documents.
-            first: first documents of the corpus, if `each` is None.
+            shard_documents: number of documents in a shard; None to choose it from the first few documents.
+            first: first documents of the corpus, if `shard_documents` is None.
         """
         model = await self._opened()
-        asked = replace(self._asked, documents_per_shard=each)
+        arguments = replace(self._arguments, documents_per_shard=shard_documents)
         source = DocumentSource("the first documents", lambda: iter(first))
-        return msgspec.json.encode(await definition_of(model, model.serving.here(), source, asked))
+        return msgspec.json.encode(await definition_of(model, model.serving.here(), source, arguments))
 
     async def collect(self, definition: bytes, number: int, documents: Sequence[Given]) -> bytes:
         """Collect one shard, and return its receipt.
@@ -125,7 +125,7 @@ class CollectingActor:
         each = folder.definition.documents_per_shard
         engine = model.serving.here()
         nothing = DocumentSource("nothing", lambda: iter(()))
-        asked = replace(self._asked, documents_per_shard=each)
+        asked = replace(self._arguments, documents_per_shard=each)
         mine = await definition_of(model, engine, nothing, asked)
         if mine.digest != folder.definition.digest:
             raise RunDiffers(
@@ -197,7 +197,7 @@ class RayActors:
 
 
 async def collect_on_actors(
-    opening: Callable[[], SteerModel], corpus: Corpus, folder: str, asked: CollectArguments, spread: RayActors
+    opening: Callable[[], SteerModel], corpus: Corpus, folder: str, arguments: CollectArguments, spread: RayActors
 ) -> Collected:
     """Read a corpus into a data set with many engines; see `steercap.lab.datasets.collecting.collect`.
 
@@ -212,8 +212,8 @@ async def collect_on_actors(
     where = _absolute(folder)
     source = open_source(corpus)
     with locked(where):
-        async with _actors(opening, where, replace(asked, progress=None), spread) as actors:
-            return await _Spread(actors, source, where, asked).run()
+        async with _actors(opening, where, replace(arguments, progress=None), spread) as actors:
+            return await _Spread(actors, source, where, arguments).run()
 
 
 def _absolute(folder: str) -> str:
@@ -222,7 +222,7 @@ def _absolute(folder: str) -> str:
 
 @asynccontextmanager
 async def _actors(
-    opening: Callable[[], SteerModel], where: str, asked: CollectArguments, spread: RayActors
+    opening: Callable[[], SteerModel], where: str, arguments: CollectArguments, spread: RayActors
 ) -> AsyncIterator[list[Any]]:
     """Yield actors whose engines run, and close them at the end."""
     with extra("ray"):
@@ -241,7 +241,7 @@ async def _actors(
     actors: list[Any] = []
     try:
         kind = ray.remote(CollectingActor).options(**spread.options)
-        actors += [kind.remote(opening, where, asked) for _ in range(spread.count)]
+        actors += [kind.remote(opening, where, arguments) for _ in range(spread.count)]
         await asyncio.gather(*(_answer(actor.start.remote()) for actor in actors))
         yield actors
     finally:
@@ -280,9 +280,9 @@ async def _answer(reference: Any) -> Any:
 class _Spread:
     """State of one call of `collect_on_actors`."""
 
-    def __init__(self, actors: Sequence[Any], source: DocumentSource, where: str, asked: CollectArguments) -> None:
-        self._actors, self._source, self._asked = actors, source, asked
-        self._storage = storage_of(where, **asked.storage_options)
+    def __init__(self, actors: Sequence[Any], source: DocumentSource, where: str, arguments: CollectArguments) -> None:
+        self._actors, self._source, self._arguments = actors, source, arguments
+        self._storage = storage_of(where, **arguments.storage_options)
         self._documents = _documents(source)
         self._turn, self._began = asyncio.Lock(), time.monotonic()
         self._known: dict[int, Receipt] = {}
@@ -294,9 +294,9 @@ class _Spread:
         """Collect the corpus to its end, or raise an error that says how far it came."""
         folder = await self._begun()
         with stopping(self._storage):
-            self._known, resumed, mended = await sound_shards(folder, self._asked)
+            self._known, resumed, mended = await sound_shards(folder, self._arguments)
         # A shard ends while another begins, unless it was said how much is under way.
-        depth = 2 if self._asked.concurrency is None else 1
+        depth = 2 if self._arguments.concurrency is None else 1
         try:
             async with asyncio.TaskGroup() as group:
                 for actor in [*self._actors] * depth:
@@ -318,7 +318,7 @@ class _Spread:
         """Begin the folder, with the definition that an actor's engine makes of the arguments."""
         with stopping(self._storage):
             known = await asyncio.to_thread(there, self._storage)
-        each = self._asked.documents_per_shard or (known and known.documents_per_shard)
+        each = self._arguments.documents_per_shard or (known and known.documents_per_shard)
         first: list[CorpusDocument] = []
         if each is None:
             first = await _taken(self._documents, LOOKED_AT + BATCH)
@@ -339,14 +339,14 @@ class _Spread:
             self._made.append(msgspec.json.decode(receipt, type=Receipt))
             self._tell(documents[-1])
 
-    async def _next(self, each: int) -> tuple[int, list[CorpusDocument]] | None:
+    async def _next(self, shard_documents: int) -> tuple[int, list[CorpusDocument]] | None:
         """Return the number and documents of the next missing shard, or None.
 
         Raises:
             RunDiffers: an existing shard is of other documents, or of fewer.
         """
         async with self._turn:
-            while documents := await _taken(self._documents, each):
+            while documents := await _taken(self._documents, shard_documents):
                 number, self._number = self._number, self._number + 1
                 receipt = self._known.get(number)
                 if receipt is None:
@@ -356,7 +356,7 @@ class _Spread:
             return None
 
     def _tell(self, last: CorpusDocument) -> None:
-        if self._asked.progress is None:
+        if self._arguments.progress is None:
             return
         made, source = self._made, self._source
         documents = sum(one.documents for one in (*made, *self._known.values()))
@@ -369,7 +369,7 @@ class _Spread:
         tokens, rows = sum(one.tokens for one in made), sum(one.rows for one in made)
         written, shards = sum(one.bytes for one in made), len(made) + len(self._known)
         seconds = time.monotonic() - self._began
-        self._asked.progress(Progress(documents, tokens, rows, written, shards, share, seconds))
+        self._arguments.progress(Progress(documents, tokens, rows, written, shards, share, seconds))
 
 
 def _plain(documents: Sequence[CorpusDocument]) -> list[tuple[str, Any, int | None]]:

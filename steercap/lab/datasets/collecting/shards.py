@@ -205,29 +205,29 @@ def _seen(future: asyncio.Future[Receipt]) -> None:
         future.exception()
 
 
-def check_same(storage: Storage, there: Receipt, documents: int, begun: str) -> None:
+def check_same(storage: Storage, receipt: Receipt, documents: int, begun: str) -> None:
     """Check that an existing shard was made of the same documents as the corpus now has for it.
 
     Args:
         storage: folder of the shards.
-        there: receipt of the existing shard.
+        receipt: receipt of the existing shard.
         documents: number of the corpus's documents for this shard.
         begun: SHA-256, in hexadecimal, of the first of them, as many as the shard has; any text if there are fewer.
 
     Raises:
         RunDiffers: the documents differ, or there are more: the corpus has grown.
     """
-    if begun != there.documents_sha256 or documents < there.documents:
+    if begun != receipt.documents_sha256 or documents < receipt.documents:
         raise RunDiffers(
-            f"{storage} holds shard {there.number} of other documents: this is another corpus, or it was changed; give "
-            "another folder, or the corpus it was begun with. If it is the same, `steercap inspect --verify` says "
+            f"{storage} holds shard {receipt.number} of other documents: this is another corpus, or it was changed; "
+            "give another folder, or the corpus it was begun with. If it is the same, `steercap inspect --verify` says "
             "whether the folder was changed"
         )
-    if documents > there.documents:
+    if documents > receipt.documents:
         raise RunDiffers(
-            f"{storage} holds shard {there.number}, its last, of {there.documents:,} documents, and the corpus has "
-            f"more after these: it has grown. Remove {storage.path(name_of(there.number, RECEIPT))}, and the same call "
-            "collects that shard again and resumes"
+            f"{storage} holds shard {receipt.number}, its last, of {receipt.documents:,} documents, and the corpus has "
+            f"more after these: it has grown. Remove {storage.path(name_of(receipt.number, RECEIPT))}, and the same "
+            "call collects that shard again and resumes"
         )
 
 

@@ -189,12 +189,12 @@ async def _numbered(corpus: AsyncIterable[Any]) -> AsyncIterator[tuple[str, Any,
         number += 1
 
 
-def _read(files: Sequence[tuple[Path, Reader]], asked: ReaderSettings) -> Iterator[tuple[str, Any, int | None]]:
+def _read(files: Sequence[tuple[Path, Reader]], settings: ReaderSettings) -> Iterator[tuple[str, Any, int | None]]:
     """Yield the items of files, one file after the other."""
     before = 0
     for path, reader in files:
         item = None
-        for place, item, read in reader.items(path, asked):
+        for place, item, read in reader.items(path, settings):
             # A value of a table is already that of its column.
             yield f"{path}, {place}", item, before + read
         before += path.stat().st_size

@@ -172,7 +172,7 @@ class _PairSet(NamedTuple):
 
 
 def _scored(
-    block: AttentionBlock, given: LabelledRows, asked: list[_PairSet], pairs: RandomPairs
+    block: AttentionBlock, given: LabelledRows, sets: list[_PairSet], pairs: RandomPairs
 ) -> list[tuple[Floats, Floats]]:
     """Return scores, and their z, of each set of pairs."""
     drawn = block.queries(pairs.first).flatten(1)
@@ -184,14 +184,14 @@ def _scored(
     null = RelationNull.drawn(number, pairs, f"attention of layer {block.layer}")
     queries, keys = block.queries(given.rows), {1: block.keys(given.rows), -1: block.keys(-given.rows)}
     found = []
-    for one in asked:
+    for one in sets:
         values = scores(queries, keys[one.sign]).double().numpy()[one.sources, one.targets]
         found.append((values, null.z(values, one.cosines(given))))
     return found
 
 
 def _written(
-    block: AttentionBlock, given: LabelledRows, asked: list[_PairSet], pairs: RandomPairs
+    block: AttentionBlock, given: LabelledRows, sets: list[_PairSet], pairs: RandomPairs
 ) -> list[tuple[Floats, Floats]]:
     """Return the cosine of what attending to a source writes with its target, and their z, of each set of pairs.
 
@@ -203,9 +203,9 @@ def _written(
         return (drawn * torch.nn.functional.normalize(second, dim=1)).sum(1)
 
     null = RelationNull.drawn(number, pairs, f"attention of layer {block.layer}")
-    outputs = {sign: block.forward(sign * given.rows).double() for sign in {one.sign for one in asked}}
+    outputs = {sign: block.forward(sign * given.rows).double() for sign in {one.sign for one in sets}}
     found = []
-    for one in asked:
+    for one in sets:
         cosines = torch.nn.functional.normalize(outputs[one.sign], dim=1) @ given.units.T
         values = cosines.numpy()[one.sources, one.targets]
         found.append((values, null.z(values, one.cosines(given))))
@@ -213,19 +213,19 @@ def _written(
 
 
 def _columns(
-    circuit: str, layer: int, given: LabelledRows, asked: _PairSet, found: tuple[tuple[Floats, Floats], ...]
+    circuit: str, layer: int, given: LabelledRows, pair_set: _PairSet, found: tuple[tuple[Floats, Floats], ...]
 ) -> dict[str, Any]:
     (base, base_z), (instruct, instruct_z) = found
-    count, groups, names = len(asked.sources), np.array(given.groups), np.array(given.names)
+    count, groups, names = len(pair_set.sources), np.array(given.groups), np.array(given.names)
     return {
         "circuit": np.full(count, circuit),
         "layer": np.full(count, layer),
-        "relation": np.full(count, asked.relation),
-        "source_group": groups[asked.sources],
-        "source": names[asked.sources],
-        "target_group": groups[asked.targets],
-        "target": names[asked.targets],
-        "cosine": asked.cosines(given),
+        "relation": np.full(count, pair_set.relation),
+        "source_group": groups[pair_set.sources],
+        "source": names[pair_set.sources],
+        "target_group": groups[pair_set.targets],
+        "target": names[pair_set.targets],
+        "cosine": pair_set.cosines(given),
         **dict(zip(MODELS, (base, instruct), strict=True)),
         "base_z": base_z,
         "instruct_z": instruct_z,

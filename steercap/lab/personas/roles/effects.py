@@ -126,30 +126,32 @@ async def _answer(
 
 
 async def _read(
-    model: SteerModel, axis: AssistantAxis, layers: Sequence[int], told: Sequence[tuple[Case, _Answer]]
+    model: SteerModel, axis: AssistantAxis, layers: Sequence[int], answered: Sequence[tuple[Case, _Answer]]
 ) -> list[dict[int, float]]:
     """Return mean projections of the answers when read without steering; NaN for those without a token."""
-    texts = [Exchange(list(answer.prompt_token_ids), answer.token_ids) for _, answer in told if answer.token_ids]
+    texts = [Exchange(list(answer.prompt_token_ids), answer.token_ids) for _, answer in answered if answer.token_ids]
     found = iter(await projections_by_text(model, axis, texts, layers=layers) if texts else [])
     nothing = dict.fromkeys(layers, math.nan)
     return [
         {layer: _mean(values) for layer, values in next(found).items()} if answer.token_ids else nothing
-        for _, answer in told
+        for _, answer in answered
     ]
 
 
 async def _scores(
-    settings: RoleSettings, scorer: str | None, told: Sequence[tuple[Case, _Answer]]
+    settings: RoleSettings, scorer: str | None, answered: Sequence[tuple[Case, _Answer]]
 ) -> list[float | None]:
     """Score how well each answer plays its role; None for those without a role or a word."""
-    found: list[float | None] = [None] * len(told)
+    found: list[float | None] = [None] * len(answered)
     if scorer is None:
         return found
     scoring = make_scorer(scorer, settings.scorer_args if scorer == settings.scorer else None)
-    for name in dict.fromkeys(case.role for case, _ in told if case.role):
+    for name in dict.fromkeys(case.role for case, _ in answered if case.role):
         trait = trait_of(settings.roles.role(name), settings.roles, scorer)
-        mine = [place for place, (case, answer) in enumerate(told) if case.role == name and answer.text.strip()]
-        scored = await scoring.score(trait, [Scored(told[place][0].text, told[place][1].text) for place in mine])
+        mine = [place for place, (case, answer) in enumerate(answered) if case.role == name and answer.text.strip()]
+        scored = await scoring.score(
+            trait, [Scored(answered[place][0].text, answered[place][1].text) for place in mine]
+        )
         for place, value in zip(mine, scored, strict=True):
             found[place] = value
     return found

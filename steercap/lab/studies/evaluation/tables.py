@@ -176,13 +176,13 @@ def save(lines: Sequence[Line], columns: Sequence[str], to: Path) -> Path:
     )
 
 
-def interval(found: Estimate) -> str:
+def interval(estimate: Estimate) -> str:
     """Format a mean with its interval, "" for no value."""
-    if math.isnan(found.value):
+    if math.isnan(estimate.value):
         return ""
-    if math.isnan(found.low):
-        return _number(found.value)
-    return f"{_number(found.value)} ({_number(found.low)} to {_number(found.high)})"
+    if math.isnan(estimate.low):
+        return _number(estimate.value)
+    return f"{_number(estimate.value)} ({_number(estimate.low)} to {_number(estimate.high)})"
 
 
 def _number(value: float) -> str:
