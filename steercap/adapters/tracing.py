@@ -75,7 +75,7 @@ def _derived(runner: Any, decoder: Decoder, family: Family, head_dim: int) -> tu
     return found, refused
 
 
-class _Seen:
+class _LayerTrace:
     """One layer in one pass: its stream, and each call as (path, module, begin, end, taken, stream, given)."""
 
     def __init__(self) -> None:
@@ -108,8 +108,8 @@ class _TracedPass:
         self._stream = torch.Generator().manual_seed(seed)
         self._heads = torch.Generator().manual_seed(1 + seed)
         self._clock = count()
-        self._now: _Seen | None = None
-        self.layers = {index: _Seen() for index in decoder.layers}
+        self._now: _LayerTrace | None = None
+        self.layers = {index: _LayerTrace() for index in decoder.layers}
 
     def run(self, runner: Any) -> None:
         """Run the pass."""
@@ -138,7 +138,7 @@ class _TracedPass:
         module.forward = forward
         return lambda: delattr(module, "forward") if own is None else setattr(module, "forward", own)
 
-    def _watch(self, layer: nn.Module, layer_trace: _Seen, hooks: ExitStack) -> None:
+    def _watch(self, layer: nn.Module, layer_trace: _LayerTrace, hooks: ExitStack) -> None:
         """Put hooks on a layer and all modules in it."""
         terms, names = taken_by(layer, self._family), list(inspect.signature(layer.forward).parameters)
         replaced = [self._family.hidden_input, self._family.residual_input]
@@ -174,7 +174,7 @@ class _TracedPass:
         hooks.callback(layer.register_forward_pre_hook(begin, with_kwargs=True).remove)
         hooks.callback(layer.register_forward_hook(end).remove)
 
-    def _watch_module(self, path: str, module: nn.Module, layer_trace: _Seen, hooks: ExitStack) -> None:
+    def _watch_module(self, path: str, module: nn.Module, layer_trace: _LayerTrace, hooks: ExitStack) -> None:
         at, name = read_by(module)
         terms = first_terms(module)
         open_calls: list[list[Any]] = []
@@ -219,7 +219,7 @@ def _sum(hidden: Any, residual: Any) -> torch.Tensor | None:
     return first + second
 
 
-def _traced(records: list[_Seen]) -> Traced:
+def _traced(records: list[_LayerTrace]) -> Traced:
     """Join the records of one layer in all passes; modules that were not called once in each are left out."""
     once = [Counter(call[0] for call in record.calls) for record in records]
     by_path: list[Mapping[str, list[Any]]] = [{call[0]: call for call in record.calls} for record in records]

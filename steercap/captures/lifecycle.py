@@ -22,7 +22,7 @@ from steercap.core.protocols import AWAITED, NonCopyable
 from steercap.errors import CaptureError, CaptureIncomplete, CaptureNotFetched, CaptureNotFinite, CaptureReleased
 
 if TYPE_CHECKING:
-    from steercap.core.budget import Ticket
+    from steercap.core.budget import Reservation
     from steercap.engine.engine import Engine
     from steercap.files.spill import SpillFile
 
@@ -142,14 +142,14 @@ class Source:
     Args:
         engine: the engine whose workers hold them.
         owner: key of the rows in the workers.
-        ticket: the memory they take.
+        reservation: the memory they take.
         expected: required content of the delivery; its last token has no row, since it was never an input.
         lost: means to recompute them if the engine has died, or None.
     """
 
     engine: Engine
     owner: Owner
-    ticket: Ticket
+    reservation: Reservation
     expected: Expected
     lost: Lost | None = None
 
@@ -196,10 +196,10 @@ class Source:
 
     def give_back(self) -> None:
         give_back = self.engine.give_back if self.engine.home.is_here else self.engine.give_back_from_any_thread
-        give_back(self.owner, self.ticket)
+        give_back(self.owner, self.reservation)
 
     def give_back_from_any_thread(self) -> None:
-        self.engine.give_back_from_any_thread(self.owner, self.ticket)
+        self.engine.give_back_from_any_thread(self.owner, self.reservation)
 
 
 class Lifecycle(NonCopyable, instead="its rows have one owner"):

@@ -327,8 +327,8 @@ class RemoteAnswers:
         """Return the field `steercap` of a body; files that it names stay on the server until `names` ends."""
         field: dict[str, Any] = {}
         for sketch in item.call.sketches:
-            sketch.book.require()
-            field.setdefault("sketches", []).append(sketch.book.name)
+            sketch.record.require()
+            field.setdefault("sketches", []).append(sketch.record.name)
         if item.spec is not None:
             project: Any = item.spec.project
             name = None if project is None else await names.enter_async_context(self.uploads.named(project))

@@ -147,7 +147,7 @@ def _numbers(edit: Edit | LogitBias) -> int:
 
 
 #: Report of one monitor for a sample, as JSON.
-Said = Mapping[str, Any]
+JSONObject = Mapping[str, Any]
 
 
 async def monitors_asked(
@@ -193,7 +193,7 @@ async def _asked(monitor: Monitor, num_layers: int, uploads: Uploads, names: Asy
     return asked
 
 
-def reports_of(monitors: Sequence[Monitor], reports: Sequence[Said] | None) -> tuple[MonitorReport, ...]:
+def reports_of(monitors: Sequence[Monitor], reports: Sequence[JSONObject] | None) -> tuple[MonitorReport, ...]:
     """Return the reports of all monitors for one sample.
 
     Raises:
@@ -207,7 +207,7 @@ def reports_of(monitors: Sequence[Monitor], reports: Sequence[Said] | None) -> t
     return found
 
 
-def crossings_of(crossings: Iterable[Said]) -> tuple[Crossing, ...]:
+def crossings_of(crossings: Iterable[JSONObject]) -> tuple[Crossing, ...]:
     """Return the crossings of an event of a stream."""
     found = ({name: value for name, value in one.items() if name != "choice"} for one in crossings)
     return msgspec.convert(list(found), tuple[Crossing, ...])

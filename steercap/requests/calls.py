@@ -12,8 +12,8 @@ from steercap.core.spec import CaptureSpec, Layers
 from steercap.requests.call_types import (
     READ,
     ChatOptions,
-    Coming,
     Conversation,
+    CoroutineOf,
     Generation,
     Handle,
     Options,
@@ -98,7 +98,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: None = None,
         capture: None = None,
         **asked: Unpack[Options],
-    ) -> Coming[Text]: ...
+    ) -> CoroutineOf[Text]: ...
     @overload
     def generate(
         self,
@@ -108,7 +108,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: Layers = ...,
         capture: CaptureSpec = ...,
         **asked: Unpack[Options],
-    ) -> Coming[tuple[Text, Handle | list[Handle]]]: ...
+    ) -> CoroutineOf[tuple[Text, Handle | list[Handle]]]: ...
     @overload
     def generate(
         self,
@@ -118,7 +118,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: None = None,
         capture: None = None,
         **asked: Unpack[Options],
-    ) -> Coming[list[Text]]: ...
+    ) -> CoroutineOf[list[Text]]: ...
     @overload
     def generate(
         self,
@@ -128,7 +128,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: Layers = ...,
         capture: CaptureSpec = ...,
         **asked: Unpack[Options],
-    ) -> Coming[tuple[list[Text], list[Handle | list[Handle]]]]: ...
+    ) -> CoroutineOf[tuple[list[Text], list[Handle | list[Handle]]]]: ...
     @overload
     def generate(
         self,
@@ -138,7 +138,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: None = None,
         capture: Sequence[CaptureSpec | None],
         **asked: Unpack[Options],
-    ) -> Coming[tuple[list[Text], list[Handle | list[Handle] | None]]]: ...
+    ) -> CoroutineOf[tuple[list[Text], list[Handle | list[Handle] | None]]]: ...
     def generate(
         self,
         prompts: Any,
@@ -196,7 +196,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: None = None,
         capture: None = None,
         **asked: Unpack[ChatOptions],
-    ) -> Coming[Text]: ...
+    ) -> CoroutineOf[Text]: ...
     @overload
     def chat(
         self,
@@ -206,7 +206,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: Layers = ...,
         capture: CaptureSpec = ...,
         **asked: Unpack[ChatOptions],
-    ) -> Coming[tuple[Text, Handle | list[Handle]]]: ...
+    ) -> CoroutineOf[tuple[Text, Handle | list[Handle]]]: ...
     @overload
     def chat(
         self,
@@ -216,7 +216,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: None = None,
         capture: None = None,
         **asked: Unpack[ChatOptions],
-    ) -> Coming[list[Text]]: ...
+    ) -> CoroutineOf[list[Text]]: ...
     @overload
     def chat(
         self,
@@ -226,7 +226,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: Layers = ...,
         capture: CaptureSpec = ...,
         **asked: Unpack[ChatOptions],
-    ) -> Coming[tuple[list[Text], list[Handle | list[Handle]]]]: ...
+    ) -> CoroutineOf[tuple[list[Text], list[Handle | list[Handle]]]]: ...
     @overload
     def chat(
         self,
@@ -236,7 +236,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: None = None,
         capture: Sequence[CaptureSpec | None],
         **asked: Unpack[ChatOptions],
-    ) -> Coming[tuple[list[Text], list[Handle | list[Handle] | None]]]: ...
+    ) -> CoroutineOf[tuple[list[Text], list[Handle | list[Handle] | None]]]: ...
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
@@ -285,7 +285,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: Layers | None = None,
         capture: CaptureSpec | None = None,
         **asked: Unpack[RunOptions],
-    ) -> Coming[Generation[Handle]]: ...
+    ) -> CoroutineOf[Generation[Handle]]: ...
     @overload
     def run(
         self,
@@ -295,7 +295,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: Layers | None = None,
         capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
         **asked: Unpack[RunOptions],
-    ) -> Coming[Any]: ...  # one conversation, or several prompt dicts: no type tells
+    ) -> CoroutineOf[Any]: ...  # one conversation, or several prompt dicts: no type tells
     @overload
     def run(
         self,
@@ -305,7 +305,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: Layers | None = None,
         capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
         **asked: Unpack[RunOptions],
-    ) -> Coming[list[Generation[Handle]]]: ...
+    ) -> CoroutineOf[list[Generation[Handle]]]: ...
     def run(
         self,
         prompts: Any,
@@ -354,7 +354,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: Layers | None = None,
         capture: CaptureSpec | None = None,
         **asked: Unpack[Options],
-    ) -> Coming[Handle]: ...
+    ) -> CoroutineOf[Handle]: ...
     @overload
     def read(
         self,
@@ -363,7 +363,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: Layers | None = None,
         capture: CaptureSpec | None = None,
         **asked: Unpack[Options],
-    ) -> Coming[list[Handle]]: ...
+    ) -> CoroutineOf[list[Handle]]: ...
     @overload
     def read(
         self,
@@ -372,7 +372,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: None = None,
         capture: Sequence[CaptureSpec | None],
         **asked: Unpack[Options],
-    ) -> Coming[list[Handle | None]]: ...
+    ) -> CoroutineOf[list[Handle | None]]: ...
     def read(
         self,
         prompts: Any,
@@ -420,7 +420,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: None = None,
         capture: None = None,
         **asked: Unpack[Options],
-    ) -> Coming[Encoded]: ...
+    ) -> CoroutineOf[Encoded]: ...
     @overload
     def encode(
         self,
@@ -430,7 +430,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: Layers = ...,
         capture: CaptureSpec = ...,
         **asked: Unpack[Options],
-    ) -> Coming[tuple[Encoded, Handle]]: ...
+    ) -> CoroutineOf[tuple[Encoded, Handle]]: ...
     @overload
     def encode(
         self,
@@ -440,7 +440,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: None = None,
         capture: None = None,
         **asked: Unpack[Options],
-    ) -> Coming[list[Encoded]]: ...
+    ) -> CoroutineOf[list[Encoded]]: ...
     @overload
     def encode(
         self,
@@ -450,7 +450,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: Layers = ...,
         capture: CaptureSpec = ...,
         **asked: Unpack[Options],
-    ) -> Coming[tuple[list[Encoded], list[Handle]]]: ...
+    ) -> CoroutineOf[tuple[list[Encoded], list[Handle]]]: ...
     @overload
     def encode(
         self,
@@ -460,7 +460,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: None = None,
         capture: Sequence[CaptureSpec | None],
         **asked: Unpack[Options],
-    ) -> Coming[tuple[list[Encoded], list[Handle | None]]]: ...
+    ) -> CoroutineOf[tuple[list[Encoded], list[Handle | None]]]: ...
     def encode(
         self,
         prompts: Any,

@@ -166,7 +166,7 @@ async def _probe_reading(engine: Engine, number: int) -> tuple[_Probed, tuple[in
     rows = _PROMPT if engine.vllm.pools else _PROMPT + _GENERATED - 1
     capture = _all_rows(tuple(engine.armed.values()))
     plan = Plan(engine.new_key(), _PROMPT, limit=rows, capture=capture)
-    ticket = await engine.admit(engine.pages_needed(capture, rows), call=probe, engine=number)
+    reservation = await engine.admit(engine.pages_needed(capture, rows), call=probe, engine=number)
     params: Any
     if engine.vllm.pools:
         params = await engine.vllm.pooling(await probing(engine))
@@ -174,10 +174,10 @@ async def _probe_reading(engine: Engine, number: int) -> tuple[_Probed, tuple[in
     else:
         params = engine.vllm.sampling({**_greedy(engine, _GENERATED), "ignore_eos": True})
     try:
-        outputs = [output async for output in engine.generate(prompt, params, plan, ticket=ticket)]
+        outputs = [output async for output in engine.generate(prompt, params, plan, reservation=reservation)]
         (delivery,) = await engine.collect([Wanted(Owner(plan.key, 0), rows)])
     finally:
-        engine.abandon(plan, ticket)
+        engine.abandon(plan, reservation)
     _check(engine, delivery)
     strange = min(
         (captured_rows.nonfinite for captured_rows in delivery.shares if captured_rows.nonfinite), default=None

@@ -182,7 +182,7 @@ def entered(sketches: Sequence[RunningSketch]) -> Iterator[None]:
         yield
     except (Exception, asyncio.CancelledError) as error:
         for one in sketches:
-            one.book.broken = one.book.broken or f"a request failed after its rows had entered it: {error!r}"
+            one.record.broken = one.record.broken or f"a request failed after its rows had entered it: {error!r}"
         raise
 
 

@@ -46,7 +46,7 @@ from steercap.server.recording import Recorder
 
 if TYPE_CHECKING:
     from steercap.adapters import RequestOutput
-    from steercap.core.budget import Ticket
+    from steercap.core.budget import Reservation
     from steercap.core.spec import CaptureSpec
     from steercap.model import SteerModel
 
@@ -190,13 +190,16 @@ class ServedEngine:
         """Yield the outputs of a job; the last one once its edits are confirmed and its rows are fetched, or are left
         to the recorder under the id `recorded`.
         """
-        ticket = await memory_for(job, object())
+        reservation = await memory_for(job, object())
         ours = job.plan is not None  # the workers hold state of the job that we must free
         texts: dict[int, str] = {}
         tokens: dict[int, list[int]] = {}
         numbers = Numbers(call, first, job)
         try:
-            async with planned(job) as complete, aclosing(outputs_of(job, complete, ticket, partial=None)) as outputs:
+            async with (
+                planned(job) as complete,
+                aclosing(outputs_of(job, complete, reservation, partial=None)) as outputs,
+            ):
                 async for output in outputs:
                     grown(output, job.params, texts, tokens)
                     samples = [(index, len(ids)) for index, ids in sorted(tokens.items())]
@@ -207,14 +210,14 @@ class ServedEngine:
                         ours = False
                         ended = [Sample(index, texts[index], ids) for index, ids in sorted(tokens.items())]
                         with entered(call.sketches):
-                            found = await self._handed_over(call, job, ended, ticket, receipts, recorded=recorded)
+                            found = await self._handed_over(call, job, ended, reservation, receipts, recorded=recorded)
                         call.results += [
                             {"choice": first + sample.index} | one for sample, one in zip(ended, found, strict=True)
                         ]
                     yield output
         finally:
             if ours and job.plan is not None:
-                job.engine.abandon(job.plan, ticket)
+                job.engine.abandon(job.plan, reservation)
                 if recorded and self._recorder is not None:
                     self._recorder.drop("cancelled")
 
@@ -223,7 +226,7 @@ class ServedEngine:
         call: SteercapRequest,
         job: Job,
         samples: Sequence[Sample],
-        ticket: Ticket | None,
+        reservation: Reservation | None,
         receipts: Sequence[SteeringReceipt] | None,
         *,
         recorded: str,
@@ -236,13 +239,13 @@ class ServedEngine:
         if job.watch is not None:
             for one, sample in zip(found, samples, strict=True):
                 one["monitors"] = [msgspec.to_builtins(report) for report in job.watch.reports(sample.index)]
-        if ticket is None:
+        if reservation is None:
             return found
         if not job.hands_over:
             assert job.plan is not None
-            job.engine.done_with(job.plan, ticket)
+            job.engine.done_with(job.plan, reservation)
             return found
-        handles = handles_of(job, samples, ticket, receipts)
+        handles = handles_of(job, samples, reservation, receipts)
         if recorded and self._recorder is not None:
             self._recorder.take(handles, recorded)
             return found

@@ -37,7 +37,7 @@ MOST_TEXTS: Final = 64
 SITE: Final = "resid_post"
 
 
-class Looking:
+class InspectRoutes:
     """Routes that analyse captured rows.
 
     Args:

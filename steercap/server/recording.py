@@ -289,7 +289,7 @@ def _source(handle: CaptureHandle) -> Source:
 def _held(handle: CaptureHandle) -> int:
     """Return the bytes of the capture memory that the rows of an ended request hold."""
     source = _source(handle)
-    return source.ticket.pages * source.engine.admission.page_bytes
+    return source.reservation.pages * source.engine.admission.page_bytes
 
 
 def _leaves(handle: CaptureHandle) -> bool:

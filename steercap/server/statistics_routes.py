@@ -74,7 +74,7 @@ class SketchRoutes:
         async with AsyncExitStack() as held:
             held.enter_context(self._store.using(one))
             await held.enter_async_context(one.turn)
-            one.running.book.require()
+            one.running.record.require()
             found = await EngineSketches(self._model.serving.here()).fetch(one.running, points)
             file, size = await asyncio.to_thread(written, found)
             held.callback(file.close)

@@ -40,7 +40,7 @@ class SAEs:
     def __init__(self, layouts: Layouts, device: torch.device) -> None:
         self._layouts, self._device = layouts, device
         self._held: dict[Key, Encoder] = {}
-        self._coming: dict[Key, _Coming] = {}
+        self._coming: dict[Key, _LoadingEncoder] = {}
         self._all: WeakSet[Encoder] = WeakSet()  # includes closed ones that running requests still use
 
     def __len__(self) -> int:
@@ -97,7 +97,7 @@ class SAEs:
             return SAEOpened(refused=f"it needs {wanted:,} bytes, and the client shares {len(segment.memory):,}")
         image = torch.frombuffer(segment.memory, dtype=torch.uint8, count=wanted, offset=HEADER_BYTES)
         try:
-            coming = _Coming(message, image, self._device)
+            coming = _LoadingEncoder(message, image, self._device)
         except torch.OutOfMemoryError:
             return SAEOpened(full=f"it needs {wanted:,} bytes, more than the device has left")
         self._coming[message.digest, message.point] = coming
@@ -105,7 +105,7 @@ class SAEs:
         return COMING
 
 
-class _Coming:
+class _LoadingEncoder:
     """Encoder that is being loaded on a thread.
 
     Args:

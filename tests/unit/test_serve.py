@@ -32,7 +32,7 @@ from steercap.server.call import CURRENT, described, logits_of
 from steercap.server.folder import CaptureStore, owner_of
 from steercap.server.library import OPERATOR, Library
 from steercap.server.middleware import SteercapRoute
-from steercap.server.passthrough_routes import AT_REST, STEERED, Elsewhere, Presets
+from steercap.server.passthrough_routes import AT_REST, STEERED, PassthroughRoute, Presets
 from steercap.server.routes import Routes
 from steercap.server.server import Names, ServerSettings
 from steercap.server.sketch_store import SketchStore
@@ -620,7 +620,7 @@ async def test_a_client_that_goes_in_the_middle_of_its_body_asks_nothing(library
 async def test_other_routes_steer_by_presets_or_refuse(path, library) -> None:
     """A preset is never answered by the plain model, and a field of ours never without being done."""
     inner = Inner()
-    app = Elsewhere(inner, Presets(["m"], {"calm": steering_of("calm", library, OPERATOR)}))
+    app = PassthroughRoute(inner, Presets(["m"], {"calm": steering_of("calm", library, OPERATOR)}))
     steered: list[Any] = []
 
     async def watched(scope: Any, receive: Any, send: Any) -> None:
@@ -649,7 +649,7 @@ async def test_a_body_that_a_route_cannot_unfold_is_the_clients_doing() -> None:
         json.loads((await receive())["body"])
 
     async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(Elsewhere(unfolds, Presets([], {}))), base_url="http://test"
+        transport=httpx.ASGITransport(PassthroughRoute(unfolds, Presets([], {}))), base_url="http://test"
     ) as client:
         assert (await client.post("/invocations", content=b"[" * 100_000)).status_code == 400
 

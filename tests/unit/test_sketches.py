@@ -46,7 +46,7 @@ from steercap.core.schema import RAW, PointSchema
 from steercap.core.spec import CaptureSpec, Point
 from steercap.core.tokens import Range, TokenSelection
 from steercap.engine import sketching
-from steercap.engine.sketching import Book, Sketching
+from steercap.engine.sketching import Sketching, SketchRecord
 from steercap.errors import (
     CaptureMemoryFull,
     InvalidFile,
@@ -561,8 +561,8 @@ class Backend:
         return answer
 
 
-def a_book(**fields) -> Book:
-    return Book("s", "variances", 0, {Point(0, "z"): 0}, **fields)
+def a_book(**fields) -> SketchRecord:
+    return SketchRecord("s", "variances", 0, {Point(0, "z"): 0}, **fields)
 
 
 JOINING = Joining(Wanted(Owner("r", 0), 5), ("s",))
@@ -580,24 +580,24 @@ JOINING = Joining(Wanted(Owner("r", 0), 5), ("s",))
 )
 async def test_a_request_enters_on_all_workers_of_one_engine_or_breaks_the_sketch(answers, rows, broken) -> None:
     """What nobody can vouch for is never handed out."""
-    made, book = Sketching(Backend(answers), (), 1 << 20), a_book()
-    found = await made.fold(JOINING, [book])
-    assert bool(book.broken) == broken
+    made, record = Sketching(Backend(answers), (), 1 << 20), a_book()
+    found = await made.fold(JOINING, [record])
+    assert bool(record.broken) == broken
     if not broken:
         assert found == rows
-        assert (book.requests, book.rows) == ((1, 5) if rows > 0 else (0, 0))
+        assert (record.requests, record.rows) == ((1, 5) if rows > 0 else (0, 0))
     else:
         with pytest.raises(SketchIncomplete, match="begin another"):
-            await made.states(book, [Point(0, "z")])
+            await made.states(record, [Point(0, "z")])
 
 
 async def test_an_answer_that_never_came_breaks_the_sketch() -> None:
     """Whether rows entered is not known, so nothing that was added up is either."""
-    made, book = Sketching(Backend(SketchIncomplete("lost")), (), 1 << 20), a_book()
+    made, record = Sketching(Backend(SketchIncomplete("lost")), (), 1 << 20), a_book()
     with pytest.raises(SketchIncomplete, match="lost"):
-        await made.fold(JOINING, [book])
+        await made.fold(JOINING, [record])
     with pytest.raises(SketchIncomplete, match="it is unknown whether rows"):
-        book.require()
+        record.require()
 
 
 async def test_a_refused_sketch_is_freed_where_there_was_room() -> None:
@@ -610,20 +610,22 @@ async def test_a_refused_sketch_is_freed_where_there_was_room() -> None:
 
 def test_a_sketch_at_a_server_knows_what_failed_on_its_way() -> None:
     """An answer of the server says what it did; a request that had none may have entered or not."""
-    running = RunningSketch(Book("s", "moments", 0, {}), CaptureSpec(layers=[0]), cast("Any", None))
+    running = RunningSketch(SketchRecord("s", "moments", 0, {}), CaptureSpec(layers=[0]), cast("Any", None))
     for error in (asyncio.CancelledError(), TimeoutError(), ServerFailure("gone"), ModelClosed("closed")):
         with pytest.raises(type(error)), entering([running]):
             raise error
-    assert running.book.unsure == 4
+    assert running.record.unsure == 4
     with pytest.raises(InvalidRequest), entering([running]):
         raise InvalidRequest("refused")
     count([running], [{"sketches": {"s": {"requests": 9, "rows": 7}}}], "url")
-    assert (running.book.unsure, running.requests, running.rows) == (4, 1, 7)
+    assert (running.record.unsure, running.requests, running.rows) == (4, 1, 7)
 
 
 async def test_a_sketch_at_a_server_with_rows_of_a_failed_request_is_refused(monkeypatch) -> None:
     connection: Any = SimpleNamespace(url="http://there", run=lambda work: work())
-    running = RunningSketch(Book("s", "moments", 0, {}), CaptureSpec(layers=[0]), ServerSketch(connection, "/s"))
+    running = RunningSketch(
+        SketchRecord("s", "moments", 0, {}), CaptureSpec(layers=[0]), ServerSketch(connection, "/s")
+    )
     sent = SimpleNamespace(kind="moments", size=0, points=(), tokens=running.tokens, before_edits=False, rows=9)
 
     async def written(*_: Any) -> int:
@@ -631,16 +633,16 @@ async def test_a_sketch_at_a_server_with_rows_of_a_failed_request_is_refused(mon
 
     monkeypatch.setattr(of_client, "downloaded", written)
     monkeypatch.setattr(of_client.Sketch, "load", lambda _path: sent)
-    running.book.requests, running.book.rows, sent.requests = 2, 9, 3
+    running.record.requests, running.record.rows, sent.requests = 2, 9, 3
     assert await running.fetch() is sent  # requests of others that end meanwhile
-    running.book.unsure = 1
+    running.record.unsure = 1
     with pytest.raises(SketchIncomplete, match="of 3 requests, and 2 ended here: rows of 1 that failed"):
         await running.fetch()
 
 
 def test_an_answer_that_fails_after_its_rows_entered_breaks_the_sketch() -> None:
-    running = RunningSketch(Book("s", "moments", 0, {}), CaptureSpec(layers=[0]), cast("Any", None))
+    running = RunningSketch(SketchRecord("s", "moments", 0, {}), CaptureSpec(layers=[0]), cast("Any", None))
     with pytest.raises(CaptureMemoryFull), entered([running]):
         raise CaptureMemoryFull("no room for its file")
     with pytest.raises(SketchIncomplete, match="after its rows had entered it: CaptureMemoryFull"):
-        running.book.require()
+        running.record.require()
