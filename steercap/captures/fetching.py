@@ -53,7 +53,7 @@ async def fetch_all(lifecycles: Sequence[Lifecycle]) -> None:
         for lifecycle in sorted(dict.fromkeys(lifecycles), key=id):
             await turns.enter_async_context(lifecycle.turn)
         while moving := [lifecycle for lifecycle in lifecycles if lifecycle.stage is Stage.SPILLING]:
-            await moving[0].rested()
+            await moving[0].wait_for_move()
         for lifecycle in lifecycles:
             lifecycle.require_wanted()
         pending = [
@@ -76,19 +76,19 @@ async def fetched_in_parts(lifecycle: Lifecycle, rows: int) -> AsyncGenerator[Fo
         lifecycle.source.require_open()
     _require_whole(lifecycle)
     async with lifecycle.turn:
-        await lifecycle.rested()
+        await lifecycle.wait_for_move()
         lifecycle.require_wanted()
         source = lifecycle.source
         if lifecycle.stage is Stage.KEPT and isinstance(source, Source) and source.again is None and source.divisible:
             lifecycle.fetch()
-            lifecycle.handed_out = True
+            lifecycle.in_chunks = True
             try:
                 for part in (replace(source, expected=each) for each in parts_of(source.expected, rows)):
                     (delivery,) = await part.collect([part])
                     yield part.found(delivery)
                     lifecycle.require_wanted()
             finally:
-                lifecycle.handed_out = False
+                lifecycle.in_chunks = False
                 lifecycle.end_fetch()
             return
     await fetch_all([lifecycle])
@@ -96,7 +96,7 @@ async def fetched_in_parts(lifecycle: Lifecycle, rows: int) -> AsyncGenerator[Fo
 
 
 def _require_whole(lifecycle: Lifecycle) -> None:
-    if lifecycle.handed_out:
+    if lifecycle.in_chunks:
         raise InvalidRequest(f"{lifecycle.name}: its rows are handed out in chunks; end that loop before you fetch")
 
 
@@ -119,8 +119,8 @@ async def _fetch(pending: Sequence[Lifecycle]) -> None:
             if any(lifecycle.again is None for lifecycle in kept):
                 raise
             lost |= dict.fromkeys(kept)  # it died meanwhile
-        await each_of(spilled, partial(_come_back, errors), READS)
-        await each_of(lost, partial(_computed_again, errors), AGAIN)
+        await each_of(spilled, partial(_read_back, errors), READS)
+        await each_of(lost, partial(_recompute, errors), AGAIN)
     finally:
         for lifecycle in pending:
             lifecycle.end_fetch()
@@ -144,7 +144,7 @@ async def _collect(errors: list[SteercapError], kept: Sequence[Lifecycle]) -> No
         await asyncio.sleep(0)  # a batch of thousands must not stop the loop
 
 
-async def _computed_again(errors: list[SteercapError], lifecycle: Lifecycle) -> None:
+async def _recompute(errors: list[SteercapError], lifecycle: Lifecycle) -> None:
     """Recompute the rows of one handle. Fetched rows take no worker memory, so a batch cannot fill it."""
     try:
         if (recompute := lifecycle.again) is not None:
@@ -153,14 +153,14 @@ async def _computed_again(errors: list[SteercapError], lifecycle: Lifecycle) -> 
         errors.append(error)
 
 
-async def _come_back(errors: list[SteercapError], lifecycle: Lifecycle) -> None:
+async def _read_back(errors: list[SteercapError], lifecycle: Lifecycle) -> None:
     try:
         with _noted(errors):
-            await lifecycle.come_back()
+            await lifecycle.read_back()
     except ModelClosed:  # with its engine, which has died meanwhile
         if lifecycle.again is None:
             raise
-        await _computed_again(errors, lifecycle)
+        await _recompute(errors, lifecycle)
 
 
 @contextmanager

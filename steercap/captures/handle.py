@@ -136,7 +136,7 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
             rows: maximum number of rows of a handle, each of which is of the same request, fetched and labelled.
 
         Raises:
-            InvalidRequest: `rows` is no whole number above 0, or the rows are handed out in another loop.
+            InvalidRequest: `rows` is no whole number above 0, or another loop over `chunks` reads them.
             CaptureIncomplete, CaptureNotFinite, CaptureReleased, EngineFailure: as for `fetch`.
         """
         count = count_of(rows, "rows", wrong=InvalidRequest)

@@ -27,7 +27,7 @@ from steercap.client.asks import (
 )
 from steercap.client.chats import templated, tokenised
 from steercap.client.connection import AT_ONCE, Connection, RemoteServing
-from steercap.client.rows import RemoteRows, begun, count, entering
+from steercap.client.rows import RemoteRows, count, entering, open_sketch
 from steercap.client.sampling import pooling_asked, sampling_asked
 from steercap.client.uploads import Uploads
 from steercap.concurrency.loops import each_of
@@ -134,9 +134,9 @@ class RemoteAnswers:
                 handle.release()
             raise
 
-    async def begun(self, kind: str, size: Any, spec: CaptureSpec) -> RunningSketch:
+    async def open_sketch(self, kind: str, size: Any, spec: CaptureSpec) -> RunningSketch:
         """Open a sketch at the server."""
-        return await begun(self.connection, kind, size, spec)
+        return await open_sketch(self.connection, kind, size, spec)
 
     async def _rendered(
         self, prompts: Sequence[Any], call: CallArguments

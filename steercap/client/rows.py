@@ -175,7 +175,7 @@ class ServerSketch:
             await self.connection.run(lambda: self.connection.free(self.path))
 
 
-async def begun(connection: Connection, kind: str, size: Any, spec: CaptureSpec) -> RunningSketch:
+async def open_sketch(connection: Connection, kind: str, size: Any, spec: CaptureSpec) -> RunningSketch:
     """Open a sketch at a server.
 
     Raises:

@@ -90,15 +90,15 @@ class Sketching:
 
     def __init__(self, workers: Workers, ranks: Ranks, most_bytes: int) -> None:
         self._workers, self._ranks, self._most_bytes = workers, ranks, most_bytes
-        self._weighing: Batcher[Joining, Found] = Batcher(self._weigh)
-        self._folding: Batcher[tuple[Joining, tuple[SketchRecord, ...]], int] = Batcher(self._fold)
+        self._weighing: Batcher[Joining, Found] = Batcher(self._prepare)
+        self._committing: Batcher[tuple[Joining, tuple[SketchRecord, ...]], int] = Batcher(self._commit)
         self._turn = asyncio.Lock()  # so that no reader sees a request half entered
         self._records: list[SketchRecord] = []
 
     async def aclose(self) -> None:
         """Fail all waiting callers. Idempotent."""
         await self._weighing.aclose()
-        await self._folding.aclose()
+        await self._committing.aclose()
 
     def lose(self, why: str) -> None:
         """Mark all sketches as lost, since the workers have died."""
@@ -145,19 +145,19 @@ class Sketching:
             if not self._workers.closed:
                 await self._workers.ask(CloseSketch(record.name), SketchOpened)
 
-    async def weigh(self, joining: Joining) -> Found:
+    async def prepare(self, joining: Joining) -> Found:
         """Prepare a finished request for its sketches: return its rows, or why it cannot enter; see `PrepareSketch`."""
         return await self._weighing.ask(joining)
 
-    async def fold(self, joining: Joining, records: Sequence[SketchRecord]) -> int:
-        """Add the rows of a request after `weigh` to its sketches; returns their number.
+    async def commit(self, joining: Joining, records: Sequence[SketchRecord]) -> int:
+        """Add the rows of a request after `prepare` to its sketches; returns their number.
 
         Once asked, they are added even if the caller stops waiting.
 
         Raises:
             SketchIncomplete: they were not added, or not everywhere.
         """
-        return await self._folding.ask((joining, tuple(records)))
+        return await self._committing.ask((joining, tuple(records)))
 
     async def states(self, record: SketchRecord, points: Sequence[Point]) -> tuple[dict[Point, SketchState], int]:
         """Read the statistics of points, merged over all engines, in one consistent state.
@@ -171,11 +171,11 @@ class Sketching:
         async with self._turn:
             return {point: await self._state(record, point) for point in points}, record.requests
 
-    async def _weigh(self, joining: Sequence[Joining]) -> list[Found]:
+    async def _prepare(self, joining: Sequence[Joining]) -> list[Found]:
         engines = await self._workers.ask(PrepareSketch(tuple(joining)), Collected)
         return [[[answer.shares[at] for answer in answers] for answers in engines] for at in range(len(joining))]
 
-    async def _fold(self, joinings: Sequence[tuple[Joining, tuple[SketchRecord, ...]]]) -> list[int]:
+    async def _commit(self, joinings: Sequence[tuple[Joining, tuple[SketchRecord, ...]]]) -> list[int]:
         records = {record.name: record for _, known in joinings for record in known}
         async with self._turn:
             try:

@@ -170,7 +170,7 @@ class Workers:
 
     Attributes:
         home: the event loop.
-        closed: True once nothing may be asked any more.
+        closed: True once no RPC may be sent any more.
     """
 
     def __init__(self, vllm: VllmEngine) -> None:
@@ -213,7 +213,7 @@ class Workers:
     # Questions, each of which raises EngineFailure if the engine has died, or a worker cannot answer
 
     async def attach(self, settings: Settings) -> Ranks:
-        """Make every worker allocate its memory for rows; must be the first question."""
+        """Make every worker allocate its memory for rows; must be the first RPC."""
         spills = settings.overflow == "spill"
         folder = str(folder_of(settings).absolute()) if spills else ""
         question = Attach(settings.capture_bytes, folder, settings.spill_bytes if spills else 0)
@@ -444,7 +444,7 @@ class Workers:
     # Releases
 
     def give_back(self, owner: Owner, freed: Callable[[], None] | None, *, soon: bool) -> None:
-        """Free a request's rows and records with the next question, or one of its own. Idempotent.
+        """Free a request's rows and records with the next RPC, or with one of its own. Idempotent.
 
         Args:
             owner: sample of the request.

@@ -55,7 +55,7 @@ class Calls(Sketched, Generic[Handle]):
 
     _backend: Backend
 
-    def _begun(
+    def _named_coroutine(
         self,
         call: CallArguments,
         prompts: Any,
@@ -183,7 +183,7 @@ class Calls(Sketched, Generic[Handle]):
             ModelClosed: the model is not open.
         """
         asked = _SharedArguments(capture_layers, capture, steering, add_special_tokens, lora_request, priority)
-        return self._begun(
+        return self._named_coroutine(
             asked.call(self, "generate", sampling_params), prompts, listed, lambda one: _unnested(one.texts)
         )
 
@@ -269,7 +269,7 @@ class Calls(Sketched, Generic[Handle]):
             The errors of `generate`.
         """
         asked = _SharedArguments(capture_layers, capture, steering, add_special_tokens, lora_request, priority)
-        return self._begun(
+        return self._named_coroutine(
             asked.call(self, "chat", sampling_params, template_kwargs=chat_template_kwargs),
             messages,
             conversations_in,
@@ -339,7 +339,7 @@ class Calls(Sketched, Generic[Handle]):
             The errors of `generate` and `chat`.
         """
         asked = _SharedArguments(capture_layers, capture, steering, add_special_tokens, lora_request, priority)
-        return self._begun(
+        return self._named_coroutine(
             asked.call(self, "run", sampling_params, monitors=monitors, template_kwargs=chat_template_kwargs),
             prompts,
             partial(prompts_or_conversations, template_kwargs=chat_template_kwargs),
@@ -404,7 +404,7 @@ class Calls(Sketched, Generic[Handle]):
         if capture_layers is None and capture is None and not sketches_in_force(self):
             capture = CaptureSpec()
         asked = _SharedArguments(capture_layers, capture, steering, add_special_tokens, lora_request, priority)
-        return self._begun(
+        return self._named_coroutine(
             asked.call(self, "read", READ, reading=True),
             prompts,
             listed,
@@ -494,7 +494,7 @@ class Calls(Sketched, Generic[Handle]):
             The errors of `generate`.
         """
         asked = _SharedArguments(capture_layers, capture, steering, add_special_tokens, lora_request, priority)
-        return self._begun(
+        return self._named_coroutine(
             asked.call(self, "encode", pooling, reading=True, encoding=True), prompts, listed, lambda one: one.output
         )
 

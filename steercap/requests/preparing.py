@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from steercap.engine.engine import Engine
 
 
-class _Asked(NamedTuple):
+class _CheckedParams(NamedTuple):
     """Checked vLLM parameters of a request; fields as in `Job`."""
 
     params: SamplingParams | PoolingParams
@@ -49,7 +49,7 @@ class OriginalLengths(NamedTuple):
     limit: int
 
 
-async def _asked(engine: Engine, params: Any, *, encoding: bool) -> _Asked:
+async def _vllm_params(engine: Engine, params: Any, *, encoding: bool) -> _CheckedParams:
     """Return the user's parameters as vLLM's own.
 
     Raises:
@@ -57,9 +57,9 @@ async def _asked(engine: Engine, params: Any, *, encoding: bool) -> _Asked:
     """
     if encoding:
         pooling = await engine.vllm.pooling(params)
-        return _Asked(pooling, 1, stops=False, task=pooling.task)
+        return _CheckedParams(pooling, 1, stops=False, task=pooling.task)
     sampling = engine.vllm.sampling(params)
-    return _Asked(sampling, sampling.n, stops=bool(sampling.stop), task=None)
+    return _CheckedParams(sampling, sampling.n, stops=bool(sampling.stop), task=None)
 
 
 async def prepare(
@@ -100,7 +100,7 @@ async def prepare(
         raise InvalidSpec("give a monitor with do='steer' or steering=, not both")
     steering = held or steering
     lowered = None if steering is None else engine.compiler.lowered(steering)
-    asked = await _asked(engine, params, encoding=encoding)
+    asked = await _vllm_params(engine, params, encoding=encoding)
     stops = asked.stops or any(monitor.do == "stop" for monitor in watching)
     rendered = await vllm.render(prompt)
     options = await vllm.checked(rendered, asked.params, options)
@@ -246,7 +246,7 @@ def _attention(engine: Engine, top: int, queries: Sequence[Point]) -> AttentionP
     )
 
 
-def _check_biases(request: _Asked, change: CompiledSteering, prompt_len: int) -> None:
+def _check_biases(request: _CheckedParams, change: CompiledSteering, prompt_len: int) -> None:
     """Check that logit biases can be applied: the model makes logits, and returns no unbiased ones at biased positions.
 
     Raises:

@@ -330,7 +330,7 @@ async def _try(
             claims.append(grows)
             if not is_module(point.site):  # on which side of a sum's terms it lies is not known
                 claims += of_rows(engine, probed.rows, (point, added))
-    unmoved = [point for point, probed in others if point and _said(probed) == _said(plain)]
+    unmoved = [point for point, probed in others if point and _output_values(probed) == _output_values(plain)]
     return unmoved, claims
 
 
@@ -404,7 +404,7 @@ def _beside(engine: Engine, point: Point) -> tuple[Point, ...]:
     return tuple(one for one in engine.armed if one in near)
 
 
-def _said(probed: _Probed) -> object:
+def _output_values(probed: _Probed) -> object:
     """Return the model's output for a prompt, in comparable form.
 
     That is the log probabilities of the most probable next tokens, by their ids, or the pooled values.

@@ -171,7 +171,7 @@ class EngineSketches:
         await self.engine.sketching.close(record)
 
 
-async def begun(engine: Engine, kind: str, size: Any, spec: CaptureSpec) -> RunningSketch:
+async def open_sketch(engine: Engine, kind: str, size: Any, spec: CaptureSpec) -> RunningSketch:
     """Open a sketch and reserve its memory in the workers.
 
     Raises:
@@ -250,12 +250,12 @@ async def enter(engine: Engine, sketches: Sequence[RunningSketch], samples: Sequ
             record.require()
 
     for (_, expected), one in zip(samples, joining, strict=True):
-        found = await engine.sketching.weigh(one)
+        found = await engine.sketching.prepare(one)
         require()
         _check(engine, expected, points, found)
     for (_, expected), one in zip(samples, joining, strict=True):
         require()
-        if await engine.sketching.fold(one, records) < 0:
+        if await engine.sketching.commit(one, records) < 0:
             require()
             raise SketchIncomplete(f"{expected.name}: the workers no longer have its rows, so it is in no sketch")
 

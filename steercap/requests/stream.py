@@ -156,8 +156,8 @@ async def _follow(job: Job, reservation: Reservation | None, outputs: asyncio.Qu
 
 
 def _parts(job: Job, generated: Sequence[int], first: int) -> Sequence[Expected | None]:
-    """Return what must have come of a sequence from row number `first` on, in parts that fit in memory; None if its
-    rows are not handed over.
+    """Return the expected rows of a sequence from row number `first` on, in parts that fit in memory; None if
+    the user gets no rows.
     """
     if job.plan is None or job.plan.capture is None or not job.hands_over:
         return [None]

@@ -17,7 +17,7 @@ from steercap.captures.sketch import Sketch
 from steercap.core.spec import Point
 from steercap.core.values import choices, shown
 from steercap.errors import InvalidSpec
-from steercap.requests.sketching import EngineSketches, RunningSketch, begun
+from steercap.requests.sketching import EngineSketches, RunningSketch, open_sketch
 from steercap.saes import SAE
 from steercap.server.asks import capture_of
 from steercap.server.folder import CaptureStore, owner_of
@@ -61,7 +61,7 @@ class SketchRoutes:
         given, owner = await asked(request, ("kind", "size", *ROWS)), _owner(request)
         rows = {name: given[name] for name in ROWS if name in given}
         spec = capture_of({**rows, "codec": "raw"}, self._library, owner)
-        running = await begun(self._model.serving.here(), given.get("kind", "moments"), given.get("size"), spec)
+        running = await open_sketch(self._model.serving.here(), given.get("kind", "moments"), given.get("size"), spec)
         one = self._store.keep(running, owner)
         if await request.is_disconnected():  # nobody learns its name
             await self._store.close(one)

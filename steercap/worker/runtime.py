@@ -345,7 +345,7 @@ class Runtime:
                 return Collected(tuple(map(self._seal, wanted)))
             case PrepareSketch(joining):
                 self._wait_for([one.wanted for one in joining])
-                return Collected(tuple(map(self._weigh, joining)))
+                return Collected(tuple(map(self._prepare_sketch, joining)))
             case OpenSketch() | CommitSketch() | ReadSketch() | CloseSketch():
                 return self._sketches.answer(call.question)
             case OpenSAE() | CloseSAE():
@@ -426,7 +426,7 @@ class Runtime:
         if tracked is not None and tracked.capture_buffer is not None and tracked.capture_buffer.layout == NONE:
             self._request_table.look_again(tracked)
 
-    def _weigh(self, joining: Joining) -> CapturedRows | Unknown:
+    def _prepare_sketch(self, joining: Joining) -> CapturedRows | Unknown:
         captured_rows = self._seal(joining.wanted)
         if isinstance(captured_rows, Unknown) or captured_rows.failure or captured_rows.nonfinite:
             return captured_rows  # and the client refuses it
@@ -434,7 +434,7 @@ class Runtime:
         if not isinstance(rows, ArenaBuffer) or rows.capture.sent != RAW:
             refused: str | None = "its rows are not kept unchanged, as a sketch needs"
         else:
-            refused = self._sketches.weigh(joining, rows)
+            refused = self._sketches.prepare(joining, rows)
         return msgspec.structs.replace(captured_rows, failure=refused)
 
     def _attach(self, message: Attach) -> Answer:

@@ -486,7 +486,7 @@ class CudaTaps(Taps):
         """Copy the vectors, configurations and layouts written since the last pass to the device."""
         for bank_rows, vectors in self._vectors:
             width = min(vectors.shape[1], self._bank.shape[1])  # no point of this rank is wider
-            rows = self._transfers.there(vectors[:, :width].contiguous())
+            rows = self._transfers.to_device(vectors[:, :width].contiguous())
             self._bank[:, :width].index_copy_(0, self._there(np.array(bank_rows)), rows)
         self._vectors = []
         if self._dirty:
@@ -508,7 +508,7 @@ class CudaTaps(Taps):
             self._layouts.index_copy_(0, self._there(numbers), self._there(self.layouts.offsets[numbers]))
 
     def _there(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
-        return self._transfers.there(torch.from_numpy(np.ascontiguousarray(values)))
+        return self._transfers.to_device(torch.from_numpy(np.ascontiguousarray(values)))
 
     def _pieces(self, passes: Sequence[_Pass]) -> tuple[Ints, Ints, Ints]:
         """Return the copies of passes to the host: target and source addresses, and sizes in bytes."""

@@ -178,7 +178,7 @@ class DeviceEncoder:
             whole = encoding.matrix(kind.schema.width, coding)
             assert whole is not None, "a codec with a seed has a matrix"
             part = whole[:, kind.first : kind.first + kind.width].to(dtype_of(kind.schema))
-            return self._transfers.there(part.contiguous())
+            return self._transfers.to_device(part.contiguous())
 
         return self._matrices.get((kind, coding), make)
 
@@ -213,7 +213,7 @@ class DeviceEncoder:
             yield self._installed.kind_of(schema), Alike(schema, layout.form.coding, at)
 
     def _there(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
-        return self._transfers.there(torch.from_numpy(np.ascontiguousarray(values)))
+        return self._transfers.to_device(torch.from_numpy(np.ascontiguousarray(values)))
 
 
 @dataclass(frozen=True)
@@ -292,7 +292,7 @@ class DeviceAccumulators:
                 for local, other in enumerate(kinds)
                 if other == kind
             ]
-            there = self._transfers.there(torch.tensor(points, dtype=torch.int32))
+            there = self._transfers.to_device(torch.tensor(points, dtype=torch.int32))
             numbers = [number for number, *_ in points]
             yield _Group(kind.schema, numbers, there, self._sums.view(torch.float32), held)
 
@@ -319,7 +319,7 @@ class DeviceAccumulators:
     ) -> None:
         """Apply the updates of a pass at some points; see `upload`."""
         table = self._table(step, updates, sources, records).astype(np.int32)
-        self._launch(ring, self._transfers.there(torch.from_numpy(table)), points)
+        self._launch(ring, self._transfers.to_device(torch.from_numpy(table)), points)
 
     def _launch(self, ring: torch.Tensor, updates: torch.Tensor, points: range | None = None) -> None:
         for one in self._groups:
@@ -370,7 +370,7 @@ class DeviceAccumulators:
         """Apply updates that add held rows only, divide, and copy the sums to the arena; see `Taps.finish`."""
         # For all points: those that a layout lacks are not copied, and its number may be another layout's by now.
         table = self._table_of(updates, np.full(len(updates), NONE), divisors).astype(np.int32)
-        self._launch(ring, self._transfers.there(torch.from_numpy(table)))
+        self._launch(ring, self._transfers.to_device(torch.from_numpy(table)))
         ends = zip(updates.accumulators.tolist(), layouts, lines.tolist(), strict=True)
         copies = [
             copy for accumulator, layout, line in ends for copy in self._sums_of(accumulator, layout, line, arena)

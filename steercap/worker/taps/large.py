@@ -34,7 +34,7 @@ from steercap.worker.taps.transfers import Ring, Transfers
 
 @dataclass(frozen=True)
 class RowMemory:
-    """Rows on the device, and what works on them.
+    """Rows on the device, and the objects that work on them.
 
     Args:
         rows: the ring's lines behind `head` unused ones: uint8 [lines, LINE_BYTES].
@@ -42,7 +42,7 @@ class RowMemory:
         ring: places of the ring.
         tokens: table of the pass's tokens, on the device.
         idle: memory for a kernel that does nothing of use: int32 [1].
-        encoder, sums: what encodes and reduces rows.
+        encoder, sums: encoder of records, and running reductions.
         transfers: transfers to and from the device.
         wait: function that makes the model's stream wait for a holder of places in the ring.
     """
@@ -194,7 +194,7 @@ class LargePass:
         count = len(self._pattern.table)
         column = np.full(count, NONE, dtype=np.int32)
         column[self._step.tokens[self._kept]] = records
-        self._memory.tokens[:count, LINE] = self._memory.transfers.there(torch.from_numpy(column))
+        self._memory.tokens[:count, LINE] = self._memory.transfers.to_device(torch.from_numpy(column))
         # The next tap may read its tables while the kernel before it runs, so that must be another one.
         self._memory.idle.zero_()
 
