@@ -160,8 +160,8 @@ def bound(config: Any) -> dict[str, str]:
 def attention_for(config: Any) -> dict[str, str]:
     """Return the engine argument by which vLLM takes kernels of latent attention that run in the model's dtype.
 
-    On a processor with AMX vLLM takes those for bfloat16 in any dtype, and the worker dies of the weights. Can go when
-    vLLM looks at the dtype.
+    On a processor with AMX vLLM takes those for bfloat16 in any dtype, and the worker crashes on the weights. Can go
+    when vLLM looks at the dtype.
 
     Args:
         config: vLLM's configuration.

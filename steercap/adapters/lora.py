@@ -66,7 +66,7 @@ class Adapters:
         Raises:
             InvalidRequest: it is not vLLM's LoRARequest, the engine was started without `enable_lora`, its files are
                 missing or do not fit the model, or its name or number is another adapter's; or the request wants
-                logprobs of its prompt, for which vLLM has no adapter by row (on CPU it dies of them).
+                logprobs of its prompt, for which vLLM has no adapter by row (on CPU it crashes on them).
         """
         if (
             self._config.lora_config is not None

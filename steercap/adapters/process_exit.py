@@ -6,7 +6,7 @@ Empty files there say how far a start is. It imports nothing heavy.
 
 A process of this machine is watched by a pidfd, which can be read once it has ended, whoever its parent is. Only its
 parent learns its exit code: the client for engine cores, an engine core for its workers. An engine core writes the exit
-code to the folder of the engine, see `left_behind`. It relies on this: `MultiprocExecutor.shutdown` is
+code to the folder of the engine, see `recorded_error`. It relies on this: `MultiprocExecutor.shutdown` is
 called when a worker has ended, with `is_failed` set, before others are waited for, and `workers` hold their processes
 as `proc`; of the client, on `engine_manager.finished_procs`.
 """
@@ -34,7 +34,7 @@ FOLDER: Final = "VLLM_RPC_BASE_PATH"
 #: Errors of vLLM and torch where a GPU has too little memory.
 MEMORY: Final = re.compile(r"CUDA out of memory|Free memory on device")
 #: Name of the file with the error.
-REFUSAL: Final = "refusal.json"
+STARTUP_ERROR: Final = "refusal.json"
 #: Names of the empty files of a worker that begins to read the weights, and of one that has them.
 READING, READ = "reading", "read"
 
@@ -46,13 +46,13 @@ def mark(name: str) -> None:
 
 
 @contextlib.contextmanager
-def left_behind() -> Iterator[None]:
-    """Write an error raised in the block to `REFUSAL` in the engine's folder, and raise it again."""
+def recorded_error() -> Iterator[None]:
+    """Write an error raised in the block to `STARTUP_ERROR` in the engine's folder, and raise it again."""
     try:
         yield
     except Exception as raised:
         error = _within(raised)
-        with contextlib.suppress(OSError), (Path(os.environ.get(FOLDER, os.devnull)) / REFUSAL).open("x") as file:
+        with contextlib.suppress(OSError), (Path(os.environ.get(FOLDER, os.devnull)) / STARTUP_ERROR).open("x") as file:
             json.dump([type(error).__name__, str(error)], file)
         raise
 
@@ -63,7 +63,7 @@ def _within(error: Exception) -> Exception:
     return cause if type(error).__name__.startswith("RayTaskError") and isinstance(cause, Exception) else error
 
 
-def refusal(folder: Path, start: str) -> errors.SteercapError | None:
+def startup_error(folder: Path, start: str) -> errors.SteercapError | None:
     """Return the error that a start failed with: steercap's own as it was raised, or ModelNotLoaded with vLLM's.
 
     None if no process has written one.
@@ -73,7 +73,7 @@ def refusal(folder: Path, start: str) -> errors.SteercapError | None:
         start: sentence that says what failed, for the message.
     """
     try:
-        name, says = json.loads((folder / REFUSAL).read_text())
+        name, says = json.loads((folder / STARTUP_ERROR).read_text())
     except (OSError, ValueError):
         return None
     ours = getattr(errors, name, None)
@@ -169,7 +169,7 @@ class Processes:
             (name, pid, code), *_ = json.loads((self._folder / _EXIT_CODES).read_text())
             return f"{name} (process {pid}) {_said(code)}"
         with contextlib.suppress(OSError, ValueError):
-            kind, says = json.loads((self._folder / REFUSAL).read_text())
+            kind, says = json.loads((self._folder / STARTUP_ERROR).read_text())
             return f"{', '.join(cores) or 'its engine core'} ended with {missing_kernel(says) or f'{kind}: {says}'}"
         return ", ".join(f"{name} {_said(code)}" for name, code in cores.items())
 

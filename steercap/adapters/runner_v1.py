@@ -35,7 +35,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
 
 from steercap.adapters import RUNTIME_ATTRIBUTE
-from steercap.adapters.hooks import attach, looked_through, require_requests, step_of, wrap
+from steercap.adapters.hooks import attach, finding_modules, require_requests, step_of, wrap
 from steercap.adapters.releases import require
 from steercap.worker.runtime import Runtime
 from steercap.worker.step import BatchRows
@@ -153,7 +153,7 @@ def hook() -> None:
 
 
 def _load_model(original: Callable[[], Any], runner: Any, *_args: Any, **_options: Any) -> Any:
-    with looked_through(runner):
+    with finding_modules(runner):
         loaded = original()
     require("Model Runner V1 with its model", runner)
     attach(runner)

@@ -60,7 +60,7 @@ class Budget:
 
     @property
     def reserved(self) -> int:
-        """Pages claimed by running and finished requests, on the fullest engine."""
+        """Pages reserved for running and finished requests, on the fullest engine."""
         return max(self._reserved)
 
     @property
@@ -74,7 +74,7 @@ class Budget:
         return sum(self._running)
 
     def free(self, engine: int | None = None) -> int:
-        """Return the unclaimed pages of one engine, or of the emptiest."""
+        """Return the free pages of one engine, or of the emptiest."""
         return self.pages - (min(self._reserved) if engine is None else self._reserved[engine])
 
     def holds(self, reservation: Reservation) -> bool:
@@ -83,7 +83,7 @@ class Budget:
 
     @property
     def wanted(self) -> int:
-        """Pages that the waiting reservations ask for."""
+        """Pages that the waiting requests need."""
         return sum(reservation.pages for reservation in self._queue)
 
     @property

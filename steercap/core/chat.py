@@ -52,7 +52,7 @@ _MARKS: Final = range(0xE000, 0xF900)
 _BLANK: Final = " \t\n\r\f\v"
 
 
-def said_in(message: Mapping[str, Any]) -> str:
+def content_text(message: Mapping[str, Any]) -> str:
     """Return the text of a message's content: "" for None, the texts of several parts with line feeds between them.
 
     Raises:
@@ -149,7 +149,7 @@ def _as_given(message: Mapping[str, Any], more: Mapping[str, Any]) -> Mapping[st
 
 
 def _in_text(message: Mapping[str, Any], more: Mapping[str, Any]) -> Mapping[str, Any]:  # noqa: ARG001 -- it has no part
-    return {**message, "content": said_in(message)}
+    return {**message, "content": content_text(message)}
 
 
 def _in_parts(message: Mapping[str, Any], more: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -188,7 +188,7 @@ def place(
         def changed(given: str, replaced: Callable[[str], Mapping[str, Any]] = replaced) -> list[Mapping[str, Any]]:
             return [*conversation[:index], replaced(given), *conversation[index + 1 :]]
 
-        found.append((yield from _Words(text, words, changed, spell, marks).regions()))
+        found.append((yield from _TextSearch(text, words, changed, spell, marks).regions()))
     if UNCLEAR in found:
         return UNCLEAR
     placed = [one for one in found if isinstance(one, list)]
@@ -223,8 +223,8 @@ def _key(part: Mapping[str, Any]) -> str:
     return _TEXT_KEYS.get(str(part.get("type", "text")), "text")
 
 
-class _Words:
-    """Search for one text of a message in the prompt."""
+class _TextSearch:
+    """Search for one text of a message in the rendered prompt."""
 
     def __init__(
         self,

@@ -44,7 +44,7 @@ from stored_runs import (
 )
 
 from steercap import Add, Calibration, CaptureHandle, LowRank, Manifest, Sketch, SteeringSpec, errors
-from steercap.adapters.process_exit import REFUSAL
+from steercap.adapters.process_exit import STARTUP_ERROR
 from steercap.architectures.sites import SITES
 from steercap.captures import files, manifest
 from steercap.captures import sketch as sketches
@@ -501,7 +501,7 @@ ERRORS = [
 def test_errors_keep_their_names() -> None:
     """A client raises what a server's header names, and a start what its engine left word of; further ones may come."""
     assert ERROR_HEADER == "x-steercap-error"
-    assert REFUSAL == "refusal.json"
+    assert STARTUP_ERROR == "refusal.json"
     assert [name for name in ERRORS if getattr(getattr(errors, name, None), "__name__", "") != name] == []
 
 

@@ -141,7 +141,7 @@ class Collected(Message, frozen=True, tag="Collected"):
 
     Args:
         shares: rows of each request.
-        unfinished: True if there is work left on rows before they can leave, and no share is there: ask again.
+        unfinished: True if rows are not ready yet and `shares` is empty: ask again.
     """
 
     shares: tuple[CapturedRows | Unknown, ...] = msgspec.field(name="parcels")

@@ -1,4 +1,4 @@
-"""Conversion of users' vectors and rows to float32 copies, or to an error that says what is wrong.
+"""Conversion of users' vectors and rows to float32 copies, or to an error that names the problem.
 
 Copies are independent of the user's tensor, so that no later change of it reaches what was checked.
 """

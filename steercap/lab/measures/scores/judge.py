@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from steercap.concurrency.loops import each_of, scoped
-from steercap.core.chat import said_in
+from steercap.core.chat import content_text
 from steercap.core.extras import extra
 from steercap.core.values import flag_of, index_of, number_of, shown
 from steercap.errors import InvalidSetting, JudgeFailed
@@ -176,7 +176,7 @@ def asked(rubric: str, exchange: Scored) -> str:
 def judgement(choice: Mapping[str, Any]) -> Judgement:
     """Read the score, or the refusal, in a judge's answer: see `Judge`."""
     # A judge that refuses itself may say so in a field of its own; that is no score, and no refusal of the answer's.
-    reply = said_in(choice["message"]) or str(choice["message"].get("refusal") or "")
+    reply = content_text(choice["message"]) or str(choice["message"].get("refusal") or "")
     if REFUSES.match(reply):
         return Judgement(None, refused=True, reply=reply)
     score = _expected(((choice.get("logprobs") or {}).get("content") or [{}])[0].get("top_logprobs") or [])
@@ -209,7 +209,7 @@ def _expected(candidates: Sequence[Mapping[str, Any]]) -> float | None:
 def _choice(url: str, answer: httpx.Response) -> Mapping[str, Any]:
     try:
         choice: Mapping[str, Any] = answer.json()["choices"][0]
-        _ = choice["message"]["content"], said_in(choice["message"])
+        _ = choice["message"]["content"], content_text(choice["message"])
     except (ValueError, LookupError, TypeError) as error:
         raise JudgeFailed(f"{url} did not answer with a chat completion, but with {answer.text[:300]!r}") from error
     return choice
