@@ -12,7 +12,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from steercap.cli.captured import Captured, Store, asked_before, capture_to, check_goes_on
+from steercap.cli.captured import Captured, Store, arguments_of_call, capture_to, check_goes_on
 from steercap.cli.command import command
 from steercap.cli.contents import directions_in, load
 from steercap.cli.destinations import folder_ready, may_replace
@@ -232,7 +232,7 @@ def register(app: typer.Typer) -> None:
         planned.check_steering(spec)
         if directions is not None and heat is not None:
             check_heat(directions, heat, wanted.layers, planned.model.layers)
-        goes_on = not force and check_goes_on(out, asked_before(asked, params, wanted))
+        goes_on = not force and check_goes_on(out, arguments_of_call(asked, params, wanted))
         if not goes_on:
             may_replace(out, terminal, force=force, pattern="*.safetensors")  # last: it asks
         async with reached(model, terminal, sites=armed, **stored.settings()) as open_model:

@@ -193,10 +193,10 @@ async def run_each(
         The errors of `SteerModel.generate`, the first of them.
     """
     from steercap.core.tokens import TokenSelection
-    from steercap.lab.directions.extraction import asked_of
+    from steercap.lab.directions.extraction import prompts_and_rows
 
     texts = [prompt.content for prompt in prompts if isinstance(prompt.content, str) and prompt.special is None]
-    await asked_of(model, texts, TokenSelection.parse("all"))  # warns once about texts that have special tokens already
+    await prompts_and_rows(model, texts, TokenSelection.parse("all"))  # warns once of doubled special tokens
 
     async def run(numbered: tuple[int, Prompt]) -> None:
         number, prompt = numbered

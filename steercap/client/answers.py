@@ -18,17 +18,17 @@ from steercap.captures.pooled import Encoded, require_kind
 from steercap.client.asks import (
     NotAsJSON,
     Streamed,
-    capture_asked,
+    capture_json,
     lines_of,
-    monitors_asked,
+    monitors_json,
     reports_of,
     require_specs,
-    steering_asked,
+    steering_json,
 )
 from steercap.client.chats import templated, tokenised
 from steercap.client.connection import AT_ONCE, Connection, RemoteServing
 from steercap.client.rows import RemoteRows, count, entering, open_sketch
-from steercap.client.sampling import pooling_asked, sampling_asked
+from steercap.client.sampling import pooling_json, sampling_json
 from steercap.client.uploads import Uploads
 from steercap.concurrency.loops import each_of
 from steercap.core.chat import MessageSpan
@@ -162,7 +162,7 @@ class RemoteAnswers:
         """Yield the chunks of `RemoteModel.stream`."""
         self._require_kind(call)
         asked = PromptOfCall(one_to_stream(prompt, call), call.sampling_params, call.spec, call.steering, call)
-        require_one_sample(sampling_asked(asked.params).get("n", 1))
+        require_one_sample(sampling_json(asked.params).get("n", 1))
         sample, is_looked_at = Streamed(), False
         self._look_at_models([asked])
         with entering(call.sketches):
@@ -219,7 +219,7 @@ class RemoteAnswers:
                     event: dict[str, Any] = msgspec.json.decode(said)
                 name = (event.get("steercap") or {}).get("error", "")
                 if failed is not None and name:
-                    raise self.connection.error_said(failed.get("code") or 500, {"error": failed}, name)
+                    raise self.connection.error_from_answer(failed.get("code") or 500, {"error": failed}, name)
                 if "error" in event:
                     failed = event["error"]
                 else:
@@ -227,7 +227,7 @@ class RemoteAnswers:
             else:
                 failed = failed or {"message": "the stream broke off before its end"}
         if failed is not None:
-            raise self.connection.error_said(failed.get("code") or 500, {"error": failed}, "")
+            raise self.connection.error_from_answer(failed.get("code") or 500, {"error": failed}, "")
 
     def _require_kind(self, call: CallArguments) -> bool:
         """Check that the server's model can serve a call; return whether it pools.
@@ -253,7 +253,7 @@ class RemoteAnswers:
         if texts and read[0][0].call.add_special_tokens is None:
             warn_of_doubled(texts, await self.connection.run(lambda: tokenised(self.connection, "")))
         if not read[0][0].call.encoding:
-            most = ((one.params, sampling_asked(one.params)["max_tokens"], len(ids)) for one, ids in read)
+            most = ((one.params, sampling_json(one.params)["max_tokens"], len(ids)) for one, ids in read)
             warn_of_room(most, self.connection.here().context)
 
     def _look_at_models(self, prompts: Sequence[PromptOfCall]) -> None:
@@ -281,9 +281,9 @@ class RemoteAnswers:
 
     async def _encoded(self, item: PromptOfCall) -> Generation:
         """Run one prompt of `encode`, or of `read` with a pooling model; the `output` is an `Encoded`."""
-        options, given = _options_asked(item.call), _prompt_asked(item.prompt)
+        options, given = _options_json(item.call), _prompt_json(item.prompt)
         body = {"model": self.connection.here().name, "prompt": given, **options, **_salt(item.prompt)}
-        body |= {"pooling": pooling_asked(item.params), "add_special_tokens": item.call.add_special_tokens}
+        body |= {"pooling": pooling_json(item.params), "add_special_tokens": item.call.add_special_tokens}
         async with AsyncExitStack() as names:
             body["steercap"] = await self._field(item, names)
             with entering(item.call.sketches):
@@ -300,8 +300,8 @@ class RemoteAnswers:
     async def _body(self, item: PromptOfCall) -> AsyncIterator[dict[str, Any]]:
         """Yield the body of a request; files that it names stay on the server while the block runs."""
         require_specs(item.spec)
-        sampling, options = sampling_asked(item.params), _options_asked(item.call)
-        given = _prompt_asked(item.prompt)
+        sampling, options = sampling_json(item.params), _options_json(item.call)
+        given = _prompt_json(item.prompt)
         if isinstance(given, str) and (item.call.add_special_tokens is False or not given):
             given = await tokenised(self.connection, given, special=item.call.add_special_tokens is not False)
         if not given:
@@ -332,12 +332,12 @@ class RemoteAnswers:
         if item.spec is not None:
             project: Any = item.spec.project
             name = None if project is None else await names.enter_async_context(self.uploads.named(project))
-            field["capture"] = capture_asked(item.spec, name)
+            field["capture"] = capture_json(item.spec, name)
         if item.steering is not None:
             field["steering"] = await self._steering(item.steering, names)
         if monitors := monitors_of(item.call.monitors):
             layers = self.connection.here().num_layers
-            field["monitors"] = await monitors_asked(monitors, layers, self.uploads, names)
+            field["monitors"] = await monitors_json(monitors, layers, self.uploads, names)
         return field
 
     async def _within(self, prompt: str | list[int], max_tokens: Any) -> tuple[str | list[int], Any]:
@@ -360,7 +360,7 @@ class RemoteAnswers:
             return given
         spec = spec_of(given)
         try:
-            return steering_asked(spec)
+            return steering_json(spec)
         except NotAsJSON:
             return await names.enter_async_context(self.uploads.named(spec))
 
@@ -437,7 +437,7 @@ def _receipt(fields: Any) -> SteeringReceipt:
     return SteeringReceipt(tuple(fields["rows"]), fields["computed"], fields["cached"], fields["digest"])
 
 
-def _prompt_asked(prompt: Any) -> str | list[int]:
+def _prompt_json(prompt: Any) -> str | list[int]:
     """Return a prompt as a text or token ids.
 
     Raises:
@@ -472,7 +472,7 @@ def _ids_read(output: Any) -> Sequence[int]:
     return output["choices"][0].get("prompt_token_ids") or ()
 
 
-def _options_asked(call: CallArguments) -> dict[str, Any]:
+def _options_json(call: CallArguments) -> dict[str, Any]:
     options = call.options
     if options.get("lora_request") is not None:
         raise InvalidRequest(

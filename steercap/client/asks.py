@@ -58,7 +58,7 @@ def require_specs(spec: Any) -> None:
             raise InvalidRequest(f"CaptureSpec({name}=) cannot be sent to a server: {reason}")
 
 
-def capture_asked(spec: CaptureSpec, project: str | None) -> dict[str, Any]:
+def capture_json(spec: CaptureSpec, project: str | None) -> dict[str, Any]:
     """Return a capture spec as JSON, without fields that have their default.
 
     Args:
@@ -71,14 +71,14 @@ def capture_asked(spec: CaptureSpec, project: str | None) -> dict[str, Any]:
         given = getattr(spec, field.name)
         if field.name in {*_REFUSED, "project", "at"} or given == getattr(plain, field.name):
             continue
-        asked[field.name] = value_asked(given)
+        asked[field.name] = value_json(given)
     if spec.at is not None:
         names: Any = spec.at
-        asked["at"] = [_point_asked(name) for name in names]
+        asked["at"] = [_point_json(name) for name in names]
     return asked
 
 
-def steering_asked(spec: SteeringSpec) -> dict[str, Any]:
+def steering_json(spec: SteeringSpec) -> dict[str, Any]:
     """Return a steering spec as JSON.
 
     Raises:
@@ -89,26 +89,26 @@ def steering_asked(spec: SteeringSpec) -> dict[str, Any]:
     edits = spec.flat()
     if sum(_numbers(edit) for edit in edits) > MOST_NUMBERS:
         raise NotAsJSON
-    return {"edits": [_edit_asked(edit) for edit in edits], "preserve_norm": spec.preserve_norm}
+    return {"edits": [_edit_json(edit) for edit in edits], "preserve_norm": spec.preserve_norm}
 
 
-def _edit_asked(edit: Edit | LogitBias) -> dict[str, Any]:
+def _edit_json(edit: Edit | LogitBias) -> dict[str, Any]:
     if isinstance(edit, LogitBias):
         bias: Any = edit.bias
         if not isinstance(bias, Mapping):
             raise NotAsJSON
-        said = {str(token): value_asked(add) for token, add in bias.items()}
-        return {"op": "logit_bias", "bias": said, "tokens": value_asked(edit.selection)}
+        said = {str(token): value_json(add) for token, add in bias.items()}
+        return {"op": "logit_bias", "bias": said, "tokens": value_json(edit.selection)}
     asked: dict[str, Any] = {"op": next(op for op, kind in EDITS.items() if type(edit) is kind)}
     for field in dataclasses.fields(edit):
         given = getattr(edit, field.name)
         left_out = given is None or field.name in (("model", "tokens") if edit.replaced else ("model",))
         if field.init and not left_out:
-            asked[field.name] = value_asked(given)
+            asked[field.name] = value_json(given)
     return asked
 
 
-def value_asked(value: Any) -> Any:
+def value_json(value: Any) -> Any:
     """Return a field's value as JSON, without loss.
 
     Raises:
@@ -123,7 +123,7 @@ def value_asked(value: Any) -> Any:
         case torch.Tensor():
             found = value.tolist()  # float32 is held by a float, and read back as the same
         case TokenSelection(terms):
-            parts = [value_asked(slice(*term) if isinstance(term, tuple) else term) for term in terms]
+            parts = [value_json(slice(*term) if isinstance(term, tuple) else term) for term in terms]
             found = parts[0] if len(parts) == 1 else parts
         case Mask():
             found = value.tolist()
@@ -131,13 +131,13 @@ def value_asked(value: Any) -> Any:
             parts = [value.start, value.stop, *([] if value.step is None else [value.step])]
             found = ":".join("" if part is None else str(part) for part in parts)
         case list() | tuple() | range():
-            found = [value_asked(part) for part in value]
+            found = [value_json(part) for part in value]
         case _:
             raise NotAsJSON
     return found
 
 
-def _point_asked(name: Name) -> Any:
+def _point_json(name: Name) -> Any:
     return name.site if name.layer is None else [name.layer, name.site]
 
 
@@ -150,7 +150,7 @@ def _numbers(edit: Edit | LogitBias) -> int:
 JSONObject = Mapping[str, Any]
 
 
-async def monitors_asked(
+async def monitors_json(
     monitors: Sequence[Monitor], num_layers: int, uploads: Uploads, names: AsyncExitStack
 ) -> list[dict[str, Any]]:
     """Return the field `monitors` of a request's body, and upload long probes and steering.
@@ -165,10 +165,10 @@ async def monitors_asked(
         LayerOutOfRange: a layer that the model does not have.
         The errors of `Uploads.named`.
     """
-    return [await _asked(one, num_layers, uploads, names) for one in monitors]
+    return [await _monitor_json(one, num_layers, uploads, names) for one in monitors]
 
 
-async def _asked(monitor: Monitor, num_layers: int, uploads: Uploads, names: AsyncExitStack) -> dict[str, Any]:
+async def _monitor_json(monitor: Monitor, num_layers: int, uploads: Uploads, names: AsyncExitStack) -> dict[str, Any]:
     (layer,) = resolve_layers(monitor.layer, num_layers)
     asked: dict[str, Any] = {
         "layer": layer,
@@ -176,18 +176,18 @@ async def _asked(monitor: Monitor, num_layers: int, uploads: Uploads, names: Asy
         "threshold": monitor.threshold,
         "above": monitor.above,
         "bias": monitor.bias,
-        "tokens": value_asked(monitor.selection),
+        "tokens": value_json(monitor.selection),
         "do": monitor.do,
         "name": monitor.name,
     }
     if monitor.weights.numel() <= MOST_NUMBERS:
-        asked["probe"] = value_asked(monitor.weights)
+        asked["probe"] = value_json(monitor.weights)
     else:
         vectors = LayerVectors({layer: monitor.weights}, site=monitor.site)
         asked["probe"] = await names.enter_async_context(uploads.named(vectors))
     if isinstance(monitor.steering, SteeringSpec):
         try:
-            asked["steering"] = steering_asked(monitor.steering)
+            asked["steering"] = steering_json(monitor.steering)
         except NotAsJSON:
             asked["steering"] = await names.enter_async_context(uploads.named(monitor.steering))
     return asked

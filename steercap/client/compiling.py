@@ -1,4 +1,4 @@
-"""Compilation of specs for a server's engine, by what the server says of it, as the engine itself compiles them.
+"""Compilation of specs for a server's engine, from the server's description of it, as the engine compiles them.
 
 A `RemoteEngine` has the names of `Engine` that functions over an open model read: those that plan captures and digest
 steering. The server compiles each request again, and its answer counts.
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 from steercap.architectures.sites import SITES
-from steercap.client.sampling import sampling_asked
+from steercap.client.sampling import sampling_json
 from steercap.config import Settings
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
@@ -62,7 +62,7 @@ def _described(engine: Engine) -> dict[str, Any]:
 
 
 def _tokenizer(engine: Engine) -> dict[str, str]:
-    """Return what a client finds the model's tokenizer by, and knows it by; {} if the engine has none."""
+    """Return the name, revision and digests by which a client finds the tokenizer; {} if the engine has none."""
     if not engine.vllm.tokenizes:
         return {}
     config, found = engine.vllm.llm.model_config, engine.vllm.tokenizer
@@ -87,8 +87,8 @@ class RemoteVllm:
     without_text: Mapping[str, Any] = field(default_factory=dict)
 
     def sampling(self, params: Any) -> Any:
-        """Return sampling parameters as far as they can be asked of a server; errors as of `sampling_asked`."""
-        return SimpleNamespace(**sampling_asked(params))
+        """Return sampling parameters as far as they can be asked of a server; errors as of `sampling_json`."""
+        return SimpleNamespace(**sampling_json(params))
 
     def limit(self, prompt_len: int, params: Any) -> int:
         """Return the maximum number of tokens that become inputs of the model: prompt + generated - 1."""

@@ -363,9 +363,9 @@ class Connection:
             body = response.json()
         except ValueError:
             body = response.text[:200]
-        return self.error_said(response.status_code, body, response.headers.get(ERROR_HEADER, ""))
+        return self.error_from_answer(response.status_code, body, response.headers.get(ERROR_HEADER, ""))
 
-    def error_said(self, status: int, body: Any, name: str) -> SteercapError:
+    def error_from_answer(self, status: int, body: Any, name: str) -> SteercapError:
         """Return the error that an answer describes.
 
         Args:
@@ -437,7 +437,7 @@ class RemoteServing:
     connection: Connection
 
     def here(self) -> RemoteEngine:
-        """Return what the server's engine compiles specs by, for work in the connection's own event loop.
+        """Return the same as `opened`, for work in the connection's own event loop.
 
         Raises:
             WrongEventLoop: it was started in another event loop.

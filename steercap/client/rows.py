@@ -13,7 +13,7 @@ from typing import Any, Final
 from steercap.captures.handle import CaptureHandle
 from steercap.captures.rows import Found
 from steercap.captures.sketch import Sketch
-from steercap.client.asks import capture_asked
+from steercap.client.asks import capture_json
 from steercap.client.connection import Connection, RemoteServing
 from steercap.concurrency.loops import each_of, scoped
 from steercap.core.spec import CaptureSpec, Point
@@ -185,7 +185,7 @@ async def open_sketch(connection: Connection, kind: str, size: Any, spec: Captur
     """
     engine, record = RemoteServing(connection).here(), record_of("", kind, size, {})
     points = engine.compiler.captured(spec)[0]
-    rows = {name: value for name, value in capture_asked(spec, None).items() if name != "codec"}
+    rows = {name: value for name, value in capture_json(spec, None).items() if name != "codec"}
     body = {"kind": kind, "size": record.size or None, **rows}
     said = await connection.run(lambda: connection.ask("POST", _PATH, json=body))
     with connection.answering():

@@ -136,7 +136,7 @@ class CallArguments:
         sketches: running sketches (`model.sketch`) in force where the call is made; its rows are added to them.
         encoding: True if the prompts are encoded by a pooling model.
         monitors: monitors that watch each request.
-        add_special_tokens: see `special_asked`.
+        add_special_tokens: see `checked_special`.
         template_kwargs: further arguments of the chat template, for conversations.
     """
 
@@ -156,7 +156,7 @@ class CallArguments:
     @property
     def spec(self) -> Any:
         """Capture spec, for all prompts or one each; None for no capture."""
-        return capture_asked(self.capture_layers, self.capture)
+        return capture_of_call(self.capture_layers, self.capture)
 
 
 def listed(prompts: Any) -> tuple[bool, list[Any]]:
@@ -260,13 +260,13 @@ def text_of(prompt: Any) -> str | None:
     return prompt if isinstance(prompt, str) else None
 
 
-def special_asked(given: Any) -> bool | None:
+def checked_special(given: Any) -> bool | None:
     """Check `add_special_tokens`: True or False, or None for True with a warning (`warn_of_doubled`).
 
     Raises:
         InvalidRequest: any other value.
     """
-    return None if given is None else flag_asked("add_special_tokens", given)
+    return None if given is None else checked_flag("add_special_tokens", given)
 
 
 def repeating(given: Iterable[tuple[Any, Sequence[int]]]) -> list[tuple[str, Sequence[int]]]:
@@ -418,7 +418,7 @@ def template_arguments(given: Any) -> dict[str, Any]:
     return dict(given)
 
 
-def flag_asked(name: str, given: Any) -> bool:
+def checked_flag(name: str, given: Any) -> bool:
     """Parse an argument that is True or False.
 
     Raises:
@@ -430,7 +430,7 @@ def flag_asked(name: str, given: Any) -> bool:
     return flag
 
 
-def capture_asked(layers: Layers | None, capture: Any) -> Any:
+def capture_of_call(layers: Layers | None, capture: Any) -> Any:
     """Return the capture spec: `capture=`, or one made of its shorthand `capture_layers=`.
 
     Raises:

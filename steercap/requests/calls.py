@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, Unpack, overload
 
 from steercap.captures.pooled import Encoded
-from steercap.core.prompts import CallArguments, conversations_in, listed, prompts_or_conversations, special_asked
+from steercap.core.prompts import CallArguments, checked_special, conversations_in, listed, prompts_or_conversations
 from steercap.core.spec import CaptureSpec, Layers
 from steercap.requests.call_types import (
     READ,
@@ -545,7 +545,7 @@ class _SharedArguments(NamedTuple):
     def call(self, model: object, name: str, params: Any, **own: Any) -> CallArguments:
         """Return all arguments of a call, with the steering and sketches in force where it is made."""
         options = {"lora_request": self.lora_request, "priority": self.priority}
-        special = special_asked(self.add_special_tokens)
+        special = checked_special(self.add_special_tokens)
         given = self.capture_layers, self.capture, self.steering, options
         return in_context(model, CallArguments(name, params, *given, add_special_tokens=special, **own))
 

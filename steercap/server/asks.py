@@ -55,7 +55,7 @@ _ID: Final = re.compile(r"0|[1-9][0-9]{0,9}")
 _SLICE: Final = re.compile(r"(-?\d{1,99})?:(-?\d{1,99})?(?::(-?\d{1,99}))?")
 
 
-def asked_of(body: Any, library: Library, owner: str) -> SteercapField:
+def parsed_field(body: Any, library: Library, owner: str) -> SteercapField:
     """Parse the `steercap` field of a request of one owner.
 
     Raises:
@@ -81,12 +81,12 @@ def asked_of(body: Any, library: Library, owner: str) -> SteercapField:
         None if capture is None else capture_of(capture, library, owner),
         None if steering is None else steering_of(steering, library, owner),
         deliver,
-        monitors_asked(given.get("monitors"), library, owner),
-        sketches=_sketches_asked(given.get("sketches", [])),
+        monitors_of_json(given.get("monitors"), library, owner),
+        sketches=_sketch_ids(given.get("sketches", [])),
     )
 
 
-def _sketches_asked(value: Any) -> tuple[str, ...]:
+def _sketch_ids(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(map(_is_name, value)):
         raise InvalidSpec(f"steercap.sketches={shown(value)}; give a list of ids of sketches")
     return tuple(dict.fromkeys(value))
@@ -129,7 +129,7 @@ def steering_of(value: Any, library: Library, owner: str) -> SteeringSpec:
     return SteeringSpec([one for part in parts for one in _edits_of(part, library, owner)])
 
 
-def monitors_asked(value: Any, library: Library, owner: str) -> tuple[Monitor, ...]:
+def monitors_of_json(value: Any, library: Library, owner: str) -> tuple[Monitor, ...]:
     """Parse monitors from JSON: a list of objects, in which a probe is a list of numbers or the name of vectors.
 
     Raises:

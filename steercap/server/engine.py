@@ -38,8 +38,8 @@ from steercap.server.call import (
     described,
     entered,
     logits_of,
-    receipt_said,
-    sketches_said,
+    receipt_json,
+    sketches_json,
 )
 from steercap.server.folder import CaptureFolder, CaptureStore
 from steercap.server.recording import Recorder
@@ -98,7 +98,7 @@ class ServedEngine:
         call = CURRENT.get()
         recorded = self._recorder is not None and self._recorder.wants()
         if call is not None:
-            return self._asked(call, prompt, sampling_params, options, request_id if recorded else "")
+            return self._outputs_of(call, prompt, sampling_params, options, request_id if recorded else "")
         if recorded:
             return self._recorded(prompt, sampling_params, request_id, options)
         found: AsyncGenerator[RequestOutput, None] = self._llm.generate(prompt, sampling_params, request_id, **options)
@@ -165,7 +165,7 @@ class ServedEngine:
             self.failures[call.error] += 1
             raise self._translated(error) from error
 
-    def _asked(
+    def _outputs_of(
         self, call: SteercapRequest, prompt: Any, params: Any, options: dict[str, Any], recorded: str
     ) -> AsyncGenerator[RequestOutput, None]:
         """Return the outputs of a request that uses steercap; `recorded` is its id if it is to be recorded, else ""."""
@@ -210,7 +210,7 @@ class ServedEngine:
                         ours = False
                         ended = [Sample(index, texts[index], ids) for index, ids in sorted(tokens.items())]
                         with entered(call.sketches):
-                            found = await self._handed_over(call, job, ended, reservation, receipts, recorded=recorded)
+                            found = await self._results_of(call, job, ended, reservation, receipts, recorded=recorded)
                         call.results += [
                             {"choice": first + sample.index} | one for sample, one in zip(ended, found, strict=True)
                         ]
@@ -221,7 +221,7 @@ class ServedEngine:
                 if recorded and self._recorder is not None:
                     self._recorder.drop("cancelled")
 
-    async def _handed_over(
+    async def _results_of(
         self,
         call: SteercapRequest,
         job: Job,
@@ -232,9 +232,9 @@ class ServedEngine:
         recorded: str,
     ) -> list[dict[str, Any]]:
         """Return the results of each sample for the answer; rows that are recorded are left to the recorder."""
-        entered = sketches_said(call.asked.sketches, call.sketches)
+        entered = sketches_json(call.asked.sketches, call.sketches)
         found: list[dict[str, Any]] = [
-            {**entered, **receipt_said(receipt)} for _, receipt in zip_longest(samples, receipts or ())
+            {**entered, **receipt_json(receipt)} for _, receipt in zip_longest(samples, receipts or ())
         ]
         if job.watch is not None:
             for one, sample in zip(found, samples, strict=True):
@@ -251,7 +251,7 @@ class ServedEngine:
             return found
         try:
             await self._model.fetch_captures_batch(handles)
-            for one, handle, place in zip(found, handles, await self._delivered(call, handles), strict=True):
+            for one, handle, place in zip(found, handles, await self._placed(call, handles), strict=True):
                 one["capture"] = described(handle, place)
                 if call.asked.logits:
                     async with self._unembedding:  # one at a time, for their memory
@@ -267,14 +267,14 @@ class ServedEngine:
         """Return the store for the rows of a request."""
         return self._folder if self._folder is not None and call.asked.delivery == "folder" else self._captures
 
-    async def _delivered(self, call: SteercapRequest, handles: Sequence[CaptureHandle]) -> list[dict[str, Any]]:
+    async def _placed(self, call: SteercapRequest, handles: Sequence[CaptureHandle]) -> list[dict[str, Any]]:
         """Deliver the rows of each handle; return their places for the answer."""
         if isinstance(folder := self._room(call), CaptureFolder):
             written = await folder.write(handles, call.owner)
             return [{"file": one.file, "bytes": one.bytes, "sha256": one.sha256} for one in written]
-        return [self._handed(call, await asyncio.to_thread(files.encode, handle.as_saved())) for handle in handles]
+        return [self._put(call, await asyncio.to_thread(files.encode, handle.as_saved())) for handle in handles]
 
-    def _handed(self, call: SteercapRequest, content: bytes) -> dict[str, Any]:
+    def _put(self, call: SteercapRequest, content: bytes) -> dict[str, Any]:
         """Deliver a file in the answer if that is asked for, or by the store; return its place for the answer."""
         if call.asked.delivery == "inline":
             call.inline += len(content)

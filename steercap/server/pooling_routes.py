@@ -20,11 +20,11 @@ from steercap.captures.pooled import Encoded
 from steercap.core.values import choices, index_of, shown
 from steercap.errors import InvalidRequest, InvalidSpec, SteercapError
 from steercap.requests.context import joining
-from steercap.server.asks import asked_of
-from steercap.server.call import described, entered, receipt_said, sketches_said
+from steercap.server.asks import parsed_field
+from steercap.server.call import described, entered, receipt_json, sketches_json
 from steercap.server.folder import CaptureStore, owner_of
 from steercap.server.library import Library, Presets
-from steercap.server.questions import answering, as_json, asked
+from steercap.server.questions import answering, as_json, read_body
 from steercap.server.sketch_store import SketchStore
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ class PoolingRoutes:
     async def encode(self, request: Request) -> Response:
         """Answer with the pooled output of `prompt`, a text or token ids, as base64 of a safetensors file."""
         owner = owner_of(request.headers.get("authorization", ""))
-        given = await asked(request, FIELDS, MOST_BODY)
-        field = asked_of(given.get("steercap") or {}, self._library, owner)
+        given = await read_body(request, FIELDS, MOST_BODY)
+        field = parsed_field(given.get("steercap") or {}, self._library, owner)
         if field.monitors or field.delivery != "fetch":
             raise InvalidSpec("a pooling model has no monitors=, and its rows are fetched: leave deliver= out")
         arguments = self._arguments(given, field)
@@ -88,7 +88,7 @@ class PoolingRoutes:
                 found: Any = await self._model.encode(_prompt(given), given.get("pooling"), **arguments)
                 encoded, handle = found if field.capture is not None else (found, None)
                 with entered(sketches):
-                    result = {"choice": 0, **receipt_said(encoded.steering), **sketches_said(field.sketches, sketches)}
+                    result = {"choice": 0, **receipt_json(encoded.steering), **sketches_json(field.sketches, sketches)}
                     async with handle or nullcontext():
                         said = await asyncio.to_thread(_as_json, encoded)
                         if handle is not None:

@@ -69,7 +69,7 @@ def as_json(said: Mapping[str, Any]) -> Response:
     return Response(msgspec.json.encode(said), media_type="application/json")
 
 
-async def asked(request: Request, known: Sequence[str], most: int = MOST_BODY) -> Mapping[str, Any]:
+async def read_body(request: Request, known: Sequence[str], most: int = MOST_BODY) -> Mapping[str, Any]:
     """Read the body, which must be an object with known fields.
 
     Raises:

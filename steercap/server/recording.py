@@ -1,4 +1,4 @@
-"""Recorder of a server: captures requests that ask for nothing, and writes their rows behind their back.
+"""Recorder of a server: captures requests that do not use steercap, and writes their rows in the background.
 
 A request never waits, nor fails, for its recording: what has no room is left out, counted by reason, and logged. Rows
 of ended requests wait in a bounded queue, which one daemon thread writes; a stalled disk stops that thread alone.
@@ -140,7 +140,7 @@ class Recorder:
         return False
 
     def refused(self, error: Exception) -> None:
-        """Count a request whose capture is refused: for want of rows, as "generated" of one token has none, or else."""
+        """Count a request whose capture is refused: it has no rows (`tokens="generated"` of one token), or other."""
         _ = self._skip("no_rows") if isinstance(error, EmptySelection) else self.drop("unsupported", error)
 
     def _skip(self, reason: str) -> bool:
@@ -243,7 +243,7 @@ class Recorder:
             yield chunk
 
     def _done(self, ended: _Ended, reason: str, error: Exception | None = None) -> None:
-        """Let go of a request; count it if it was not written."""
+        """Forget a request; count it if it was not written."""
         for handle in ended.handles:
             handle.release()
         with self._lock:
@@ -257,7 +257,7 @@ class Recorder:
         return self
 
     async def __aexit__(self, *_error: object) -> None:
-        """Write what is queued, if the disk takes it within `END_SECONDS`; the rest is dropped, and said."""
+        """Write the queued requests that the disk takes within `END_SECONDS`; drop and report the others."""
         self._closed = True
         if self._fetching is not None:
             await asyncio.wait([self._fetching], timeout=END_SECONDS)
@@ -272,7 +272,7 @@ class Recorder:
         _LOG.info("recorded %s, dropped %s, skipped %s", *map(dict, (self.recorded, self.dropped, self.skipped)))
 
     def _give_up(self) -> None:
-        """Drop what is queued behind a request that the disk does not take."""
+        """Drop the queued requests, since the disk does not take the one before them."""
         with suppress(Empty):
             while (one := self._queue.get_nowait()) is not None:
                 self._done(one, "ended")

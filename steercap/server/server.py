@@ -62,7 +62,7 @@ class ServerSettings:
         folder: folder for rows that requests ask to be written; None for none.
         folder_bytes: maximum bytes of files in it.
         folder_bytes_of_a_key: maximum bytes that requests of one API key write to it.
-        record: what is recorded of requests that ask for nothing; None for nothing.
+        record: settings of the recorder of requests that do not use steercap; None to record nothing.
         idle_seconds: seconds without a request after which the server ends; None for never.
         warm: digest of options to announce with a warm engine, which listens on its socket alone; None for a server
             that others do not find. See `steercap.files.warm`.

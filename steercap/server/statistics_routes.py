@@ -22,7 +22,7 @@ from steercap.saes import SAE
 from steercap.server.asks import capture_of
 from steercap.server.folder import CaptureStore, owner_of
 from steercap.server.library import NAME, Library
-from steercap.server.questions import MOST_TOP, answering, asked, rows_at, rows_of, top_of
+from steercap.server.questions import MOST_TOP, answering, read_body, rows_at, rows_of, top_of
 from steercap.server.sketch_store import SketchStore
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class SketchRoutes:
 
     async def open(self, request: Request) -> Response:
         """Open a sketch: `{"kind": "moments", "size": ..., "layers": ..., "sites": ..., "tokens": ...}`."""
-        given, owner = await asked(request, ("kind", "size", *ROWS)), _owner(request)
+        given, owner = await read_body(request, ("kind", "size", *ROWS)), _owner(request)
         rows = {name: given[name] for name in ROWS if name in given}
         spec = capture_of({**rows, "codec": "raw"}, self._library, owner)
         running = await open_sketch(self._model.serving.here(), given.get("kind", "moments"), given.get("size"), spec)
@@ -88,7 +88,7 @@ class SketchRoutes:
 
 
 class _SketchFile(StreamingResponse):
-    """Answer with a file, which is closed and let go of however the answer ends."""
+    """Answer that sends a file; the file is closed and its holder released however the sending ends."""
 
     def __init__(self, file: IO[bytes], size: int, held: AsyncExitStack) -> None:
         super().__init__(iter(lambda: file.read(_PART), b""), 200, {"content-length": str(size)})
@@ -182,7 +182,7 @@ class FeaturesOfRows:
 
     async def features(self, request: Request) -> Response:
         """Answer with the most active features of rows: `{"sae": name, "positions": [...], "top": 8}`."""
-        given = await asked(request, ("sae", "positions", "top"))
+        given = await read_body(request, ("sae", "positions", "top"))
         name = given.get("sae")
         sae = self._saes.get(name) if isinstance(name, str) else None
         if sae is None:

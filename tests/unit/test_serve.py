@@ -27,7 +27,7 @@ from steercap.captures.site_codecs import SiteCodecs
 from steercap.client.connection import ERROR_HEADER
 from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidRequest, InvalidSpec, SketchClosed
 from steercap.requests.stats import Stats
-from steercap.server.asks import asked_of, capture_of, ranges, steering_of
+from steercap.server.asks import capture_of, parsed_field, ranges, steering_of
 from steercap.server.call import CURRENT, described, logits_of
 from steercap.server.folder import CaptureStore, owner_of
 from steercap.server.library import OPERATOR, Library
@@ -144,7 +144,7 @@ def test_a_name_of_one_direction_stands_wherever_a_name_does(place, name, librar
     field = place.partition(".")[0].partition(",")[0]
     said = PLACES[place](name)
     body = {"capture" if field == "project" else field if field == "monitors" else "steering": said}
-    found = asked_of(body, library, ME)
+    found = parsed_field(body, library, ME)
     if field == "project":
         assert found.capture is not None
         project = found.capture.project
@@ -173,7 +173,7 @@ def test_a_name_of_one_direction_stands_wherever_a_name_does(place, name, librar
 def test_a_name_that_means_no_vector_is_told_what_would(place, name, says, library) -> None:
     body = {"monitors" if place == "monitors" else "steering": PLACES[place](name)}
     with pytest.raises(InvalidSpec, match=re.escape(says)):
-        asked_of(body, library, ME)
+        parsed_field(body, library, ME)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_a_name_that_means_no_vector_is_told_what_would(place, name, says, libra
 )
 def test_what_means_nothing_is_refused_by_name(body, says, library) -> None:
     with pytest.raises(InvalidRequest, match=says):
-        asked_of(body, library, ME)
+        parsed_field(body, library, ME)
 
 
 json_values = st.recursive(
@@ -272,7 +272,7 @@ def test_no_body_is_an_error_of_ours(body) -> None:
     """Whatever is asked is a request, or one of the errors that clients are told of."""
     library = Library()
     try:
-        asked_of(body, library, ME)
+        parsed_field(body, library, ME)
     except InvalidRequest as error:
         assert len(str(error)) < 2000
 

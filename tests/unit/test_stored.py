@@ -50,7 +50,7 @@ from steercap.captures import files, manifest
 from steercap.captures import sketch as sketches
 from steercap.captures.quantisation import Codes, Quantiser, _codes_kind
 from steercap.captures.quantisation import _kind as _quantiser_kind
-from steercap.cli.captured import asked_before
+from steercap.cli.captured import arguments_of_call
 from steercap.client.connection import ERROR_HEADER
 from steercap.core.biases import Bias
 from steercap.core.framing import HEADER
@@ -704,7 +704,7 @@ def test_settings_are_described_alike() -> None:
         "read_system": True,
         "read_together": 1,
     }
-    assert asked_before(PROMPTS, dict(GREEDY), CAPTURE) == {
+    assert arguments_of_call(PROMPTS, dict(GREEDY), CAPTURE) == {
         "prompts": "5bf010b555271c0769007621bd379858193a0855c29add9383bb7adba904eeb2",
         "sampling": {"temperature": 0.0, "ignore_eos": True, "max_tokens": 4},
         "layers": "(0, 2)",

@@ -23,7 +23,7 @@ from steercap.core.tokens import BUT_THE_FIRST, TokenSelection
 from steercap.core.values import number_of, shown
 from steercap.errors import InvalidRequest, InvalidSpec
 from steercap.files.fingerprint import model_name
-from steercap.lab.directions.extraction import Text, asked_of, check_texts
+from steercap.lab.directions.extraction import Text, check_texts, prompts_and_rows
 from steercap.lab.measures.codec_judge import (
     FEW_ROWS,
     LEAST_ROWS,
@@ -217,7 +217,7 @@ async def check_codecs(
         most_rows=most_rows,
         seed=seed,
     )
-    prompts = await asked_of(model, texts, TokenSelection.parse(BUT_THE_FIRST))
+    prompts = await prompts_and_rows(model, texts, TokenSelection.parse(BUT_THE_FIRST))
     found: list[CodecMeasure] = []
     notes: dict[str, str] = {}
     taken: list[int] = []
