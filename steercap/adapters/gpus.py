@@ -57,19 +57,19 @@ class GpuProcess(msgspec.Struct, frozen=True):
 def gather_gpus() -> tuple[Gpu, ...]:
     """Return all GPUs that nvidia-smi reports, including hidden ones; none without nvidia-smi."""
     asked = "name,memory.total,memory.free,compute_cap,driver_version,index,uuid"
-    return tuple(gpu_of(line) for line in _told(f"--query-gpu={asked}") if line.count(",") == asked.count(","))
+    return tuple(gpu_of(line) for line in _query_lines(f"--query-gpu={asked}") if line.count(",") == asked.count(","))
 
 
 def gather_processes() -> tuple[GpuProcess, ...]:
     """Return the processes that hold memory of GPUs, those with most memory first; none without nvidia-smi, and those
     alone that it sees: in a container there may be others.
     """
-    lines = _told("--query-compute-apps=gpu_uuid,pid,process_name,used_gpu_memory")
+    lines = _query_lines("--query-compute-apps=gpu_uuid,pid,process_name,used_gpu_memory")
     found = filter(None, map(process_of, lines))
     return tuple(sorted(found, key=lambda one: -(one.bytes or 0)))
 
 
-def _told(query: str) -> list[str]:
+def _query_lines(query: str) -> list[str]:
     """Return the lines that nvidia-smi answers to a query; none without it, or where it fails or hangs."""
     command = shutil.which("nvidia-smi")
     if command is None:

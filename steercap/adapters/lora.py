@@ -80,13 +80,13 @@ class Adapters:
         if given is None:
             return None
         request = self._read(given)
-        request.lora_path = await asyncio.to_thread(_found, request)
+        request.lora_path = await asyncio.to_thread(_adapter_folder, request)
         async with self._loading:
             files = _files(request)
             if not self._is_known(request, files):
                 await asyncio.to_thread(self._check, request)
                 if failures := [failure for failure in await self._load(*_names(request)) if failure]:
-                    raise InvalidRequest(f"{_told(request)} cannot be loaded: {failures[0]}")
+                    raise InvalidRequest(f"{_described(request)} cannot be loaded: {failures[0]}")
                 self._known[request.lora_int_id] = LoadedAdapter(request, files)
         return request
 
@@ -119,13 +119,13 @@ class Adapters:
             if _names(known) == _names(request):
                 if files != then:
                     raise InvalidRequest(
-                        f"the files of {_told(request)} have changed since it was loaded; "
+                        f"the files of {_described(request)} have changed since it was loaded; "
                         "give it another name and number"
                     )
                 return True
             if request.lora_int_id == known.lora_int_id or request.lora_name == known.lora_name:
                 raise InvalidRequest(
-                    f"{_told(request)} has the name or number of {_told(known)}, and vLLM would take one for "
+                    f"{_described(request)} has the name or number of {_described(known)}, and vLLM would take one for "
                     "the other; give each adapter a name and number of its own"
                 )
         return False
@@ -137,10 +137,10 @@ class Adapters:
             helper = PEFTHelper.from_local_dir(request.lora_path, getattr(text, "max_position_embeddings", None))
             helper.validate_legal(self._config.lora_config)
         except Exception as error:  # of any kind: it depends on what the file holds
-            raise InvalidRequest(f"{_told(request)} is not one that this engine can use: {error}") from error
+            raise InvalidRequest(f"{_described(request)} is not one that this engine can use: {error}") from error
 
 
-def _found(request: LoRARequest) -> str:
+def _adapter_folder(request: LoRARequest) -> str:
     """Return the absolute path of an adapter's folder, which stays valid after a change of directory.
 
     Raises:
@@ -149,9 +149,9 @@ def _found(request: LoRARequest) -> str:
     try:
         folder = Path(get_adapter_absolute_path(request.lora_path)).absolute()
     except Exception as error:  # of any kind: it may ask a hub
-        raise InvalidRequest(f"{_told(request)} cannot be found: {error}") from error
+        raise InvalidRequest(f"{_described(request)} cannot be found: {error}") from error
     if not (folder / _SETTINGS).is_file() or not any((folder / name).is_file() for name in _WEIGHTS):
-        raise InvalidRequest(f"{_told(request)} is not there: its folder must hold {_SETTINGS} and {_WEIGHTS[0]}")
+        raise InvalidRequest(f"{_described(request)} is not there: its folder must hold {_SETTINGS} and {_WEIGHTS[0]}")
     return str(folder)
 
 
@@ -168,7 +168,7 @@ def _names(request: LoRARequest) -> tuple[str, int, str]:
     return request.lora_name, request.lora_int_id, request.lora_path
 
 
-def _told(request: LoRARequest) -> str:
+def _described(request: LoRARequest) -> str:
     return f"the LoRA adapter {request.lora_name!r} ({request.lora_int_id}, {request.lora_path})"
 
 

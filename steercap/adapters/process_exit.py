@@ -167,11 +167,11 @@ class Processes:
         """
         with contextlib.suppress(OSError, ValueError):
             (name, pid, code), *_ = json.loads((self._folder / _EXIT_CODES).read_text())
-            return f"{name} (process {pid}) {_said(code)}"
+            return f"{name} (process {pid}) {_exit_text(code)}"
         with contextlib.suppress(OSError, ValueError):
             kind, says = json.loads((self._folder / STARTUP_ERROR).read_text())
             return f"{', '.join(cores) or 'its engine core'} ended with {missing_kernel(says) or f'{kind}: {says}'}"
-        return ", ".join(f"{name} {_said(code)}" for name, code in cores.items())
+        return ", ".join(f"{name} {_exit_text(code)}" for name, code in cores.items())
 
     @property
     def which(self) -> str:
@@ -184,7 +184,7 @@ class Processes:
             os.close(self._watched.popitem()[0])
 
 
-def _said(code: int) -> str:
+def _exit_text(code: int) -> str:
     """Describe an exit code."""
     if code >= 0:
         return f"ended with exit code {code}"

@@ -117,13 +117,13 @@ def inspected_folder(path: Path, *, verify: bool = False) -> Found:
         ("evaluation.json", _evaluation),
         ("manifest.json", partial(_run, verify=verify)),
         ("definition.json", partial(inspected_dataset, verify=verify)),
-        ("config.json", _model),
+        ("config.json", _describe_model),
     )
-    how = next((how for name, how in known if (path / name).is_file()), _files)
-    if how in {_model, _files}:  # an SAE may have a config.json
+    how = next((how for name, how in known if (path / name).is_file()), _describe_files)
+    if how in {_describe_model, _describe_files}:  # an SAE may have a config.json
         from steercap.saes.finding import LAYOUTS
 
-        how = _sae if any((path / str(one.weights)).is_file() for one in LAYOUTS) else how
+        how = _describe_sae if any((path / str(one.weights)).is_file() for one in LAYOUTS) else how
     document, tables = how(path)
     return {"folder": str(path), **document}, tables
 
@@ -158,7 +158,7 @@ def _sweep(path: Path) -> Found:
 
     definition = SWEEP.read(path)
     answers = sum(_records(part) for part in (path / "answers").glob("*.parquet"))
-    asked = _asked(definition)
+    asked = _requested_answers(definition)
     known = {
         "kind": "sweep",
         "model": definition.model.get("model", definition.model.get("name", "")),
@@ -177,7 +177,7 @@ def _sweep(path: Path) -> Found:
     return document, [facts(str(path), known)]
 
 
-def _asked(definition: Definition) -> int:
+def _requested_answers(definition: Definition) -> int:
     """Return the number of answers that a sweep asks for, which does not depend on its vectors' values."""
     from steercap.lab.studies.sweeps import Sweep
     from steercap.steering.layers import LayerVectors
@@ -221,7 +221,7 @@ def _evaluation(path: Path) -> Found:
     return document, [facts(str(path), known)]
 
 
-def _model(path: Path) -> Found:
+def _describe_model(path: Path) -> Found:
     from steercap.engine.checkpoint import look_up
 
     found = look_up(str(path), path)
@@ -236,7 +236,7 @@ def _model(path: Path) -> Found:
     return {**known, "bytes": found.bytes}, [facts(str(path), known)]
 
 
-def _sae(path: Path) -> Found:
+def _describe_sae(path: Path) -> Found:
     from steercap.saes.sae import SAE
 
     found = SAE.load(path)
@@ -246,7 +246,7 @@ def _sae(path: Path) -> Found:
     return {**known, "features": found.d_sae, "width": found.d_in}, [facts(str(path), known)]
 
 
-def _files(path: Path) -> Found:
+def _describe_files(path: Path) -> Found:
     files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
     kinds = {file: kind for file in files if (kind := _kind(file))}
     if not kinds:

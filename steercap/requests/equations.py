@@ -69,7 +69,9 @@ def mixes(
     named = f", with an edit at {edit[0]}" if edit else ""
     layers = sorted({point.layer for point in rows})
     for layer in layers:
-        for (before, *terms), following in zip(BLOCKS, (Point(layer, BLOCKS[1][0]), _behind(layer, end)), strict=True):
+        for (before, *terms), following in zip(
+            BLOCKS, (Point(layer, BLOCKS[1][0]), _after_layer(layer, end)), strict=True
+        ):
             found = [rows.get(Point(layer, site)) for site in (before, *terms)]
             streams, post, res, added = found
             if res is not None:
@@ -85,7 +87,7 @@ def mixes(
             yield Claim(name, error, _MIXED * torch.finfo(rows[following].dtype).eps)
 
 
-def _behind(layer: int, end: Point) -> Point:
+def _after_layer(layer: int, end: Point) -> Point:
     return end if layer == end.layer else Point(layer + 1, BLOCKS[0][0])
 
 

@@ -358,7 +358,7 @@ async def _run(
             asked = prompt, params, None, spec
             job = await prepare(engine, *asked, options=options, encoding=engine.vllm.pools, reading=engine.vllm.pools)
             if job.plan is not None and point is not None:
-                near = _beside(engine, point)
+                near = _neighbours(engine, point)
                 capture = _all_rows(tuple(sorted(engine.armed[one] for one in near)))
                 plan = structs.replace(job.plan, capture=capture)
                 job = replace(job, plan=plan, points=near, hands_over=True)
@@ -371,13 +371,13 @@ async def _run(
         for first in range(0, len(wanted), together):
             some = wanted[first : first + together]
             done = await run_all(jobs(some), set())
-            found += [(point, await _taken(one)) for (point, _), one in zip(some, done, strict=True)]
+            found += [(point, await _fetched(one)) for (point, _), one in zip(some, done, strict=True)]
     except SteeringNotApplied as error:
         raise TapsNotInstalled(f"the start-up probe failed: {error}; this engine would not steer correctly") from error
     return found
 
 
-async def _taken(done: Generation) -> _Probed:
+async def _fetched(done: Generation) -> _Probed:
     """Return a request's output and rows; the rows are fetched and released."""
     if not done.handles:
         return _Probed({}, done.output)
@@ -396,7 +396,7 @@ def _values_of(output: Any) -> torch.Tensor | None:
     return found
 
 
-def _beside(engine: Engine, point: Point) -> tuple[Point, ...]:
+def _neighbours(engine: Engine, point: Point) -> tuple[Point, ...]:
     """Return the armed points among: a point, the stream of its layer and the next, and its layer's attention."""
     sites = (*STREAM, *STREAMS, "embed", "final_norm")
     stream = {Point(layer, site) for layer in (point.layer, point.layer + 1) for site in sites}

@@ -159,7 +159,7 @@ def _monitor_of(value: Any, library: Library, owner: str) -> Monitor:
         if given.get("layer") not in list(vectors):
             raise InvalidSpec(f"a monitor with {_lacking(given.get('layer'), {'probe': name}, list(vectors))}")
         given["probe"] = vectors[given["layer"]]
-    return _made(Monitor, given)
+    return _constructed(Monitor, given)
 
 
 def _edits_of(asked: Any, library: Library, owner: str) -> Sequence[Edit | LogitBias | SteeringSpec]:
@@ -186,7 +186,7 @@ def _edits_of(asked: Any, library: Library, owner: str) -> Sequence[Edit | Logit
             given[name] = ranges(given[name])
     named = {name: given[name] for name in VECTORS if _is_name(given.get(name))}
     if not named:
-        return [_made(kind, given)]
+        return [_constructed(kind, given)]
     found = {name: layer_vectors(value, library, owner) for name, value in named.items()}
     site = next(iter(found.values())).site
     given.setdefault("site", site)
@@ -194,7 +194,7 @@ def _edits_of(asked: Any, library: Library, owner: str) -> Sequence[Edit | Logit
     for name in ("layer", "layers"):
         given.pop(name, None)
     return [
-        _made(
+        _constructed(
             kind,
             given | {"model": model, "layer": layer} | {name: vectors[layer] for name, vectors in found.items()},
         )
@@ -234,7 +234,7 @@ def _lacking(layer: Any, named: Mapping[str, str], known: list[int]) -> str:
     return f"{what} and layer={shown(layer)}: there are vectors for layers {span(known)}{near}"
 
 
-def _made(kind: type[Made], given: Mapping[str, Any]) -> Made:
+def _constructed(kind: type[Made], given: Mapping[str, Any]) -> Made:
     try:
         made = kind(**given)
     except TypeError as error:  # something that it needs is missing

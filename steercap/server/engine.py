@@ -256,7 +256,7 @@ class ServedEngine:
                 if call.asked.logits:
                     async with self._unembedding:  # one at a time, for their memory
                         one["capture"]["_logits"] = await logits_of(
-                            handle, self._model.serving.here().vllm.vocabulary, partial(self._kept, call)
+                            handle, self._model.serving.here().vllm.vocabulary, partial(self._put_in_store, call)
                         )
         finally:
             for handle in handles:
@@ -284,9 +284,9 @@ class ServedEngine:
                     "and fetch them, or keep fewer"
                 )
             return {"bytes": len(content), "data": base64.b64encode(content).decode()}
-        return self._kept(call, content)
+        return self._put_in_store(call, content)
 
-    def _kept(self, call: SteercapRequest, content: bytes) -> dict[str, Any]:
+    def _put_in_store(self, call: SteercapRequest, content: bytes) -> dict[str, Any]:
         """Put a file into the store, or raise CaptureMemoryFull; return its place for the answer."""
         place = self._captures.offer(content, call.owner)
         call.unsaid.append(partial(self._captures.remove, place["id"], call.owner))

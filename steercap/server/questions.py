@@ -104,7 +104,7 @@ async def rows_of(request: Request, captures: CaptureStore) -> CaptureHandle:
     one = captures.get(request.path_params["name"], owner)
     if one is None:
         raise NotThereError
-    handle = await asyncio.to_thread(_read, one.content)
+    handle = await asyncio.to_thread(_loaded_handle, one.content)
     if handle.directions or handle.receipt.reduce:
         raise InvalidRequest("the capture holds projections or reductions, not the rows of its tokens")
     return handle
@@ -138,7 +138,7 @@ def top_of(given: Any, most: int = MOST_TOP) -> int:
     return top
 
 
-def _read(content: bytes) -> CaptureHandle:
+def _loaded_handle(content: bytes) -> CaptureHandle:
     with tempfile.NamedTemporaryFile(prefix="steercap-look-", suffix=".safetensors") as file:
         file.write(content)
         file.flush()

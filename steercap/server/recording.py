@@ -149,7 +149,7 @@ class Recorder:
 
     def take(self, handles: Sequence[CaptureHandle], answer_id: str) -> None:
         """Take over the handles of a request that has ended; never waits."""
-        size, rows = sum(map(_held, handles)), [_source(handle).expected.rows for handle in handles]
+        size, rows = sum(map(_memory_held, handles)), [_source(handle).expected.rows for handle in handles]
         chunked = size > self.settings.queue_bytes // LARGE or any(map(_leaves, handles))
         size = min(size, self.settings.queue_bytes // LARGE)
         with self._lock:
@@ -200,7 +200,7 @@ class Recorder:
             if one is None:
                 self.folder.close()
                 return
-            self._done(one, *self._written(one))
+            self._done(one, *self._write_request(one))
 
     def _tidy(self) -> None:
         try:
@@ -208,7 +208,7 @@ class Recorder:
         except (OSError, SteercapError):
             _LOG.exception("old recordings cannot be removed from %s", self.folder.path)
 
-    def _written(self, ended: _Ended) -> tuple[str, Exception | None]:
+    def _write_request(self, ended: _Ended) -> tuple[str, Exception | None]:
         """Write a request; return the reason and the error if it cannot be written, else ""."""
         rows = sum(ended.rows or [len(handle.receipt.positions) for handle in ended.handles])
         codecs, prompts = self.settings.codecs, self.settings.prompts
@@ -286,7 +286,7 @@ def _source(handle: CaptureHandle) -> Source:
     return source
 
 
-def _held(handle: CaptureHandle) -> int:
+def _memory_held(handle: CaptureHandle) -> int:
     """Return the bytes of the capture memory that the rows of an ended request hold."""
     source = _source(handle)
     return source.reservation.pages * source.engine.admission.page_bytes

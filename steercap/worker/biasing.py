@@ -160,7 +160,7 @@ class Biasing:
         """Wait until the wanted positions are verified; do not wait for later passes."""
         last = next((pending for pending in reversed(self._pending) if pending.of(wanted)), None)
         if last is not None:
-            while self._pending and self._take_in(self._pending.popleft()) is not last:
+            while self._pending and self._verify(self._pending.popleft()) is not last:
                 pass
 
     def _choose(self, batch: BatchRows, counts: Ints, vocabulary: int) -> list[Biased]:
@@ -229,9 +229,9 @@ class Biasing:
 
     def _complete(self, ready: Callable[[_Pending], bool]) -> None:
         while self._pending and ready(self._pending[0]):
-            self._take_in(self._pending.popleft())
+            self._verify(self._pending.popleft())
 
-    def _take_in(self, pending: _Pending) -> _Pending:
+    def _verify(self, pending: _Pending) -> _Pending:
         """Verify the positions of a pass, and record how many logits were biased at each."""
         if pending.ready is not None:
             pending.ready.synchronize()

@@ -160,7 +160,7 @@ def install_taps(
         index, schema = local[number], schemas[number]
         tap = Tap(at[number], kinds[installed.kind_of(schema)], len(schema.shape))
         norm = norm_after(armed[index], decoder, family, armed, num_layers)
-        if norms is not None and type(norm) is norms and _plain(norm, dtype):
+        if norms is not None and type(norm) is norms and _is_plain_norm(norm, dtype):
             norm_tap(norm, tap)
         else:
             SITES[armed[index].site].attach(decoder.holder(armed[index]), family, tap)
@@ -190,7 +190,7 @@ def norm_after(
     return getattr(holder, path, None)
 
 
-def _plain(norm: Any, dtype: torch.dtype) -> bool:
+def _is_plain_norm(norm: Any, dtype: torch.dtype) -> bool:
     """Check that one of vLLM's RMSNorm norms whole rows, with weights of the model's dtype."""
     whole = norm.has_weight and norm.variance_size_override is None
     return whole and norm.weight.dtype == dtype and hasattr(norm, "_forward_method")

@@ -227,10 +227,10 @@ class Runtime:
     def _take_completed(self, through: Step | None = None) -> None:
         """Process the passes that are known to be completed; wait for those up to `through`, if given."""
         for steps, report in self.taps.completed(through):
-            self._take_in(steps, report)
+            self._verify(steps, report)
             self._request_table.complete(len(steps))
 
-    def _take_in(self, steps: Sequence[Step], report: StepReport) -> None:
+    def _verify(self, steps: Sequence[Step], report: StepReport) -> None:
         """Take in the report of finished passes: label their rows with token ids, and note which are not finite.
 
         Requests whose positions, edits or copies differ from a step, or whose edited rows overflowed, fail; all of

@@ -248,7 +248,7 @@ class ActivationBatches(IterableDataset["Rows | Labelled"]):
         return len(range(self.order.rank, self.order.batches(self._blocks.rows), self.order.world_size))
 
     def _foresee(self, epoch: Epoch, window: int, foreseen: int) -> int:
-        """Ask the system to read this window and the next ahead, unless it was asked before."""
+        """Ask the operating system to read this window and the next ahead, unless that was done before."""
         for ahead in range(max(window, foreseen + 1), window + 2):
             for start, stop in epoch.blocks(ahead):
                 self._data.foresee(start, stop)

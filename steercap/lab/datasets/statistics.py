@@ -168,13 +168,13 @@ def _blocks(pieces: Iterable[Whole], size: int) -> Iterator[NDArray[np.float32]]
             waiting.append(piece)
             held += len(piece)
         while held >= size:
-            yield _taken(waiting, size)
+            yield _take_rows(waiting, size)
             held -= size
     if held:
-        yield _taken(waiting, held)
+        yield _take_rows(waiting, held)
 
 
-def _taken(waiting: deque[Whole], count: int) -> NDArray[np.float32]:
+def _take_rows(waiting: deque[Whole], count: int) -> NDArray[np.float32]:
     """Remove and return the first `count` rows of the pieces."""
     found: list[Whole] = []
     while count:

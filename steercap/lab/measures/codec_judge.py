@@ -152,7 +152,7 @@ class CodecJudge:
             }
             for measure, name, value, bar in (
                 *self._judged(raw, kept, directions, coding),
-                *self._told(raw, kept, coding),
+                *self._reported(raw, kept, coding),
             ):
                 known = first.setdefault((measure, name), value)
                 shown_value = _less(value, known) if measure.endswith("_delta") else value
@@ -205,7 +205,7 @@ class CodecJudge:
             yield "rounding", "", group, ROUNDING_BAR
             yield "rounding_by_number", "", number, None
 
-    def _told(
+    def _reported(
         self, raw: measured.CheckedRows, kept: measured.CheckedRows, coding: Coding
     ) -> Iterator[tuple[str, str, float | None, float | None]]:
         """Yield measures without a bar. Deltas are of the raw rows' values, which are subtracted by the caller."""

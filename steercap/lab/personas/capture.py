@@ -251,7 +251,7 @@ def vectors(
     folder.begin("vectors")
     count, found = Count("vectors", len(names), 0, report), []
     for name in names:
-        found.append(_one(model, settings, folder, {sign: records.kept_of(name, sign) for sign in SIGNS}))
+        found.append(_trait_vectors(model, settings, folder, {sign: records.kept_of(name, sign) for sign in SIGNS}))
         count.add()
     directions = functools.reduce(operator.or_, found)
     directions.save(path)
@@ -259,7 +259,7 @@ def vectors(
     return directions
 
 
-def _one(
+def _trait_vectors(
     model: SteerModel, settings: PersonaSettings, folder: StageFolder, kept: Mapping[Sign, Sequence[Kept]]
 ) -> DirectionSet:
     name = kept["positive"][0].trait

@@ -158,7 +158,7 @@ def chosen(given: Iterable[Any], known: Mapping[str, type[Any]], kind: type[Any]
     """
     noun, found = kind.__name__.lower(), dict[str, Any]()
     for one in given:
-        made = _made(one, known[one], noun) if isinstance(one, str) else one
+        made = _make_member(one, known[one], noun) if isinstance(one, str) else one
         if not isinstance(made, kind):
             raise InvalidSpec(f"{shown(one)} is not a {noun}; give a name from {list(known)}, or a {kind.__name__}")
         if made.label in found:
@@ -167,7 +167,7 @@ def chosen(given: Iterable[Any], known: Mapping[str, type[Any]], kind: type[Any]
     return tuple(found.values())
 
 
-def _made(name: str, kind: type[Any], noun: str) -> Any:
+def _make_member(name: str, kind: type[Any], noun: str) -> Any:
     missing = [key for key, one in inspect.signature(kind).parameters.items() if one.default is one.empty]
     if missing:
         example = ", ".join(f"{key}=..." for key in missing)

@@ -157,7 +157,7 @@ class DeviceEncoder:
         """
         pairs = zip(layout.locals, layout.form.reads, strict=False)
         reads = [encoder for local, (_, encoder) in pairs if local in points]
-        self._launch(ring, self._there(records), list(self._find_alike(layout, points)), reads)
+        self._launch(ring, self._to_device(records), list(self._find_alike(layout, points)), reads)
 
     def _launch(
         self, ring: torch.Tensor, records: torch.Tensor, alike: Sequence[tuple[RowKind, Alike]], reads: Sequence[Any]
@@ -200,8 +200,8 @@ class DeviceEncoder:
         wanted = [local in points for local in layout.locals]
         for kind in dict.fromkeys(kind for kind, here in zip(kinds, wanted, strict=True) if here):
             own = np.array([number for number, other in enumerate(kinds) if other == kind and wanted[number]])
-            bank_rows = None if directions is None else self._there(directions[np.array(layout.locals)[own]])
-            places = self._there(np.stack([raw[own], stored[own]], axis=1))
+            bank_rows = None if directions is None else self._to_device(directions[np.array(layout.locals)[own]])
+            places = self._to_device(np.stack([raw[own], stored[own]], axis=1))
             yield kind, Alike(kind.schema, layout.form.coding, places, bank_rows)
 
     def _find_read(self, layout: RecordLayout, points: range) -> Iterator[tuple[RowKind, Alike]]:
@@ -209,10 +209,10 @@ class DeviceEncoder:
         found = zip(layout.locals, layout.raw.offsets, layout.stored.offsets, strict=True)
         for local, raw, stored in ((local, *both) for local, *both in found if local in points):
             schema = self._installed.schemas[local]
-            at = self._there(np.array([[raw // LINE_BYTES, stored]], dtype=np.int64))
+            at = self._to_device(np.array([[raw // LINE_BYTES, stored]], dtype=np.int64))
             yield self._installed.kind_of(schema), Alike(schema, layout.form.coding, at)
 
-    def _there(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
+    def _to_device(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
         return self._transfers.to_device(torch.from_numpy(np.ascontiguousarray(values)))
 
 

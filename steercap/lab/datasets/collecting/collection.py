@@ -108,7 +108,7 @@ class _Collection:
                 raised as they are; shards that were written stay.
         """
         with stopping(self._storage):
-            known = await asyncio.to_thread(there, self._storage)
+            known = await asyncio.to_thread(existing_definition, self._storage)
         if known is None:
             batches, per_shard = await self._looked_at()
             async with aclosing(batches):
@@ -231,7 +231,7 @@ async def definition_of(
         return collection._define(per_shard)  # noqa: SLF001
 
 
-def there(storage: Storage) -> Definition | None:
+def existing_definition(storage: Storage) -> Definition | None:
     """Return the definition of an existing data set, or None.
 
     Raises:

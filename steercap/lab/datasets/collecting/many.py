@@ -32,8 +32,8 @@ from steercap.lab.datasets.collecting.collection import (
     Collected,
     changed,
     definition_of,
+    existing_definition,
     sound_shards,
-    there,
 )
 from steercap.lab.datasets.collecting.documents import CorpusDocument, digests
 from steercap.lab.datasets.collecting.feeding import BATCH, feed
@@ -105,7 +105,7 @@ class CollectingActor:
         """
         model = await self._opened()
         try:
-            return await self._made(model, definition, number, documents)
+            return await self._make_shard(model, definition, number, documents)
         except EngineFailure:
             if model is self._model:
                 with suppress(EngineFailure):
@@ -120,7 +120,7 @@ class CollectingActor:
                 self._model = model
             return self._model
 
-    async def _made(self, model: SteerModel, definition: bytes, number: int, documents: Sequence[Given]) -> bytes:
+    async def _make_shard(self, model: SteerModel, definition: bytes, number: int, documents: Sequence[Given]) -> bytes:
         folder = DatasetFolder(self._storage, decode(definition, str(self._storage)))
         each = folder.definition.documents_per_shard
         engine = model.serving.here()
@@ -286,7 +286,7 @@ class _Spread:
         self._documents = _documents(source)
         self._turn, self._began = asyncio.Lock(), time.monotonic()
         self._known: dict[int, Receipt] = {}
-        self._made: list[Receipt] = []
+        self._make_shard: list[Receipt] = []
         self._number = 0
         self._read_bytes: int | None = 0
 
@@ -310,20 +310,20 @@ class _Spread:
             )
         with stopping(self._storage):
             totals = await changed(folder.complete)
-        read, seconds = sum(one.tokens for one in self._made), time.monotonic() - self._began
+        read, seconds = sum(one.tokens for one in self._make_shard), time.monotonic() - self._began
         complaints = tuple(self._source.complaints)
         return Collected(str(self._storage), totals, self._source.skipped, complaints, resumed, mended, read, seconds)
 
     async def _begun(self) -> DatasetFolder:
         """Begin the folder, with the definition that an actor's engine makes of the arguments."""
         with stopping(self._storage):
-            known = await asyncio.to_thread(there, self._storage)
+            known = await asyncio.to_thread(existing_definition, self._storage)
         each = self._arguments.documents_per_shard or (known and known.documents_per_shard)
         first: list[CorpusDocument] = []
         if each is None:
-            first = await _taken(self._documents, LOOKED_AT + BATCH)
+            first = await _take_documents(self._documents, LOOKED_AT + BATCH)
             self._documents = _chained(first, self._documents)
-        found = await _answer(self._actors[0].define.remote(each, _plain(first)))
+        found = await _answer(self._actors[0].define.remote(each, _as_tuples(first)))
         definition = decode(found, str(self._storage))
         with stopping(self._storage):
             return await changed(partial(DatasetFolder.begin, self._storage, definition))
@@ -335,8 +335,8 @@ class _Spread:
         ask = actor.collect.options(retry_exceptions=[EngineFailure])
         while (part := await self._next(each)) is not None:
             number, documents = part
-            receipt = await _answer(ask.remote(definition, number, _plain(documents)))
-            self._made.append(msgspec.json.decode(receipt, type=Receipt))
+            receipt = await _answer(ask.remote(definition, number, _as_tuples(documents)))
+            self._make_shard.append(msgspec.json.decode(receipt, type=Receipt))
             self._tell(documents[-1])
 
     async def _next(self, shard_documents: int) -> tuple[int, list[CorpusDocument]] | None:
@@ -346,7 +346,7 @@ class _Spread:
             RunDiffers: an existing shard is of other documents, or of fewer.
         """
         async with self._turn:
-            while documents := await _taken(self._documents, shard_documents):
+            while documents := await _take_documents(self._documents, shard_documents):
                 number, self._number = self._number, self._number + 1
                 receipt = self._known.get(number)
                 if receipt is None:
@@ -358,7 +358,7 @@ class _Spread:
     def _tell(self, last: CorpusDocument) -> None:
         if self._arguments.progress is None:
             return
-        made, source = self._made, self._source
+        made, source = self._make_shard, self._source
         documents = sum(one.documents for one in (*made, *self._known.values()))
         share = None
         if source.bytes and last.bytes is not None:
@@ -372,7 +372,7 @@ class _Spread:
         self._arguments.progress(Progress(documents, tokens, rows, written, shards, share, seconds))
 
 
-def _plain(documents: Sequence[CorpusDocument]) -> list[tuple[str, Any, int | None]]:
+def _as_tuples(documents: Sequence[CorpusDocument]) -> list[tuple[str, Any, int | None]]:
     return [(one.where, one.content, one.bytes) for one in documents]
 
 
@@ -383,17 +383,17 @@ async def _documents(source: DocumentSource) -> AsyncIterator[CorpusDocument]:
             if (document := source.document(*found)) is not None:
                 yield document
         return
-    while several := await asyncio.to_thread(_some, source, items):
+    while several := await asyncio.to_thread(_next_documents, source, items):
         for document in several:
             yield document
 
 
-def _some(source: DocumentSource, items: Iterator[Any]) -> list[CorpusDocument]:
+def _next_documents(source: DocumentSource, items: Iterator[Any]) -> list[CorpusDocument]:
     found = (source.document(*item) for item in items)
     return list(islice((document for document in found if document is not None), BATCH))
 
 
-async def _taken(documents: AsyncIterator[CorpusDocument], most: int) -> list[CorpusDocument]:
+async def _take_documents(documents: AsyncIterator[CorpusDocument], most: int) -> list[CorpusDocument]:
     found: list[CorpusDocument] = []
     while len(found) < most:
         try:

@@ -188,7 +188,7 @@ class Sharder:
         if least:
             waiting = [asyncio.wrap_future(future) for future in self._writing]
             for write in waiting:
-                write.add_done_callback(_seen)
+                write.add_done_callback(_retrieve_exception)
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         done = [future for future in self._writing if future.done()]
         self._writing = [future for future in self._writing if future not in done]
@@ -199,7 +199,7 @@ class Sharder:
             self.written += 1
 
 
-def _seen(future: asyncio.Future[Receipt]) -> None:
+def _retrieve_exception(future: asyncio.Future[Receipt]) -> None:
     """Retrieve an error that is raised elsewhere, to avoid asyncio's warning."""
     if not future.cancelled():
         future.exception()

@@ -129,7 +129,7 @@ class Judge(Scorer):
         async with httpx.AsyncClient(headers=headers, timeout=self.timeout) as client:
 
             async def one(exchange: Scored) -> Judgement:
-                return judgement(await self._reply(client, asked(rubric, exchange)))
+                return judgement(await self._reply(client, filled_rubric(rubric, exchange)))
 
             return await each_of(exchanges, one, self.concurrency)
 
@@ -158,7 +158,7 @@ class Judge(Scorer):
                 trouble = f"status {answer.status_code}: {answer.text[:300]}"
                 if answer.status_code != 429 and answer.status_code < 500:
                     raise JudgeFailed(f"{url} refuses the question: {trouble}")
-                wait = _told(answer, wait)
+                wait = _retry_seconds(answer, wait)
             if attempt < self.retries:
                 await asyncio.sleep(wait)
         raise JudgeFailed(
@@ -167,10 +167,10 @@ class Judge(Scorer):
         )
 
 
-def asked(rubric: str, exchange: Scored) -> str:
+def filled_rubric(rubric: str, exchange: Scored) -> str:
     """Return the rubric with question and answer filled in; braces in these are kept literally."""
-    told = {"{question}": exchange.question, "{answer}": exchange.answer}
-    return re.sub(r"\{question\}|\{answer\}", lambda place: told[place[0]], rubric)
+    filled = {"{question}": exchange.question, "{answer}": exchange.answer}
+    return re.sub(r"\{question\}|\{answer\}", lambda place: filled[place[0]], rubric)
 
 
 def judgement(choice: Mapping[str, Any]) -> Judgement:
@@ -215,7 +215,7 @@ def _choice(url: str, answer: httpx.Response) -> Mapping[str, Any]:
     return choice
 
 
-def _told(answer: httpx.Response, otherwise: float) -> float:
+def _retry_seconds(answer: httpx.Response, otherwise: float) -> float:
     """Return the seconds that the server asks to wait."""
     try:
         return min(float(answer.headers["retry-after"]), LONGEST_WAIT)

@@ -142,7 +142,7 @@ def attention_deltas(
     turned = [(other, one) for one, other in met if other < len(named)]
     more, ends = np.array(turned, dtype=np.int64).reshape(-1, 2).T
     tables = []
-    for circuit, numbers in (("qk", _scored), ("vo", _written)):
+    for circuit, numbers in (("qk", _attention_scores), ("vo", _output_cosines)):
         sets = [*asked, _PairSet("given", more, ends)] if circuit == "qk" else asked
         found = [numbers(block, everything, sets, pairs) for block in pair]
         tables += [
@@ -171,7 +171,7 @@ class _PairSet(NamedTuple):
         return found
 
 
-def _scored(
+def _attention_scores(
     block: AttentionBlock, given: LabelledRows, sets: list[_PairSet], pairs: RandomPairs
 ) -> list[tuple[Floats, Floats]]:
     """Return scores, and their z, of each set of pairs."""
@@ -190,12 +190,12 @@ def _scored(
     return found
 
 
-def _written(
+def _output_cosines(
     block: AttentionBlock, given: LabelledRows, sets: list[_PairSet], pairs: RandomPairs
 ) -> list[tuple[Floats, Floats]]:
-    """Return the cosine of what attending to a source writes with its target, and their z, of each set of pairs.
+    """Return, for each set of pairs, the cosine of the block's output for the source with the target, and its z.
 
-    Of opposites the source is negated: a negated target would only give the number of "same" another sign.
+    For "opposite" the source is negated: negating the target would only negate the result of "same".
     """
     drawn = torch.nn.functional.normalize(block.forward(pairs.first), dim=1)
 

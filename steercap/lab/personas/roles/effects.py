@@ -16,7 +16,7 @@ from steercap.lab.measures import Answered
 from steercap.lab.measures.scores import Scored, make_scorer
 from steercap.lab.measures.statistics import Estimate, cluster_means, estimate
 from steercap.lab.measures.texts import Perplexity
-from steercap.lab.personas.generate import Ends, ends_in, messages_of, said, sampling_of
+from steercap.lab.personas.generate import Ends, answer_ids, ends_in, messages_of, sampling_of
 from steercap.lab.personas.roles.axis import AssistantAxis
 from steercap.lab.personas.roles.axis_capping import CapRecord, layers_in, projections_by_text
 from steercap.lab.personas.roles.role import trait_of
@@ -119,7 +119,7 @@ async def _answer(
     found = await model.run(messages, dict(params), steering=steering, capture=capture)
     rows = (await found.handle.fetch()).captures
     (sample,) = found.samples
-    ids = said(sample.token_ids, ends, str(sample.finish_reason), sample.stop_reason)
+    ids = answer_ids(sample.token_ids, ends, str(sample.finish_reason), sample.stop_reason)
     projection = {point.layer: _mean(rows[point][: len(ids), 0]) for point in rows}
     found.handle.release()
     return _Answer(sample.text, found.handle.prompt_token_ids, ids, projection)

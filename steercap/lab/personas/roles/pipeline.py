@@ -148,7 +148,7 @@ async def _finish(model: SteerModel, settings: RoleSettings, role: RoleFolder, c
     room = room_of(model.tokenizer, model.max_model_len, settings, kept)
     kept = [response for response in kept if room[response.id]]
     count.add(len(responses) - len(kept))
-    why = _lack(settings, responses, len(kept))
+    why = _too_few(settings, responses, len(kept))
     role.begin("read")
     if why:
         rows_path(role).unlink(missing_ok=True)
@@ -158,7 +158,7 @@ async def _finish(model: SteerModel, settings: RoleSettings, role: RoleFolder, c
     role.finish("read", outcome=outcome_of(responses, scores, len(kept), why))
 
 
-def _lack(settings: RoleSettings, responses: Sequence[RoleResponse], kept: int) -> str:
+def _too_few(settings: RoleSettings, responses: Sequence[RoleResponse], kept: int) -> str:
     """Return the reason why a role has no vector, "" if it has one."""
     if kept >= settings.min_kept:
         return ""

@@ -40,7 +40,7 @@ class Comparison(msgspec.Struct, frozen=True):
         difference: difference of the first minus the second.
         holm: p adjusted for all comparisons of its list, controlling the probability of any false one below a level;
             see `steercap.lab.measures.statistics.holm`.
-        bh: p adjusted to control the share of false ones.
+        bh: p adjusted to control the false discovery rate (Benjamini and Hochberg).
     """
 
     column: str
