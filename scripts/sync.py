@@ -315,7 +315,9 @@ class Types(ast.NodeTransformer):
         if isinstance(returns, ast.Subscript) and isinstance(returns.value, ast.Name):
             origin = self.there.names.get(returns.value.id)
             made = origin and origin.module.startswith("steercap.") and definition(origin)
-            if isinstance(made, ast.AnnAssign) and isinstance(made.value, ast.Subscript):  # an alias, `Coming[Value]`
+            if isinstance(made, ast.AnnAssign) and isinstance(
+                made.value, ast.Subscript
+            ):  # an alias, `CoroutineOf[Value]`
                 alias = made.value.value
                 known = source(home(origin).module).names if origin else {}
                 if isinstance(alias, ast.Name) and known.get(alias.id) == COROUTINE:

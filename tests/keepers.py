@@ -30,15 +30,15 @@ class Keeper:
         self.home = SimpleNamespace(is_here=here)
         self.vllm = SimpleNamespace(points=(POINT,), num_layers=1)
 
-    def give_back(self, owner: Owner, _ticket: Any) -> None:
+    def give_back(self, owner: Owner, _reservation: Any) -> None:
         self.freed.append(("here", owner))
 
-    def give_back_from_any_thread(self, owner: Owner, _ticket: Any) -> None:
+    def give_back_from_any_thread(self, owner: Owner, _reservation: Any) -> None:
         self.freed.append(("elsewhere", owner))
 
 
-def kept(keeper: Keeper, ticket: Any = None) -> Lifecycle:
-    return Lifecycle("r", source=Source(keeper, Owner("r", 0), ticket, Expected("r", PLAN, (POINT,), TOKENS)))
+def kept(keeper: Keeper, reservation: Any = None) -> Lifecycle:
+    return Lifecycle("r", source=Source(keeper, Owner("r", 0), reservation, Expected("r", PLAN, (POINT,), TOKENS)))
 
 
 def delivery(token_ids=TOKENS[:2]) -> Delivery:

@@ -56,7 +56,7 @@ class LateTransfers:
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(tuple(shape), dtype=dtype)
 
-    def there(self, values: torch.Tensor) -> torch.Tensor:
+    def to_device(self, values: torch.Tensor) -> torch.Tensor:
         return values.clone()
 
     def put(self, target: torch.Tensor, source: torch.Tensor, rows: int) -> None:

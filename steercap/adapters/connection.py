@@ -24,7 +24,7 @@ import zmq
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from steercap.adapters.process_exit import WORD_SECONDS, Processes
+from steercap.adapters.process_exit import EXIT_CODE_SECONDS, Processes
 from steercap.errors import EngineDied, EngineFailure, ModelClosed, SteercapError, WorkerFailure
 
 #: Seconds between checks while requests run or wait: a check is two reads and a poll that find nothing, some 20 us.
@@ -45,13 +45,13 @@ class ConnectionWatch:
     Args:
         llm: the engine.
         processes: its processes.
-        told: function to call when something has died.
+        on_death: function to call when something has died.
     """
 
-    def __init__(self, llm: AsyncLLM, processes: Processes, told: Callable[[], object]) -> None:
+    def __init__(self, llm: AsyncLLM, processes: Processes, on_death: Callable[[], object]) -> None:
         self._llm = llm
         self._processes = processes
-        self._told = told
+        self._on_death = on_death
         self._monitors = [(_monitor(llm, name), thread) for name, thread in _THREADS.items()]
         self._running = 0
         self._since = 0.0
@@ -71,7 +71,7 @@ class ConnectionWatch:
         if self.found is None and now >= self._checked + fresh and self._is_wrong():
             manager = self._llm.engine_core.resources.engine_manager
             how = self._processes.how(manager.finished_procs() if hasattr(manager, "finished_procs") else {})
-            if how or now > self._since + WORD_SECONDS:
+            if how or now > self._since + EXIT_CODE_SECONDS:
                 self.end(how or self._processes.which or self._thread)
         return self.found
 
@@ -86,12 +86,12 @@ class ConnectionWatch:
         self._since = self._since or time.monotonic()
         return True
 
-    def end(self, what: str) -> None:
+    def end(self, reason: str) -> None:
         """End all running requests with EngineDeadError."""
-        self.found = f"the vLLM engine has died{f': {what}' if what else ''}; {_LOG}"
+        self.found = f"the vLLM engine has died{f': {reason}' if reason else ''}; {_LOG}"
         self._llm.engine_core.resources.engine_dead = True
         self._llm.output_processor.propagate_error(EngineDeadError())
-        self._told()
+        self._on_death()
 
     @contextmanager
     def over(self) -> Iterator[None]:
@@ -156,7 +156,7 @@ class Connection:
 
     def __init__(self, llm: AsyncLLM, folder: Path) -> None:
         #: Function to call with the error when the engine has died.
-        self.told: Callable[[EngineDied], object] | None = None
+        self.on_death: Callable[[EngineDied], object] | None = None
         self._processes = Processes(folder)
         self.watch: Final = ConnectionWatch(llm, self._processes, self._tell)
         self._dead = False
@@ -261,8 +261,8 @@ class Connection:
     def _tell(self) -> None:
         if not self._closing:
             self._dead = True
-            if self.told is not None:
-                self.told(EngineDied(self.watch.found))
+            if self.on_death is not None:
+                self.on_death(EngineDied(self.watch.found))
 
     async def quiesce(self) -> None:
         """Stop listening to the engine, so that its end is not reported as a crash; call it in its event loop."""

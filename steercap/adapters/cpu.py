@@ -44,7 +44,7 @@ def hook() -> None:
     wrap(rejection_sampler, "apply_sampling_constraints", _constrained)
     operator = getattr(_custom_ops, _CONVOLUTION, None)  # absent in earlier releases
     if operator is not None and not hasattr(operator, _STRIDED):
-        setattr(_custom_ops, _CONVOLUTION, of_lone_tokens(operator))
+        setattr(_custom_ops, _CONVOLUTION, for_single_tokens(operator))
     for name in _BY_INDEX:
         operator = getattr(lora_ops, name)
         if not hasattr(operator, _MASKED):
@@ -67,7 +67,7 @@ def _sample(original: Callable[[], Any], runner: Any, *_args: Any, **_options: A
     """Leave unused the generators of requests whose prompt continues in the next step.
 
     vLLM samples for them too, throws the token away, and resets their generators by their offset, which a CPU generator
-    does not have: the worker dies. Relies on `_sample` and `_bookkeeping_sync` reading `input_batch.generators` by
+    does not have: the worker crashes. Relies on `_sample` and `_bookkeeping_sync` reading `input_batch.generators` by
     index, and on `discard_request_mask`. Can go when vLLM resets CPU generators.
     """
     if runner.device.type != "cpu":
@@ -106,7 +106,7 @@ def _without_rows_of_none(operator: Callable[..., Any]) -> Callable[..., Any]:
     return masked
 
 
-def of_lone_tokens(operator: Callable[..., Any]) -> Callable[..., Any]:
+def for_single_tokens(operator: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the convolution of a pass's prompts so that it takes a pass of one token.
 
     vLLM's operator refuses `x`, [channels, tokens], unless the stride between tokens is the number of channels. Qwen
@@ -127,7 +127,7 @@ def _constrained(original: Callable[[], Any], logits: torch.Tensor, *_args: Any,
     """Constrain the logits of drafts, if there are any.
 
     vLLM verifies drafts in every pass of an engine that drafts, also in passes of prompts, which have none. On CPU its
-    `apply_top_k_only` then takes the maximum of no values: the worker dies of the first request with top-k. Can go
+    `apply_top_k_only` then takes the maximum of no values: the worker crashes on the first request with top-k. Can go
     when that accepts zero rows.
     """
     return original() if len(logits) else logits

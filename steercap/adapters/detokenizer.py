@@ -28,7 +28,7 @@ _UNKNOWN: Final = "\N{REPLACEMENT CHARACTER}"
 _WINDOW: Final = 8
 
 
-def mend() -> None:
+def patch() -> None:
     """Repair vLLM's detokenizer in this process; a second call does nothing."""
     original = FastIncrementalDetokenizer.__init__
     if hasattr(original, _MENDED):

@@ -34,7 +34,7 @@ from steercap.adapters.entry import tell_workers
 from steercap.adapters.hardware import attention_for, bound, check_kernels
 from steercap.adapters.lora import Adapters
 from steercap.adapters.parameters import ParamsReader, read_pooling, tasks_of
-from steercap.adapters.process_exit import refusal
+from steercap.adapters.process_exit import startup_error
 from steercap.adapters.prompts import Rendered, render
 from steercap.adapters.reaper import Reaper
 from steercap.adapters.releases import require
@@ -143,7 +143,7 @@ class VllmEngine:
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         require("AsyncLLM", AsyncLLM)
         _require_shared_memory()
-        detokenizer.mend()
+        detokenizer.patch()
         torchvision.hook()
         args = read_arguments(model, engine_args)
         try:
@@ -182,7 +182,7 @@ class VllmEngine:
             llm = AsyncLLM.from_vllm_config(config, disable_log_stats=args.disable_log_stats)
         except Exception as error:
             start = f"vLLM's engine for {model!r} did not start"
-            raise refusal(launch.reaper.folder, start) or ModelNotLoaded(
+            raise startup_error(launch.reaper.folder, start) or ModelNotLoaded(
                 f"{start}: {error} (the worker's own log above says why)"
             ) from error
         return cls(llm, points, exists, launch, unserved)
@@ -362,13 +362,13 @@ class VllmEngine:
         """True if the engine has died before it was closed."""
         return self._connection.died
 
-    async def watch(self, told: Callable[[EngineDied], object]) -> None:
+    async def watch(self, on_death: Callable[[EngineDied], object]) -> None:
         """Watch the engine's processes from now on.
 
         Args:
-            told: function to call, in this event loop, when it has died.
+            on_death: function to call, in this event loop, when one of them has died.
         """
-        self._connection.told = told
+        self._connection.on_death = on_death
         await self._connection.watch_workers()
 
     def waiting(self) -> AbstractContextManager[None]:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from steercap.adapters import torchvision
-from steercap.adapters.process_exit import FOLDER, leave_word_of, left_behind
+from steercap.adapters.process_exit import FOLDER, record_exit_codes, recorded_error
 from steercap.adapters.reaper import MARK
 from steercap.adapters.releases import require
 
@@ -125,7 +125,7 @@ class ProcessEntry:
             worker, executor = (getattr(import_module(module), one) for one in (owner, EXECUTOR))
             require(owner, worker)
             require(EXECUTOR, executor)
-            leave_word_of(executor)
+            record_exit_codes(executor)
             setattr(worker, name, ProcessEntry(WORKER, getattr(worker, name), log=self._log))
             # Its workers meet at a file, which they remove only if they end in order; this folder is removed in any
             # case.
@@ -134,8 +134,8 @@ class ProcessEntry:
                 hook_executor()
         if self._target == WORKER:  # it only logs an error at its start, and ends with success
             worker = getattr(import_module(module), owner)
-            worker.__init__ = left_behind()(worker.__init__)
-        with left_behind():
+            worker.__init__ = recorded_error()(worker.__init__)
+        with recorded_error():
             function(*args, **kwargs)
 
 

@@ -57,19 +57,19 @@ class GpuProcess(msgspec.Struct, frozen=True):
 def gather_gpus() -> tuple[Gpu, ...]:
     """Return all GPUs that nvidia-smi reports, including hidden ones; none without nvidia-smi."""
     asked = "name,memory.total,memory.free,compute_cap,driver_version,index,uuid"
-    return tuple(gpu_of(line) for line in _told(f"--query-gpu={asked}") if line.count(",") == asked.count(","))
+    return tuple(gpu_of(line) for line in _query_lines(f"--query-gpu={asked}") if line.count(",") == asked.count(","))
 
 
 def gather_processes() -> tuple[GpuProcess, ...]:
     """Return the processes that hold memory of GPUs, those with most memory first; none without nvidia-smi, and those
     alone that it sees: in a container there may be others.
     """
-    lines = _told("--query-compute-apps=gpu_uuid,pid,process_name,used_gpu_memory")
+    lines = _query_lines("--query-compute-apps=gpu_uuid,pid,process_name,used_gpu_memory")
     found = filter(None, map(process_of, lines))
     return tuple(sorted(found, key=lambda one: -(one.bytes or 0)))
 
 
-def _told(query: str) -> list[str]:
+def _query_lines(query: str) -> list[str]:
     """Return the lines that nvidia-smi answers to a query; none without it, or where it fails or hangs."""
     command = shutil.which("nvidia-smi")
     if command is None:
@@ -114,18 +114,18 @@ def _mebibytes(text: str) -> int | None:
     return int(text) << 20 if text.isdecimal() else None
 
 
-def visible_of(gpus: Sequence[Gpu], said: str | None) -> tuple[Gpu, ...]:
+def visible_of(gpus: Sequence[Gpu], devices: str | None) -> tuple[Gpu, ...]:
     """Return the GPUs that CUDA sees, in its order.
 
     Args:
         gpus: all GPUs.
-        said: value of CUDA_VISIBLE_DEVICES, None if it is not set: indices, or unambiguous prefixes of UUIDs. Entries
-            after one that does not exist are ignored.
+        devices: value of CUDA_VISIBLE_DEVICES, None if it is not set: indices, or unambiguous prefixes of UUIDs.
+            Entries after one that does not exist are ignored.
     """
-    if said is None:
+    if devices is None:
         return tuple(gpus)
     found: list[Gpu] = []
-    for entry in map(str.strip, said.split(",")):
+    for entry in map(str.strip, devices.split(",")):
         if entry.startswith("MIG-"):
             found.append(Gpu(f"slice {entry}", None, None, None, gpus[0].driver if gpus else "", uuid=entry))
             continue

@@ -160,8 +160,8 @@ def bound(config: Any) -> dict[str, str]:
 def attention_for(config: Any) -> dict[str, str]:
     """Return the engine argument by which vLLM takes kernels of latent attention that run in the model's dtype.
 
-    On a processor with AMX vLLM takes those for bfloat16 in any dtype, and the worker dies of the weights. Can go when
-    vLLM looks at the dtype.
+    On a processor with AMX vLLM takes those for bfloat16 in any dtype, and the worker crashes on the weights. Can go
+    when vLLM looks at the dtype.
 
     Args:
         config: vLLM's configuration.
@@ -211,10 +211,10 @@ def lacks(kernel: str) -> str:
     import torch
 
     loaded = library()
-    return "" if not loaded or hasattr(getattr(torch.ops, _KERNELS), kernel) else _says(kernel, loaded)
+    return "" if not loaded or hasattr(getattr(torch.ops, _KERNELS), kernel) else _lacking_message(kernel, loaded)
 
 
-def _says(kernel: str, loaded: str) -> str:
+def _lacking_message(kernel: str, loaded: str) -> str:
     need = next((need for need in NEEDS if need.kernel == kernel), None)
     what = f", which {need.what} need{'' if need.what.endswith('bits') else 's'}" if need else ""
     where = f" on {need.processor}, or" if need else " on a newer processor, perhaps, or"
@@ -224,7 +224,7 @@ def _says(kernel: str, loaded: str) -> str:
 def missing_kernel(says: str) -> str:
     """Explain torch's error about a kernel that vLLM's library lacks; "" for any other error."""
     found = _NO_KERNEL.search(says)
-    return _says(found[1], library()) if found else ""
+    return _lacking_message(found[1], library()) if found else ""
 
 
 def check_kernels(config: Any) -> None:

@@ -91,7 +91,7 @@ def require_whole_batches(layers: Iterable[Any]) -> None:
 
 
 @contextmanager
-def looked_through(runner: Any) -> Iterator[None]:
+def finding_modules(runner: Any) -> Iterator[None]:
     """Look for armed modules in the first model that is built inside of the block, before its weights are read.
 
     Where vLLM's loader builds it otherwise, `attach` finds after loading that one is missing.

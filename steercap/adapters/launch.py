@@ -128,9 +128,12 @@ class Launch:
         return self._thread is not None and self._thread.is_alive()
 
     def stop_importing(self, deadline: float) -> None:
-        """Stop the thread of the start at the interpreter's exit, when nothing will be imported again.
+        """Stop the thread that starts the engine, at the interpreter's exit; wait for it until `deadline`.
 
-        A thread that is stopped inside of a library's C++ when the interpreter is gone aborts the process.
+        A thread that ends inside a library's C++ after the interpreter aborts the process.
+
+        Args:
+            deadline: time of `time.monotonic()`.
         """
         while self._thread is not None and self.is_starting and time.monotonic() < deadline:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(

@@ -66,7 +66,7 @@ class Adapters:
         Raises:
             InvalidRequest: it is not vLLM's LoRARequest, the engine was started without `enable_lora`, its files are
                 missing or do not fit the model, or its name or number is another adapter's; or the request wants
-                logprobs of its prompt, for which vLLM has no adapter by row (on CPU it dies of them).
+                logprobs of its prompt, for which vLLM has no adapter by row (on CPU it crashes on them).
         """
         if (
             self._config.lora_config is not None
@@ -80,13 +80,13 @@ class Adapters:
         if given is None:
             return None
         request = self._read(given)
-        request.lora_path = await asyncio.to_thread(_found, request)
+        request.lora_path = await asyncio.to_thread(_adapter_folder, request)
         async with self._loading:
             files = _files(request)
             if not self._is_known(request, files):
                 await asyncio.to_thread(self._check, request)
                 if failures := [failure for failure in await self._load(*_names(request)) if failure]:
-                    raise InvalidRequest(f"{_told(request)} cannot be loaded: {failures[0]}")
+                    raise InvalidRequest(f"{_described(request)} cannot be loaded: {failures[0]}")
                 self._known[request.lora_int_id] = LoadedAdapter(request, files)
         return request
 
@@ -119,13 +119,13 @@ class Adapters:
             if _names(known) == _names(request):
                 if files != then:
                     raise InvalidRequest(
-                        f"the files of {_told(request)} have changed since it was loaded; "
+                        f"the files of {_described(request)} have changed since it was loaded; "
                         "give it another name and number"
                     )
                 return True
             if request.lora_int_id == known.lora_int_id or request.lora_name == known.lora_name:
                 raise InvalidRequest(
-                    f"{_told(request)} has the name or number of {_told(known)}, and vLLM would take one for "
+                    f"{_described(request)} has the name or number of {_described(known)}, and vLLM would take one for "
                     "the other; give each adapter a name and number of its own"
                 )
         return False
@@ -137,10 +137,10 @@ class Adapters:
             helper = PEFTHelper.from_local_dir(request.lora_path, getattr(text, "max_position_embeddings", None))
             helper.validate_legal(self._config.lora_config)
         except Exception as error:  # of any kind: it depends on what the file holds
-            raise InvalidRequest(f"{_told(request)} is not one that this engine can use: {error}") from error
+            raise InvalidRequest(f"{_described(request)} is not one that this engine can use: {error}") from error
 
 
-def _found(request: LoRARequest) -> str:
+def _adapter_folder(request: LoRARequest) -> str:
     """Return the absolute path of an adapter's folder, which stays valid after a change of directory.
 
     Raises:
@@ -149,9 +149,9 @@ def _found(request: LoRARequest) -> str:
     try:
         folder = Path(get_adapter_absolute_path(request.lora_path)).absolute()
     except Exception as error:  # of any kind: it may ask a hub
-        raise InvalidRequest(f"{_told(request)} cannot be found: {error}") from error
+        raise InvalidRequest(f"{_described(request)} cannot be found: {error}") from error
     if not (folder / _SETTINGS).is_file() or not any((folder / name).is_file() for name in _WEIGHTS):
-        raise InvalidRequest(f"{_told(request)} is not there: its folder must hold {_SETTINGS} and {_WEIGHTS[0]}")
+        raise InvalidRequest(f"{_described(request)} is not there: its folder must hold {_SETTINGS} and {_WEIGHTS[0]}")
     return str(folder)
 
 
@@ -168,7 +168,7 @@ def _names(request: LoRARequest) -> tuple[str, int, str]:
     return request.lora_name, request.lora_int_id, request.lora_path
 
 
-def _told(request: LoRARequest) -> str:
+def _described(request: LoRARequest) -> str:
     return f"the LoRA adapter {request.lora_name!r} ({request.lora_int_id}, {request.lora_path})"
 
 
@@ -183,7 +183,7 @@ def load_adapter(worker: Any, name: str, number: int, path: str) -> str:
         worker.add_lora(LoRARequest(name, number, path))
         stages = worker.vllm_config.parallel_config.pipeline_parallel_size
         manager = worker.model_runner.lora_manager._adapter_manager  # noqa: SLF001 -- vLLM shows it in no other way
-        reason = _misfit(manager, number, whole=stages == 1)
+        reason = _misfit(manager, number, all_layers=stages == 1)
     except Exception as error:  # noqa: BLE001 -- at the RPC boundary: other ranks' answers would stay unread
         reason = str(error) or type(error).__name__
     if reason:
@@ -192,24 +192,24 @@ def load_adapter(worker: Any, name: str, number: int, path: str) -> str:
     return reason
 
 
-def _misfit(manager: Any, number: int, *, whole: bool) -> str:
+def _misfit(manager: Any, number: int, *, all_layers: bool) -> str:
     """Return the first mismatch between an adapter's weights and the model, or "".
 
     Args:
         manager: the worker's LoRA manager, which has loaded the adapter.
         number: number of the adapter.
-        whole: True if all layers are on this rank.
+        all_layers: True if all layers are on this rank.
     """
     for name, weights in manager.get_adapter(number).loras.items():
         module = manager.modules.get(name)
-        if module is None and whole:
+        if module is None and all_layers:
             return f"the model has no {name}"
         if not hasattr(module, "lora_a_stacked") or not hasattr(module, "slice_lora_a"):
             continue
-        given = [weights.lora_a, weights.lora_b]
+        matrices_of = [weights.lora_a, weights.lora_b]
         if getattr(module, "tp_size", 1) > 1:
-            given = [module.slice_lora_a(given[0]), module.slice_lora_b(given[1])]
-        a, b = ([one] if not isinstance(one, (list, tuple)) else one for one in given)
+            matrices_of = [module.slice_lora_a(matrices_of[0]), module.slice_lora_b(matrices_of[1])]
+        a, b = ([matrices] if not isinstance(matrices, (list, tuple)) else matrices for matrices in matrices_of)
         for index, (down, up) in enumerate(zip(a, b, strict=True)):
             if down is None or up is None:
                 continue

@@ -135,11 +135,11 @@ def ends_of(decoder: Decoder, armed: Iterable[Point]) -> list[_End]:
             continue
         if site.layers and site.layers != decoder.path:
             raise UnsupportedModel(f"{point} is not in this model, whose layers are {decoder.path}")
-        found.append((_found(point, decoder.holder(point), site.path), site.end))
+        found.append((_module_at(point, decoder.holder(point), site.path), site.end))
     return found
 
 
-def _found(point: Point, within: nn.Module, path: str) -> nn.Module:
+def _module_at(point: Point, within: nn.Module, path: str) -> nn.Module:
     """Return the module of a point.
 
     Raises:

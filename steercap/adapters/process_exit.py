@@ -6,7 +6,7 @@ Empty files there say how far a start is. It imports nothing heavy.
 
 A process of this machine is watched by a pidfd, which can be read once it has ended, whoever its parent is. Only its
 parent learns its exit code: the client for engine cores, an engine core for its workers. An engine core writes the exit
-code to the folder of the engine, see `left_behind`. It relies on this: `MultiprocExecutor.shutdown` is
+code to the folder of the engine, see `recorded_error`. It relies on this: `MultiprocExecutor.shutdown` is
 called when a worker has ended, with `is_failed` set, before others are waited for, and `workers` hold their processes
 as `proc`; of the client, on `engine_manager.finished_procs`.
 """
@@ -34,25 +34,25 @@ FOLDER: Final = "VLLM_RPC_BASE_PATH"
 #: Errors of vLLM and torch where a GPU has too little memory.
 MEMORY: Final = re.compile(r"CUDA out of memory|Free memory on device")
 #: Name of the file with the error.
-REFUSAL: Final = "refusal.json"
+STARTUP_ERROR: Final = "refusal.json"
 #: Names of the empty files of a worker that begins to read the weights, and of one that has them.
 READING, READ = "reading", "read"
 
 
 def mark(name: str) -> None:
-    """Leave an empty file for the client; on another machine, where the folder is not, none."""
+    """Create an empty file in the engine's folder, which the client sees; do nothing on another machine."""
     with contextlib.suppress(OSError):
         (Path(os.environ.get(FOLDER, os.devnull)) / name).touch()
 
 
 @contextlib.contextmanager
-def left_behind() -> Iterator[None]:
-    """Write an error that ends the block to the file, and raise it."""
+def recorded_error() -> Iterator[None]:
+    """Write an error raised in the block to `STARTUP_ERROR` in the engine's folder, and raise it again."""
     try:
         yield
     except Exception as raised:
         error = _within(raised)
-        with contextlib.suppress(OSError), (Path(os.environ.get(FOLDER, os.devnull)) / REFUSAL).open("x") as file:
+        with contextlib.suppress(OSError), (Path(os.environ.get(FOLDER, os.devnull)) / STARTUP_ERROR).open("x") as file:
             json.dump([type(error).__name__, str(error)], file)
         raise
 
@@ -63,7 +63,7 @@ def _within(error: Exception) -> Exception:
     return cause if type(error).__name__.startswith("RayTaskError") and isinstance(cause, Exception) else error
 
 
-def refusal(folder: Path, start: str) -> errors.SteercapError | None:
+def startup_error(folder: Path, start: str) -> errors.SteercapError | None:
     """Return the error that a start failed with: steercap's own as it was raised, or ModelNotLoaded with vLLM's.
 
     None if no process has written one.
@@ -73,7 +73,7 @@ def refusal(folder: Path, start: str) -> errors.SteercapError | None:
         start: sentence that says what failed, for the message.
     """
     try:
-        name, says = json.loads((folder / REFUSAL).read_text())
+        name, says = json.loads((folder / STARTUP_ERROR).read_text())
     except (OSError, ValueError):
         return None
     ours = getattr(errors, name, None)
@@ -84,8 +84,8 @@ def refusal(folder: Path, start: str) -> errors.SteercapError | None:
 
 
 #: Seconds after which no report of an exit code is expected any more.
-WORD_SECONDS: Final = 0.3
-_WORD: Final = "ended.json"
+EXIT_CODE_SECONDS: Final = 0.3
+_EXIT_CODES: Final = "ended.json"
 #: Files that identify the place of a process: the boot of the machine, and the namespace of process ids.
 _PLACE: Final = (Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid"))
 #: Likely causes of signals that steercap did not send.
@@ -103,31 +103,31 @@ def place() -> str:
     return ""
 
 
-def leave_word_of(executor: Any) -> None:
-    """Wrap an executor class of vLLM's so that it writes the exit codes of workers that ended unexpectedly."""
+def record_exit_codes(executor: Any) -> None:
+    """Wrap vLLM's executor class so that it writes the exit codes of workers that ended unexpectedly to a file."""
     original = executor.shutdown
 
     @functools.wraps(original)
     def shutdown(self: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(self, "is_failed", False):
-            _leave_word(handle.proc for handle in getattr(self, "workers", ()))
+            _write_exit_codes(handle.proc for handle in getattr(self, "workers", ()))
         return original(self, *args, **kwargs)
 
     executor.shutdown = shutdown
 
 
-def _leave_word(processes: Iterable[Any]) -> None:
-    by_sentinel = {one.sentinel: one for one in processes}
-    found = [by_sentinel[one] for one in wait([*by_sentinel], 0)]
-    for one in found:
-        one.join(WORD_SECONDS / 2)  # it has ended, but its exit code may arrive a moment later
-    ended = [[one.name, one.pid, one.exitcode] for one in found if one.exitcode is not None]
+def _write_exit_codes(processes: Iterable[Any]) -> None:
+    by_sentinel = {process.sentinel: process for process in processes}
+    found = [by_sentinel[sentinel] for sentinel in wait([*by_sentinel], 0)]
+    for process in found:
+        process.join(EXIT_CODE_SECONDS / 2)  # it has ended, but its exit code may arrive a moment later
+    ended = [[process.name, process.pid, process.exitcode] for process in found if process.exitcode is not None]
     folder = Path(os.environ.get(FOLDER, os.devnull))
     with contextlib.suppress(OSError):
-        if ended and not (folder / _WORD).exists():
-            scratch = folder / f".{_WORD}"
+        if ended and not (folder / _EXIT_CODES).exists():
+            scratch = folder / f".{_EXIT_CODES}"
             scratch.write_text(json.dumps(ended))
-            scratch.replace(folder / _WORD)
+            scratch.replace(folder / _EXIT_CODES)
 
 
 class Processes:
@@ -166,12 +166,12 @@ class Processes:
             cores: exit codes of the engine cores that have ended, by name.
         """
         with contextlib.suppress(OSError, ValueError):
-            (name, pid, code), *_ = json.loads((self._folder / _WORD).read_text())
-            return f"{name} (process {pid}) {_said(code)}"
+            (name, pid, code), *_ = json.loads((self._folder / _EXIT_CODES).read_text())
+            return f"{name} (process {pid}) {_exit_text(code)}"
         with contextlib.suppress(OSError, ValueError):
-            kind, says = json.loads((self._folder / REFUSAL).read_text())
+            kind, says = json.loads((self._folder / STARTUP_ERROR).read_text())
             return f"{', '.join(cores) or 'its engine core'} ended with {missing_kernel(says) or f'{kind}: {says}'}"
-        return ", ".join(f"{name} {_said(code)}" for name, code in cores.items())
+        return ", ".join(f"{name} {_exit_text(code)}" for name, code in cores.items())
 
     @property
     def which(self) -> str:
@@ -184,7 +184,7 @@ class Processes:
             os.close(self._watched.popitem()[0])
 
 
-def _said(code: int) -> str:
+def _exit_text(code: int) -> str:
     """Describe an exit code."""
     if code >= 0:
         return f"ended with exit code {code}"

@@ -140,6 +140,10 @@ def media_of(payload: Mapping[str, Any]) -> tuple[MediaSpan, ...]:
     return tuple(sorted(found, key=lambda span: span.start))
 
 
-def _runs(one: Any) -> Iterator[tuple[int, int]]:
+def _runs(placeholder: Any) -> Iterator[tuple[int, int]]:
     """Return the runs [start, stop) of tokens that embeddings replace, counted from the start of vLLM's range."""
-    return iter([(0, one.length)]) if one.is_embed is None else Mask(bytes(one.is_embed.tolist())).runs
+    return (
+        iter([(0, placeholder.length)])
+        if placeholder.is_embed is None
+        else Mask(bytes(placeholder.is_embed.tolist())).runs
+    )

@@ -96,7 +96,7 @@ class Reaper:
             The files.
         """
         found = _processes(self.mark, self._roots)
-        files = _own(found, self._before)
+        files = _own_files(found, self._before)
         self._files |= files
         self._tell(b"".join(b"shared %s\n" % os.fsencode(path) for path in files))
         return files
@@ -160,7 +160,7 @@ def reap(
             if began := _began(pid):
                 killed[pid] = began
         if before is not None:
-            left |= _own(found, before)
+            left |= _own_files(found, before)
         for number in (signal.SIGSTOP, signal.SIGKILL):  # first stop all: one that outlived the others would complain
             for pid in found:
                 with contextlib.suppress(ProcessLookupError):
@@ -239,7 +239,7 @@ def named(processes: Iterable[int]) -> set[str]:
     return {f"{_SHARED}{name}" for pid in processes for name in names if f"-{pid}-" in name}
 
 
-def _own(processes: Collection[int], before: Collection[str]) -> set[str]:
+def _own_files(processes: Collection[int], before: Collection[str]) -> set[str]:
     """Return the files of an engine's shared memory: not those that existed before it, and none in folders."""
     found = {path[len(_SHARED) :] for path in mapped(processes, written=True) | named(processes)}
     return {f"{_SHARED}{name}" for name in found if "/" not in name and name not in before}

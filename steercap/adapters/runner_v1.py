@@ -35,7 +35,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
 
 from steercap.adapters import RUNTIME_ATTRIBUTE
-from steercap.adapters.hooks import attach, looked_through, require_requests, step_of, wrap
+from steercap.adapters.hooks import attach, finding_modules, require_requests, step_of, wrap
 from steercap.adapters.releases import require
 from steercap.worker.runtime import Runtime
 from steercap.worker.step import BatchRows
@@ -104,31 +104,31 @@ def _mixed(sampler: Any, metadata: Any, requests: int) -> Iterator[None]:
 
 
 def with_tokens(
-    found: LogprobsTensors, logprobs: torch.Tensor, asked: Mapping[int, Sequence[int]], each: int
+    sampled: LogprobsTensors, logprobs: torch.Tensor, requested: Mapping[int, Sequence[int]], rows_each: int
 ) -> LogprobsTensors:
     """Return the most likely tokens of each row, and for some requests the tokens that these have asked for instead.
 
     Args:
-        found: the sampled token and the most likely ones, [rows, 1 + most likely].
+        sampled: the sampled token and the most likely ones, [rows, 1 + most likely].
         logprobs: log probabilities of every token, [rows, vocabulary].
-        asked: token ids by the index of their request in the batch.
-        each: number of rows of each request, one after the other.
+        requested: token ids by the index of their request in the batch.
+        rows_each: number of rows of each request, one after the other.
     """
-    most = max(map(len, asked.values()))
-    rows = [request * each + row for request in asked for row in range(each)]
+    most = max(map(len, requested.values()))
+    rows = [request * rows_each + row for request in requested for row in range(rows_each)]
     tokens = torch.zeros(len(rows), most, dtype=torch.int64)
     missing = torch.ones(len(rows), most, dtype=torch.bool)
-    for at, wanted in enumerate(asked.values()):
-        tokens[at * each : (at + 1) * each, : len(wanted)] = torch.tensor(wanted)
-        missing[at * each : (at + 1) * each, : len(wanted)] = False
-    index, tokens, missing = (_moved(one, logprobs.device) for one in (torch.tensor(rows), tokens, missing))
+    for request_index, chosen in enumerate(requested.values()):
+        tokens[request_index * rows_each : (request_index + 1) * rows_each, : len(chosen)] = torch.tensor(chosen)
+        missing[request_index * rows_each : (request_index + 1) * rows_each, : len(chosen)] = False
+    index, tokens, missing = (_moved(tensor, logprobs.device) for tensor in (torch.tensor(rows), tokens, missing))
     values = logprobs[index].gather(1, tokens).masked_fill(missing, -inf)
-    width = max(found.logprobs.shape[1], 1 + most)
-    ids = pad(found.logprob_token_ids, (0, width - found.logprobs.shape[1]))
-    numbers = pad(found.logprobs, (0, width - found.logprobs.shape[1]), value=-inf)
+    width = max(sampled.logprobs.shape[1], 1 + most)
+    ids = pad(sampled.logprob_token_ids, (0, width - sampled.logprobs.shape[1]))
+    numbers = pad(sampled.logprobs, (0, width - sampled.logprobs.shape[1]), value=-inf)
     ids[index, 1:] = pad(tokens, (0, width - 1 - most)).to(ids.dtype)
     numbers[index, 1:] = pad(values, (0, width - 1 - most), value=-inf)
-    return found._replace(logprob_token_ids=ids, logprobs=numbers)
+    return sampled._replace(logprob_token_ids=ids, logprobs=numbers)
 
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -153,7 +153,7 @@ def hook() -> None:
 
 
 def _load_model(original: Callable[[], Any], runner: Any, *_args: Any, **_options: Any) -> Any:
-    with looked_through(runner):
+    with finding_modules(runner):
         loaded = original()
     require("Model Runner V1 with its model", runner)
     attach(runner)

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from steercap.adapters import RUNTIME_ATTRIBUTE
-from steercap.adapters.hooks import attach, looked_through, require_requests, step_of, wrap
+from steercap.adapters.hooks import attach, finding_modules, require_requests, step_of, wrap
 from steercap.adapters.releases import require
 from steercap.worker.runtime import Runtime
 from steercap.worker.step import BatchRows
@@ -34,7 +34,7 @@ def hook() -> None:
 
 
 def _load_model(original: Callable[[], Any], runner: Any, *_args: Any, **_options: Any) -> Any:
-    with looked_through(runner):
+    with finding_modules(runner):
         loaded = original()
     require("Model Runner V2 with its model", runner)
     attach(runner)

@@ -75,7 +75,7 @@ def _derived(runner: Any, decoder: Decoder, family: Family, head_dim: int) -> tu
     return found, refused
 
 
-class _Seen:
+class _LayerTrace:
     """One layer in one pass: its stream, and each call as (path, module, begin, end, taken, stream, given)."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class _Seen:
 
 
 class _TracedPass:
-    """A traced pass.
+    """Forward pass with a random stream and random attention rows, which records the tensors of each layer.
 
     Args:
         decoder: decoder of the model.
@@ -96,7 +96,7 @@ class _TracedPass:
         blocks: True to give the family's blocks the same input in every such pass.
 
     Attributes:
-        layers: what was seen, by layer.
+        layers: recorded tensors, by layer.
     """
 
     def __init__(
@@ -108,11 +108,11 @@ class _TracedPass:
         self._stream = torch.Generator().manual_seed(seed)
         self._heads = torch.Generator().manual_seed(1 + seed)
         self._clock = count()
-        self._now: _Seen | None = None
-        self.layers = {index: _Seen() for index in decoder.layers}
+        self._now: _LayerTrace | None = None
+        self.layers = {index: _LayerTrace() for index in decoder.layers}
 
     def run(self, runner: Any) -> None:
-        """Run it."""
+        """Run the pass."""
         with ExitStack() as hooks:
             for module in runner.vllm_config.compilation_config.static_forward_context.values():
                 if attends(module):
@@ -122,7 +122,7 @@ class _TracedPass:
             run_pass(runner, self._decoder.model)
 
     def _replace(self, module: Any) -> Callable[[], None]:
-        """Have a module with attention return random rows; return the function that ends that."""
+        """Make an attention module return random rows; return the function that undoes it."""
         plain, own = module.forward, vars(module).get("forward")
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -138,7 +138,7 @@ class _TracedPass:
         module.forward = forward
         return lambda: delattr(module, "forward") if own is None else setattr(module, "forward", own)
 
-    def _watch(self, layer: nn.Module, seen: _Seen, hooks: ExitStack) -> None:
+    def _watch(self, layer: nn.Module, layer_trace: _LayerTrace, hooks: ExitStack) -> None:
         """Put hooks on a layer and all modules in it."""
         terms, names = taken_by(layer, self._family), list(inspect.signature(layer.forward).parameters)
         replaced = [self._family.hidden_input, self._family.residual_input]
@@ -151,14 +151,14 @@ class _TracedPass:
                     given[name] = drawn.to(given[name])
             args = tuple(given[name] for name in names[: len(args)])
             kwargs = {name: given[name] for name in kwargs}
-            self._now, seen.before = seen, _sum(*terms(args, kwargs))
+            self._now, layer_trace.before = layer_trace, _sum(*terms(args, kwargs))
             return args, kwargs
 
         def end(_module: nn.Module, _args: Any, output: Any) -> None:
             at = self._family.residual_output
             many = isinstance(output, tuple)
             residual = output[at] if many and at is not None else None
-            self._now, seen.after = None, _sum(output[0] if many else output, residual)
+            self._now, layer_trace.after = None, _sum(output[0] if many else output, residual)
 
         inputs = (self._family.attn_in, self._family.mlp_in) if self._blocks else ()
         for path in filter(None, inputs):
@@ -170,11 +170,11 @@ class _TracedPass:
             hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         for path, module in layer.named_modules():
             if path:
-                self._watch_module(path, module, seen, hooks)
+                self._watch_module(path, module, layer_trace, hooks)
         hooks.callback(layer.register_forward_pre_hook(begin, with_kwargs=True).remove)
         hooks.callback(layer.register_forward_hook(end).remove)
 
-    def _watch_module(self, path: str, module: nn.Module, seen: _Seen, hooks: ExitStack) -> None:
+    def _watch_module(self, path: str, module: nn.Module, layer_trace: _LayerTrace, hooks: ExitStack) -> None:
         at, name = read_by(module)
         terms = first_terms(module)
         open_calls: list[list[Any]] = []
@@ -183,7 +183,7 @@ class _TracedPass:
             taken = args[at] if at < len(args) else kwargs.get(name)
             stream = _sum(*terms(args, kwargs)) if taken is not None else None
             call = [path, module, next(self._clock), -1, _rows(taken), stream, None]
-            seen.calls.append(call)
+            layer_trace.calls.append(call)
             open_calls.append(call)
 
         def end(_module: nn.Module, _args: Any, output: Any) -> None:
@@ -219,24 +219,30 @@ def _sum(hidden: Any, residual: Any) -> torch.Tensor | None:
     return first + second
 
 
-def _traced(seen: list[_Seen]) -> Traced:
-    """Join what was seen of a layer in all passes; modules that were not called once in each are left out."""
-    once = [Counter(call[0] for call in one.calls) for one in seen]
-    by_path: list[Mapping[str, list[Any]]] = [{call[0]: call for call in one.calls} for one in seen]
+def _traced(records: list[_LayerTrace]) -> Traced:
+    """Join the records of one layer in all passes; modules that were not called once in each are left out."""
+    once = [Counter(call[0] for call in record.calls) for record in records]
+    by_path: list[Mapping[str, list[Any]]] = [{call[0]: call for call in record.calls} for record in records]
     paths = [path for path in by_path[0] if all(counts[path] == 1 for counts in once)]
     calls = [_call([calls[path] for calls in by_path]) for path in paths]
-    even = all(len(one.attended) == len(seen[0].attended) for one in seen)
-    attended = [_call(list(pair)) for pair in zip(*(one.attended for one in seen), strict=True)] if even else []
+    even = all(len(record.attended) == len(records[0].attended) for record in records)
+    attended = (
+        [_call(list(pair)) for pair in zip(*(record.attended for record in records), strict=True)] if even else []
+    )
     return Traced(
-        _every([one.before for one in seen]), _every([one.after for one in seen]), tuple(calls), tuple(attended)
+        _every([record.before for record in records]),
+        _every([record.after for record in records]),
+        tuple(calls),
+        tuple(attended),
     )
 
 
-def _call(each: list[list[Any]]) -> TracedCall:
-    path, module, begin, end = each[0][:4]
-    return TracedCall(path, module, begin, end, *(_every([one[place] for one in each]) for place in (4, 5, 6)))
+def _call(calls: list[list[Any]]) -> TracedCall:
+    path, module, begin, end = calls[0][:4]
+    return TracedCall(path, module, begin, end, *(_every([call[place] for call in calls]) for place in (4, 5, 6)))
 
 
-def _every(rows: list[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
-    """Return a tensor of every pass, () where one lacks it."""
-    return tuple(one for one in rows if one is not None) if all(one is not None for one in rows) else ()
+def _every(tensors: list[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+    """Return the tensors of all passes; () if a pass has none."""
+    found = tuple(tensor for tensor in tensors if tensor is not None)
+    return found if len(found) == len(tensors) else ()

@@ -150,12 +150,12 @@ def _is_set(value: Any) -> bool:
 _COMPLAINT: Final = re.compile(r"(?P<says>.*?) - at (?P<key>`key` in )?`\$(?P<path>.*)`", re.DOTALL)
 
 
-def named(complaint: str, given: Mapping[str, Any], places: tuple[str, ...] = ()) -> str:
+def named(complaint: str, values: Mapping[str, Any], places: tuple[str, ...] = ()) -> str:
     """Return a validation error with the name and the value that it is about.
 
     Args:
         complaint: message of msgspec; any other is returned as it is.
-        given: values by the names in which the path starts.
+        values: values by the names in which the path starts.
         places: names for the indices in which the path starts, where it starts with a number.
     """
     found = _COMPLAINT.fullmatch(complaint)
@@ -168,4 +168,4 @@ def named(complaint: str, given: Mapping[str, Any], places: tuple[str, ...] = ()
     name = re.split(r"[.\[]", path)[0]
     where = f"a key of {path}" if found["key"] else path
     says = f"{where}: {found['says'][:1].lower()}{found['says'][1:]}"
-    return f"{says} ({name}={shown(given[name])})" if name in given else says
+    return f"{says} ({name}={shown(values[name])})" if name in values else says

@@ -52,20 +52,20 @@ class Unembedding:
                 yield found.float().view(len(some), -1)
 
 
-def unembedded(model: Unembedding | None, asked: Unembed, device: torch.device) -> Unembedded | NotCapturing:
+def unembedded(model: Unembedding | None, request: Unembed, device: torch.device) -> Unembedded | NotCapturing:
     """Answer an Unembed question on one rank.
 
     Args:
         model: the model's unembedding; None where the model's end is on another pipeline stage.
-        asked: the question.
+        request: the question.
         device: device where the model computes.
     """
     if model is None:
         return NotCapturing()
-    tokens = slice(None) if asked.tokens is None else list(asked.tokens)
+    tokens = slice(None) if request.tokens is None else list(request.tokens)
     found: list[tuple[torch.Tensor, ...]] = []
-    for logits in model.logits(rows_of(asked, device), normed=asked.normed):
-        best = logits.topk(min(asked.top, logits.shape[1]))
+    for logits in model.logits(rows_of(request, device), normed=request.normed):
+        best = logits.topk(min(request.top, logits.shape[1]))
         edges = (*logits.aminmax(dim=1), logits.std(dim=1), logits.logsumexp(dim=1))
         found.append((logits[:, tokens], best.indices, best.values, *edges))
     if not found:
@@ -75,14 +75,14 @@ def unembedded(model: Unembedding | None, asked: Unembed, device: torch.device) 
     return Unembedded(_bytes(chosen), least, most, spread, total, _bytes(top), _bytes(values))
 
 
-def _bytes(found: torch.Tensor) -> bytes:
-    return found.contiguous().numpy().tobytes()
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().numpy().tobytes()
 
 
-def rows_of(asked: Unembed | Project | Choose, device: torch.device) -> torch.Tensor:
+def rows_of(request: Unembed | Project | Choose, device: torch.device) -> torch.Tensor:
     """Return the rows of a question as a tensor [count, width] on the device."""
-    found = torch.frombuffer(bytearray(asked.rows), dtype=getattr(torch, asked.dtype))
-    return found.view(asked.count, -1).to(device)
+    found = torch.frombuffer(bytearray(request.rows), dtype=getattr(torch, request.dtype))
+    return found.view(request.count, -1).to(device)
 
 
 @dataclass(frozen=True)

@@ -66,17 +66,17 @@ def fitted(total: Rows, base: Rows, added: Sequence[Rows]) -> Fit:
     return Fit(tuple(map(float, factors)), error if seen >= _SEEN * eps else inf, apart)
 
 
-def same(one: Rows, other: Rows) -> bool:
+def same(first: Rows, second: Rows) -> bool:
     """Check if two tensors are equal bit for bit in every pass."""
-    return bool(one) and len(one) == len(other) and all(map(torch.equal, one, other))
+    return bool(first) and len(first) == len(second) and all(map(torch.equal, first, second))
 
 
-def close(one: Rows, other: Rows) -> bool:
+def close(first: Rows, second: Rows) -> bool:
     """Check if two tensors are equal but for rounding in every pass."""
-    if not one or not other or one[0].shape != other[0].shape:
+    if not first or not second or first[0].shape != second[0].shape:
         return False
-    allowed = _SUM * torch.finfo(one[0].dtype).eps
-    pairs = [(left.double(), right.double()) for left, right in zip(one, other, strict=True)]
+    allowed = _SUM * torch.finfo(first[0].dtype).eps
+    pairs = [(left.double(), right.double()) for left, right in zip(first, second, strict=True)]
     return all(bool(((a - b).norm(dim=1) <= allowed * a.norm(dim=1)).all()) for a, b in pairs)
 
 

@@ -1,4 +1,4 @@
-"""Checks of a delivery of a request's rows against what the request must give."""
+"""Checks of fetched rows against the rows that their request must have."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Expected:
-    """Required content of a delivery.
+    """Expected rows of one request, with their labels.
 
     Args:
         name: name of the request, for messages.
@@ -58,7 +58,7 @@ class Expected:
 
 
 def received(expected: Expected, delivery: Delivery, armed: Sequence[Point]) -> tuple[dict[Point, Rows], Receipt]:
-    """Check a delivery against what must come, and return its rows and receipt.
+    """Check fetched rows against the expected ones; return them and their receipt.
 
     Returns:
         Rows by point, layer by layer, those of a point that is split as its shards unless they are gathered; and the
@@ -108,7 +108,7 @@ def _completed(rows: torch.Tensor | CodedRows, expected: Expected, point: Point)
 
 
 def parts_of(expected: Expected, rows: int) -> list[Expected]:
-    """Split what must come into parts of at most `rows` rows, one after another; one part at least."""
+    """Split the expected rows into consecutive parts of at most `rows` rows, one part at least."""
     capture = expected.plan.capture
     assert capture is not None
     known = rows_selected(capture.ranges, expected.plan.limit, len(expected.tokens) - 1)

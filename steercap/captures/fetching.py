@@ -1,4 +1,4 @@
-"""Fetch of rows: of many handles in a batch, by one question or from disk, and of requests that still run."""
+"""Fetch of rows: of many handles in a batch, by one RPC or from disk, and of requests that still run."""
 
 from __future__ import annotations
 
@@ -34,95 +34,98 @@ READS: Final = 8
 AGAIN: Final = 64
 
 
-async def fetch_all(wanted: Sequence[Lifecycle]) -> None:
-    """Fetch the rows of handles of one model with one question, except for those fetched already.
+async def fetch_all(lifecycles: Sequence[Lifecycle]) -> None:
+    """Fetch the rows of handles of one model, by one RPC; handles that were fetched before are skipped.
 
     Raises:
         CaptureIncomplete: some rows are missing or wrong; those of the other handles are fetched all the same.
         CaptureNotFinite: some rows hold NaN or infinity; likewise.
         CaptureReleased: some were released.
-        InvalidRequest: rows of several models, or rows that are handed out in parts at this moment.
+        InvalidRequest: the handles belong to several models, or one of them is being read in chunks.
         ModelClosed, WrongEventLoop: the model is not open, or was started in another event loop.
     """
-    for one in wanted:
-        _require_whole(one)
-        if one.stage not in {Stage.HERE, Stage.LEAVING, Stage.GONE} and one.source is not None:
-            one.source.require_open()  # before a lock that belongs to its event loop
+    for lifecycle in lifecycles:
+        _require_whole(lifecycle)
+        if lifecycle.stage not in {Stage.HERE, Stage.LEAVING, Stage.GONE} and lifecycle.source is not None:
+            lifecycle.source.require_open()  # before a lock that belongs to its event loop
     async with AsyncExitStack() as turns:
         # In one order for all, or two fetches of the same handles could each wait for the other.
-        for one in sorted(dict.fromkeys(wanted), key=id):
-            await turns.enter_async_context(one.turn)
-        while moving := [one for one in wanted if one.stage is Stage.SPILLING]:
-            await moving[0].rested()
-        for one in wanted:
-            one.require_wanted()
-        pending = [one for one in dict.fromkeys(wanted) if one.stage in {Stage.KEPT, Stage.SPILLED}]
+        for lifecycle in sorted(dict.fromkeys(lifecycles), key=id):
+            await turns.enter_async_context(lifecycle.turn)
+        while moving := [lifecycle for lifecycle in lifecycles if lifecycle.stage is Stage.SPILLING]:
+            await moving[0].wait_for_move()
+        for lifecycle in lifecycles:
+            lifecycle.require_wanted()
+        pending = [
+            lifecycle for lifecycle in dict.fromkeys(lifecycles) if lifecycle.stage in {Stage.KEPT, Stage.SPILLED}
+        ]
         if pending:
             await _fetch(pending)
 
 
-async def fetched_in_parts(one: Lifecycle, rows: int) -> AsyncGenerator[Found, None]:
-    """Yield the rows of a handle in order, at most `rows` at a time, and leave them in the worker.
+async def fetched_in_parts(lifecycle: Lifecycle, rows: int) -> AsyncGenerator[Found, None]:
+    """Yield the rows of a handle in order, at most `rows` at a time; the worker keeps them.
 
-    Rows that are here already, on the client's disk, reduced to one, or summarised, come in one part, and stay here.
+    Rows that were fetched before, are on the client's disk, or are reduced or summarised come in one part, and the
+    handle keeps them.
 
     Raises:
-        As `fetch_all`; a part that was yielded is right.
+        As `fetch_all`; every part is checked before it is yielded.
     """
-    if one.stage is Stage.KEPT and one.source is not None:
-        one.source.require_open()
-    _require_whole(one)
-    async with one.turn:
-        await one.rested()
-        one.require_wanted()
-        source = one.source
-        if one.stage is Stage.KEPT and isinstance(source, Source) and source.again is None and source.divisible:
-            one.fetch()
-            one.handed_out = True
+    if lifecycle.stage is Stage.KEPT and lifecycle.source is not None:
+        lifecycle.source.require_open()
+    _require_whole(lifecycle)
+    async with lifecycle.turn:
+        await lifecycle.wait_for_move()
+        lifecycle.require_wanted()
+        source = lifecycle.source
+        if lifecycle.stage is Stage.KEPT and isinstance(source, Source) and source.again is None and source.divisible:
+            lifecycle.fetch()
+            lifecycle.in_chunks = True
             try:
                 for part in (replace(source, expected=each) for each in parts_of(source.expected, rows)):
                     (delivery,) = await part.collect([part])
                     yield part.found(delivery)
-                    one.require_wanted()
+                    lifecycle.require_wanted()
             finally:
-                one.handed_out = False
-                one.end_fetch()
+                lifecycle.in_chunks = False
+                lifecycle.end_fetch()
             return
-    await fetch_all([one])
-    yield one.require_here()
+    await fetch_all([lifecycle])
+    yield lifecycle.require_here()
 
 
-def _require_whole(one: Lifecycle) -> None:
-    if one.handed_out:
-        raise InvalidRequest(f"{one.name}: its rows are handed out in chunks; end that loop before you fetch")
+def _require_whole(lifecycle: Lifecycle) -> None:
+    if lifecycle.in_chunks:
+        raise InvalidRequest(f"{lifecycle.name}: its rows are handed out in chunks; end that loop before you fetch")
 
 
 async def _fetch(pending: Sequence[Lifecycle]) -> None:
     """Fetch the rows of handles whose `turn` locks are held."""
-    sources = [one.source for one in pending if one.source is not None]
+    sources = [lifecycle.source for lifecycle in pending if lifecycle.source is not None]
     places = {source.place for source in sources}
     if len(places) != 1:
         raise InvalidRequest(f"these handles belong to {len(places)} models; fetch the handles of one model at a time")
     errors: list[SteercapError] = []
-    lost = dict.fromkeys(one for one in pending if one.again is not None)
-    spilled = [one for one in pending if one.stage is Stage.SPILLED and one not in lost]
-    kept = [one for one in pending if one.stage is Stage.KEPT and one not in lost]
+    lost = dict.fromkeys(lifecycle for lifecycle in pending if lifecycle.again is not None)
+    spilled = [lifecycle for lifecycle in pending if lifecycle.stage is Stage.SPILLED and lifecycle not in lost]
+    kept = [lifecycle for lifecycle in pending if lifecycle.stage is Stage.KEPT and lifecycle not in lost]
     try:
-        for one in pending:
-            one.fetch()
+        for lifecycle in pending:
+            lifecycle.fetch()
         try:
             await _collect(errors, kept)
         except EngineFailure:
-            if any(one.again is None for one in kept):
+            if any(lifecycle.again is None for lifecycle in kept):
                 raise
             lost |= dict.fromkeys(kept)  # it died meanwhile
-        await each_of(spilled, partial(_come_back, errors), READS)
-        await each_of(lost, partial(_computed_again, errors), AGAIN)
+        await each_of(spilled, partial(_read_back, errors), READS)
+        await each_of(lost, partial(_recompute, errors), AGAIN)
     finally:
-        for one in pending:
-            one.end_fetch()
-    for one in pending:
-        one.require_wanted()  # it may have been released meanwhile
+        for lifecycle in pending:
+            lifecycle.end_fetch()
+    for lifecycle in pending:
+        lifecycle.require_wanted()  # it may have been released meanwhile
     if len(errors) > 1:
         raise type(errors[0])(f"{errors[0]} (and {len(errors) - 1} other handles of this batch)") from errors[0]
     if errors:
@@ -131,33 +134,33 @@ async def _fetch(pending: Sequence[Lifecycle]) -> None:
 
 async def _collect(errors: list[SteercapError], kept: Sequence[Lifecycle]) -> None:
     """Collect rows from the workers."""
-    sources = [one.source for one in kept if one.source is not None]
+    sources = [lifecycle.source for lifecycle in kept if lifecycle.source is not None]
     if not sources:
         return
     deliveries = await sources[0].collect(sources)
-    for one, delivery in zip(kept, deliveries, strict=True):
+    for lifecycle, delivery in zip(kept, deliveries, strict=True):
         with _noted(errors):
-            one.arrive(delivery)
+            lifecycle.arrive(delivery)
         await asyncio.sleep(0)  # a batch of thousands must not stop the loop
 
 
-async def _computed_again(errors: list[SteercapError], one: Lifecycle) -> None:
-    """Recompute the rows of one handle; each takes no worker memory once it is here, so a batch cannot fill it."""
+async def _recompute(errors: list[SteercapError], lifecycle: Lifecycle) -> None:
+    """Recompute the rows of one handle. Fetched rows take no worker memory, so a batch cannot fill it."""
     try:
-        if (again := one.again) is not None:
-            one.take(await again.rows())
+        if (recompute := lifecycle.again) is not None:
+            lifecycle.take(await recompute.rows())
     except SteercapError as error:
         errors.append(error)
 
 
-async def _come_back(errors: list[SteercapError], one: Lifecycle) -> None:
+async def _read_back(errors: list[SteercapError], lifecycle: Lifecycle) -> None:
     try:
         with _noted(errors):
-            await one.come_back()
+            await lifecycle.read_back()
     except ModelClosed:  # with its engine, which has died meanwhile
-        if one.again is None:
+        if lifecycle.again is None:
             raise
-        await _computed_again(errors, one)
+        await _recompute(errors, lifecycle)
 
 
 @contextmanager
@@ -183,12 +186,12 @@ class Arrived:
 
 
 async def arrived(engine: Engine, wanted: Sequence[tuple[Owner, Expected]]) -> list[Arrived]:
-    """Fetch and check the rows of samples so far, with one question, shared with requests that ask at the same time.
+    """Fetch and check the new rows of running samples, by one RPC, which concurrent calls share.
 
     Args:
         engine: the engine that runs them.
-        wanted: owner of each sample, and what must have come: tokens up to one that has no row yet, and the number of
-            rows that came before.
+        wanted: owner of each sample, and the expected rows: the tokens up to one that has no row yet, and the number
+            of rows fetched before.
 
     Raises:
         CaptureIncomplete, CaptureNotFinite: see `received`.

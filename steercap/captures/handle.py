@@ -136,7 +136,7 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
             rows: maximum number of rows of a handle, each of which is of the same request, fetched and labelled.
 
         Raises:
-            InvalidRequest: `rows` is no whole number above 0, or the rows are handed out in another loop.
+            InvalidRequest: `rows` is no whole number above 0, or another loop over `chunks` reads them.
             CaptureIncomplete, CaptureNotFinite, CaptureReleased, EngineFailure: as for `fetch`.
         """
         count = count_of(rows, "rows", wrong=InvalidRequest)
@@ -409,11 +409,11 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
         at = slice(None) if tokens is None else self._rows_at(tokens)
         return await source.with_restart(lambda engine: experts(engine, index, rows[at], self.positions[at]))
 
-    def _require_rows(self, wanted: str) -> None:
+    def _require_rows(self, purpose: str) -> None:
         """Check that the handle holds a row for each token, not projections or a reduction."""
         if self.directions or self.receipt.reduce:
             held = "projections" if self.directions else f"the {self.receipt.reduce} of its tokens"
-            raise InvalidRequest(f"{wanted}: the handle holds {held}; capture rows, without project= or reduce=")
+            raise InvalidRequest(f"{purpose}: the handle holds {held}; capture rows, without project= or reduce=")
 
     def to_numpy(self) -> dict[Point, np.ndarray[Any, Any]]:
         """Return the rows as NumPy arrays by point; bfloat16, which NumPy lacks, becomes float32."""
@@ -532,9 +532,9 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
         return f"CaptureHandle({self.request_id}, {rows}, text={described(self.text)})"
 
 
-def holding(handle: CaptureHandle, found: Found, *, prompts: bool = True) -> CaptureHandle:
+def holding(handle: CaptureHandle, rows_found: Found, *, prompts: bool = True) -> CaptureHandle:
     """Return a handle of the same request that holds other rows of it; without `prompts`, its prompt's ids are -1."""
-    rows = found.captures.all_kept()
+    rows = rows_found.captures.all_kept()
     exact = all(isinstance(one, torch.Tensor) for one in rows.values())
     return CaptureHandle(
         request_id=handle.request_id,
@@ -544,7 +544,7 @@ def holding(handle: CaptureHandle, found: Found, *, prompts: bool = True) -> Cap
         output_token_ids=handle.output_token_ids,
         points=tuple(rows),
         num_layers=handle.num_layers,
-        lifecycle=Lifecycle(handle.request_id, found=found),
+        lifecycle=Lifecycle(handle.request_id, found=rows_found),
         messages=handle.messages,
         media=handle.media if prompts else (),
         directions=handle.directions,

@@ -197,7 +197,7 @@ async def unembed(
         EngineFailure: the engine has died or was closed.
     """
     require_kind(engine, "unembed", pools=False)
-    count, chosen = _asked(engine, top, ids)
+    count, chosen = _checked_request(engine, top, ids)
     normed, full = (truth_of(given, name, wrong=InvalidRequest) for name, given in (("normed", normed), ("full", full)))
     width, vocabulary = engine.vllm.hidden_size, engine.vllm.vocabulary
     rounded = _rounded(rows, width, engine.dtype)
@@ -275,7 +275,7 @@ def _rounded(rows: torch.Tensor, width: int, dtype: torch.dtype) -> Float[torch.
     return rounded
 
 
-def _asked(engine: Engine, top: int, ids: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+def _checked_request(engine: Engine, top: int, ids: Sequence[int]) -> tuple[int, tuple[int, ...]]:
     vocabulary = engine.vllm.vocabulary
     count = count_of(top, "top", 0, vocabulary, wrong=InvalidRequest)
     given = parts_of(ids, "ids")

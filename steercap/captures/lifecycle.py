@@ -22,7 +22,7 @@ from steercap.core.protocols import AWAITED, NonCopyable
 from steercap.errors import CaptureError, CaptureIncomplete, CaptureNotFetched, CaptureNotFinite, CaptureReleased
 
 if TYPE_CHECKING:
-    from steercap.core.budget import Ticket
+    from steercap.core.budget import Reservation
     from steercap.engine.engine import Engine
     from steercap.files.spill import SpillFile
 
@@ -119,10 +119,10 @@ class Origin(Protocol):
         """
 
     async def collect(self, origins: Sequence[Any]) -> Sequence[Any]:
-        """Return the deliveries of several origins of the same place."""
+        """Fetch the rows of several origins of the same place, unchecked."""
 
     def found(self, delivery: Any) -> Found:
-        """Check a delivery of this origin against what must come, and return its rows.
+        """Check fetched rows of this origin against the expected ones, and return them.
 
         Raises:
             CaptureIncomplete, CaptureNotFinite, CaptureReleased: it is not that.
@@ -142,14 +142,14 @@ class Source:
     Args:
         engine: the engine whose workers hold them.
         owner: key of the rows in the workers.
-        ticket: the memory they take.
-        expected: required content of the delivery; its last token has no row, since it was never an input.
+        reservation: the memory they take.
+        expected: the expected rows; the last token has no row, since it was never an input.
         lost: means to recompute them if the engine has died, or None.
     """
 
     engine: Engine
     owner: Owner
-    ticket: Ticket
+    reservation: Reservation
     expected: Expected
     lost: Lost | None = None
 
@@ -196,10 +196,10 @@ class Source:
 
     def give_back(self) -> None:
         give_back = self.engine.give_back if self.engine.home.is_here else self.engine.give_back_from_any_thread
-        give_back(self.owner, self.ticket)
+        give_back(self.owner, self.reservation)
 
     def give_back_from_any_thread(self) -> None:
-        self.engine.give_back_from_any_thread(self.owner, self.ticket)
+        self.engine.give_back_from_any_thread(self.owner, self.reservation)
 
 
 class Lifecycle(NonCopyable, instead="its rows have one owner"):
@@ -216,7 +216,7 @@ class Lifecycle(NonCopyable, instead="its rows have one owner"):
         stage: present place of the rows.
         turn: lock held by a fetch.
         spilled: the rows, if they are on disk; or the error found when they were checked on the way there.
-        handed_out: True while rows are handed out in parts.
+        in_chunks: True while a loop over `chunks` reads the rows.
         idiom: style in which messages show code.
     """
 
@@ -227,7 +227,7 @@ class Lifecycle(NonCopyable, instead="its rows have one owner"):
         self.stage = Stage.KEPT if found is None else Stage.HERE
         self.turn = asyncio.Lock()
         self.spilled: Spilled | CaptureError | None = None
-        self.handed_out = False
+        self.in_chunks = False
         self._rested = asyncio.Event()  # they are not, or no longer, on their way to disk
         self._rested.set()
         self.idiom = AWAITED
@@ -265,7 +265,7 @@ class Lifecycle(NonCopyable, instead="its rows have one owner"):
         self._advance(Event.FETCH)
 
     def arrive(self, delivery: Any) -> None:
-        """Check a delivery against what must come, and take its rows; rows released meanwhile are dropped.
+        """Check fetched rows against the expected ones, and keep them unless they were released meanwhile.
 
         Raises:
             CaptureIncomplete, CaptureNotFinite, CaptureReleased: see `Origin.found`; they stay where they are.
@@ -279,7 +279,7 @@ class Lifecycle(NonCopyable, instead="its rows have one owner"):
             self.found = found
             self._advance(Event.ARRIVE)
 
-    async def come_back(self) -> None:
+    async def read_back(self) -> None:
         """Read the rows from disk, and take them; rows released meanwhile are dropped.
 
         Raises:
@@ -322,7 +322,7 @@ class Lifecycle(NonCopyable, instead="its rows have one owner"):
         self._rested.clear()
 
     def write(self, delivery: Any, file: SpillFile, dropped: Callable[[], object]) -> Spilled | CaptureError:
-        """Check a delivery against what must come, and write its rows to disk; call it on a thread.
+        """Check fetched rows against the expected ones, and write them to disk; call it on a thread.
 
         Returns:
             The rows on disk; or the error that the check found, which is then kept in their place.
@@ -351,7 +351,7 @@ class Lifecycle(NonCopyable, instead="its rows have one owner"):
             if self.stage in {Stage.SPILLING, Stage.LEAVING}:
                 self._advance(Event.FAIL)
 
-    async def rested(self) -> None:
+    async def wait_for_move(self) -> None:
         """Wait until the rows are not on their way to disk."""
         while self.stage is Stage.SPILLING:
             await self._rested.wait()

@@ -209,12 +209,12 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Document(self.version, self.kind, self.model, self.asked, layouts, ordered)
 
 
-def _differing(found: Document, wanted: Document) -> list[str]:
+def _differing(stored: Document, expected: Document) -> list[str]:
     """Return the differences between two runs in words; settings are compared only if both runs have them."""
-    what = differences({"model": found.model}, {"model": wanted.model})
-    if not found.asked or not wanted.asked:
+    what = differences({"model": stored.model}, {"model": expected.model})
+    if not stored.asked or not expected.asked:
         return what
-    return what + differences(found.asked, wanted.asked, none_is_unset=True)
+    return what + differences(stored.asked, expected.asked, none_is_unset=True)
 
 
 #: Folders of captures.

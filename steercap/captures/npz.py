@@ -1,4 +1,4 @@
-"""Export of captures as NumPy's `.npz`, for programs of other people: plain arrays and one JSON text, no pickle.
+"""Export of captures as NumPy's `.npz`, for other programs: plain arrays and one JSON text, no pickle.
 
 Arrays: rows by point, `<site>.<layer>` (shards `<site>.<layer>.shard<number>`), for rows in a codec its parts,
 `<site>.<layer>.q`, `.scale`, ...; `positions`, `token_ids`, `token_types` ("text" or "image", ...), `prompt_token_ids`,

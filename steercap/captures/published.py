@@ -36,7 +36,7 @@ _NAME: Final = re.compile(r"seq(\d+)_layer(\d+)_rank(\d+)\.npz")
 
 
 class PublishedMeta(msgspec.Struct, frozen=True):
-    """Content of `meta`; other fields are passed over.
+    """Content of the array `meta` in a file; unknown fields are ignored.
 
     Args:
         mode: the codec, as its writer calls it.
@@ -132,9 +132,9 @@ class PublishedRows:
     def saturated(self) -> torch.Tensor:
         """Return which rows are saturated: bool [tokens].
 
-        Codes reach from 0 to 255 in an honest row. With a zero cut off at 0 they do not come down to 0 and end at 255,
-        with one cut off at 255 the other way round. Of numbers for each element, a row is saturated at an element whose
-        codes do so over all rows.
+        The codes of an unsaturated row reach from 0 to 255. If its `zero` was clipped to 0, they reach 255 but not 0;
+        if to 255, they reach 0 but not 255. With numbers for each element instead of each token, this is checked for
+        each element over all rows.
         """
         along = 1 if self.zero.shape[1] == 1 else 0
         if not self.q.numel():

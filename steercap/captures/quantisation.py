@@ -154,7 +154,7 @@ class Quantiser:
         parts, bits = _sizes(rows.shape[1], parts, bits)
         if len(rows) < 1 << bits:
             raise InvalidRequest(f"{len(rows)} rows for codebooks of {1 << bits} entries; give more, or fewer bits")
-        index = _index(rows.shape[1], parts, bits)
+        index = _pq_index(rows.shape[1], parts, bits)
         index.pq.cp.seed, index.pq.cp.min_points_per_centroid = seed, 1
         index.train(rows)
         return Quantiser(point, _books(index), models.pop(), len(rows), seed)
@@ -265,7 +265,7 @@ class Quantiser:
 
     def _index(self, metric: str = "distance") -> Any:
         """Return an empty faiss index with these codebooks."""
-        index = _index(self.width, self.codebooks.shape[0], self.bits, metric)
+        index = _pq_index(self.width, self.codebooks.shape[0], self.bits, metric)
         with extra("quantisation"):
             import faiss
         faiss.copy_array_to_vector(self.codebooks.contiguous().numpy().ravel(), index.pq.centroids)
@@ -288,7 +288,7 @@ class Quantiser:
         return codes.contiguous().numpy()
 
 
-def _index(width: int, parts: int, bits: int, metric: str = "distance") -> Any:
+def _pq_index(width: int, parts: int, bits: int, metric: str = "distance") -> Any:
     with extra("quantisation"):
         import faiss
     return faiss.IndexPQ(width, parts, bits, faiss.METRIC_L2 if metric == "distance" else faiss.METRIC_INNER_PRODUCT)
@@ -319,7 +319,7 @@ def _elements(handle: CaptureHandle, point: Point) -> torch.Tensor:
     """Return the rows of a point.
 
     Raises:
-        InvalidSpec: projections are kept of them; or as for `captures[layer, site]`.
+        InvalidSpec: the handle holds projections instead; or as for `captures[layer, site]`.
         LayerOutOfRange: the handle lacks the point.
     """
     if handle.directions:

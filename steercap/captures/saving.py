@@ -81,13 +81,13 @@ class CaptureRun:
             self._journal.close(remove=False)
             raise
 
-    def _opened(self, wanted: Document) -> Document:
+    def _opened(self, expected: Document) -> Document:
         """Return the folder's document, after sealing its journal and removing unlisted files."""
-        before = CAPTURES.open(self.folder, wanted)
+        before = CAPTURES.open(self.folder, expected)
         if before is None:
             self._journal.begin(0)  # a journal left over from another run does not belong to this one
-            CAPTURES.write(self.folder, wanted, self._mode)
-            return wanted
+            CAPTURES.write(self.folder, expected, self._mode)
+            return expected
         there = Manifest.load(self.folder).document
         if there.entries > before.entries:
             CAPTURES.write(self.folder, there, self._mode)

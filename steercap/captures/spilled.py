@@ -71,12 +71,12 @@ class Spilled:
 
 
 class GatheredRows:
-    """Rows of one request that come in parts, in memory mapped from a nameless file; the kernel writes them there when
-    memory is short.
+    """Rows of one request that arrive in parts; their memory is mapped from a nameless file, to which the operating
+    system writes it when memory is short.
 
     Args:
         folder: folder of the file.
-        like: the first part, which says what a row is.
+        like: the first part, which gives the points, and the shapes and dtypes of their rows.
         rows: number of rows of all parts together.
 
     Raises:
@@ -104,7 +104,7 @@ class GatheredRows:
         self._rows, self._filled = rows, 0
 
     def add(self, part: Found) -> None:
-        """Copy the rows of the next part behind those of the parts before.
+        """Append the rows of the next part.
 
         Raises:
             CaptureIncomplete: more rows came than the request has.
@@ -131,10 +131,10 @@ class GatheredRows:
             raise CaptureIncomplete(f"{self._filled} rows came for a request that has {self._rows}")
         receipts, tensors = self._receipts, iter(self._tensors)
         positions, token_ids = (
-            np.concatenate([getattr(one, name) for one in receipts]) for name in ("positions", "token_ids")
+            np.concatenate([getattr(receipt, name) for receipt in receipts]) for name in ("positions", "token_ids")
         )
-        receipt = replace(receipts[-1], positions=positions, token_ids=token_ids)
-        return Found(self._like.changed(lambda _: next(tensors)), receipt)
+        joined = replace(receipts[-1], positions=positions, token_ids=token_ids)
+        return Found(self._like.changed(lambda _: next(tensors)), joined)
 
 
 def _mapped(folder: Path, size: int) -> mmap.mmap:

@@ -52,7 +52,7 @@ def stack(
     rows = []
     for number, handle in enumerate(given):
         at = _row(number, handle, tokens)
-        rows.append(torch.stack([_one(handle.captures, Point(layer, site), at) for layer in wanted]))
+        rows.append(torch.stack([_point_rows(handle.captures, Point(layer, site), at) for layer in wanted]))
     return torch.stack(rows)
 
 
@@ -74,7 +74,7 @@ def _place(first: CaptureHandle, layers: Layers | None, site: str | None) -> tup
     if site is None and len(captures.sites) > 1:
         raise InvalidRequest(f"stack: the handles hold sites {', '.join(captures.sites)}; give site=")
     site = captures.sites[0] if site is None else site
-    known = _known(first, site)
+    known = _layers_at(first, site)
     if not known:
         raise InvalidRequest(f"stack: site={site!r} was not captured; {choices(site, captures.sites)}")
     wanted = known if layers is None else list(resolve_layers(layers, first.num_layers))
@@ -83,7 +83,7 @@ def _place(first: CaptureHandle, layers: Layers | None, site: str | None) -> tup
     return site, wanted
 
 
-def _known(handle: CaptureHandle, site: str) -> list[int]:
+def _layers_at(handle: CaptureHandle, site: str) -> list[int]:
     return sorted(point.layer for point in handle.captures if point.site == site)
 
 
@@ -103,7 +103,7 @@ def _check_alike(handles: Sequence[CaptureHandle], site: str, *, every: bool) ->
         "width and dtype": [_form(handle, site) for handle in handles],
     }
     if every:
-        kinds[f"layers at {site!r}"] = [_known(handle, site) for handle in handles]
+        kinds[f"layers at {site!r}"] = [_layers_at(handle, site) for handle in handles]
     for name, found in kinds.items():
         for number, value in enumerate(found):
             if value != found[0]:
@@ -123,7 +123,7 @@ def _form(handle: CaptureHandle, site: str) -> tuple[int | str, torch.dtype] | N
     return rows.shape[-1], rows.dtype
 
 
-def _one(captures: Captures, point: Point, at: int) -> torch.Tensor:
+def _point_rows(captures: Captures, point: Point, at: int) -> torch.Tensor:
     """Return one row of a point; only this row is decoded if rows are in a codec."""
     rows = captures.whole(point)
     return rows[at : at + 1].decoded()[0] if isinstance(rows, CodedRows) else rows[at]

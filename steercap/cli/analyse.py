@@ -68,32 +68,32 @@ def _cell(column: str, value: Any) -> Text:
     return Text(repr(value) if column == "token" else str(value), style="cyan" if column == "name" else "")
 
 
-def written(found: Anatomy, out: Path | None) -> list[Path]:
+def written(anatomy: Anatomy, out: Path | None) -> list[Path]:
     """Write every table and picture to a folder; return the paths."""
     from steercap.lab.mechanism.analysis import draw_anatomy, save_table
 
     if out is None:
         return []
     out.mkdir(parents=True, exist_ok=True)
-    tables = [save_table(table, out / f"{part}.parquet") for part, table in found.tables.items()]
-    return [*tables, *draw_anatomy(found.tables, out)]
+    tables = [save_table(table, out / f"{part}.parquet") for part, table in anatomy.tables.items()]
+    return [*tables, *draw_anatomy(anatomy.tables, out)]
 
 
-def report(found: Anatomy, about: dict[str, Any], out: Path | None, terminal: Terminal, rows: int) -> None:
+def report(anatomy: Anatomy, about: dict[str, Any], out: Path | None, terminal: Terminal, rows: int) -> None:
     """Write tables and pictures, and show the tables.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    files = written(found, out)
+    files = written(anatomy, out)
     document = {
         **about,
-        "tables": {part: table.to_pylist() for part, table in found.tables.items()},
-        "left_out": found.left_out,
+        "tables": {part: table.to_pylist() for part, table in anatomy.tables.items()},
+        "left_out": anatomy.left_out,
         "files": list(map(str, files)),
     }
-    shown = [table_of(part, table, rows) for part, table in found.tables.items()]
-    said = {**about, **{f"no {part}": reason for part, reason in found.left_out.items()}, "files": out or ""}
+    shown = [table_of(part, table, rows) for part, table in anatomy.tables.items()]
+    said = {**about, **{f"no {part}": reason for part, reason in anatomy.left_out.items()}, "files": out or ""}
     terminal.show(document, *shown, facts("", said))
 
 
@@ -119,22 +119,22 @@ def group_name(path: Path) -> str:
     return held.parent.name if held.name == "vectors" or held.name.startswith("vectors_vllm_") else held.stem
 
 
-def compared(found: CheckpointComparison, out: Path, terminal: Terminal) -> None:
+def compared(comparison: CheckpointComparison, out: Path, terminal: Terminal) -> None:
     """Draw the pictures of a comparison, and show what it found."""
     from steercap.lab.mechanism.comparison import draw_comparison
 
-    pictures = draw_comparison(found.tables, out)
-    files = [out / f"{name}.parquet" for name in found.tables] + pictures
-    document = {"focus": found.focus, "left_out": found.left_out, "files": list(map(str, files))}
+    pictures = draw_comparison(comparison.tables, out)
+    files = [out / f"{name}.parquet" for name in comparison.tables] + pictures
+    document = {"focus": comparison.focus, "left_out": comparison.left_out, "files": list(map(str, files))}
     words = {"component", "group", "measure"}
     shown = []
     for name in ("components", "by_layer"):
-        table = titled(name.replace("_", " "), found.tables[name].column_names, words=words)
-        for row in found.tables[name].to_pylist():
-            if name == "components" or row["layer"] == found.focus[row["measure"]]:
+        table = titled(name.replace("_", " "), comparison.tables[name].column_names, words=words)
+        for row in comparison.tables[name].to_pylist():
+            if name == "components" or row["layer"] == comparison.focus[row["measure"]]:
                 table.add_row(*(_cell(column, value) for column, value in row.items()))
         shown.append(table)
-    said = {f"no {part}": reason for part, reason in found.left_out.items()}
+    said = {f"no {part}": reason for part, reason in comparison.left_out.items()}
     terminal.show(document, *shown, facts("", {**said, "files": out}))
 
 

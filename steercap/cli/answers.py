@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from steercap.lab.personas import AnswersRead
 
 
-def table_of(found: AnswersRead) -> Table:
+def table_of(answers: AnswersRead) -> Table:
     """Return a table with a row per persona and level, with what was left out of it, and why."""
     table = titled(
-        str(found.folder.vectors("NAME")), ("persona", "level", "answers", "left out"), words=("persona", "level")
+        str(answers.folder.vectors("NAME")), ("persona", "level", "answers", "left out"), words=("persona", "level")
     )
-    for name, receipt in found.personas.items():
+    for name, receipt in answers.personas.items():
         for level in {**receipt.levels, **receipt.left_out}:
             why = ", ".join(f"{count} {reason}" for reason, count in receipt.left_out.get(level, {}).items())
             table.add_row(name, level, str(receipt.levels.get(level, "absent")), why)
     return table
 
 
-def document_of(found: AnswersRead) -> dict[str, Any]:
+def document_of(answers: AnswersRead) -> dict[str, Any]:
     """Return a result as plain data."""
     return {
-        "vectors": str(found.folder.vectors("NAME").parent),
-        "response_activations": str(found.folder.activations("NAME").parent),
-        "default_answers": found.default,
-        "personas": found.personas,
+        "vectors": str(answers.folder.vectors("NAME").parent),
+        "response_activations": str(answers.folder.activations("NAME").parent),
+        "default_answers": answers.default,
+        "personas": answers.personas,
     }
 
 

@@ -12,7 +12,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from steercap.cli.captured import Captured, Store, asked_before, capture_to, check_goes_on
+from steercap.cli.captured import Captured, Store, arguments_of_call, capture_to, check_goes_on
 from steercap.cli.command import command
 from steercap.cli.contents import directions_in, load
 from steercap.cli.destinations import folder_ready, may_replace
@@ -107,22 +107,22 @@ class RowOptions:
         return {"codec": coding.encoding, "k": coding.k or None, "seed": coding.seed or None}
 
 
-def table_of(found: list[Captured]) -> Table:
+def table_of(captured: list[Captured]) -> Table:
     """Return a table with one row per captured file."""
-    total = sum(one.bytes for one in found)
-    table = Table(expand=True, caption=f"{len(found)} files, {total / 1e6:,.1f} MB of rows")
+    total = sum(one.bytes for one in captured)
+    table = Table(expand=True, caption=f"{len(captured)} files, {total / 1e6:,.1f} MB of rows")
     table.add_column("file", style="cyan", no_wrap=True)
     table.add_column("prompt", ratio=2, no_wrap=True)
     table.add_column("answer", ratio=2, no_wrap=True)
     for name in ("points", "rows", "hidden"):
         table.add_column(name, justify="right", no_wrap=True)
-    for one in found:
+    for one in captured:
         words = [Text(" ".join(text.split())) for text in (one.prompt, one.text)]
         table.add_row(Path(one.file).name, *words, str(one.points), str(one.rows), str(one.hidden))
     return table
 
 
-def heatmaps_of(found: list[Captured], directions: DirectionSet, layer: int, tokenizer: Any) -> list[TokenHeatmap]:
+def heatmaps_of(captured: list[Captured], directions: DirectionSet, layer: int, tokenizer: Any) -> list[TokenHeatmap]:
     """Return heat maps of the first prompts' projections at one layer, token by token; a negative `layer` counts from
     the last.
 
@@ -132,10 +132,10 @@ def heatmaps_of(found: list[Captured], directions: DirectionSet, layer: int, tok
     from steercap.captures.handle import CaptureHandle
     from steercap.lab.mechanism.views.heatmap import heatmap_of
 
-    handles = [CaptureHandle.load(one.file) for one in found[:HEATMAPS]]
+    handles = [CaptureHandle.load(one.file) for one in captured[:HEATMAPS]]
     return [
         heatmap_of(handle, directions, layer, tokenizer, title=one.prompt)
-        for handle, one in zip(handles, found, strict=False)
+        for handle, one in zip(handles, captured, strict=False)
     ]
 
 
@@ -232,7 +232,7 @@ def register(app: typer.Typer) -> None:
         planned.check_steering(spec)
         if directions is not None and heat is not None:
             check_heat(directions, heat, wanted.layers, planned.model.layers)
-        goes_on = not force and check_goes_on(out, asked_before(asked, params, wanted))
+        goes_on = not force and check_goes_on(out, arguments_of_call(asked, params, wanted))
         if not goes_on:
             may_replace(out, terminal, force=force, pattern="*.safetensors")  # last: it asks
         async with reached(model, terminal, sites=armed, **stored.settings()) as open_model:

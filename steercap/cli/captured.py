@@ -145,7 +145,7 @@ async def capture_to(
     digits = max(4, len(str(len(prompts) - 1)))
     names = [f"{number:0{digits}}.safetensors" for number in range(len(prompts))]
     engine = model.serving.here()
-    asked = {**asked_before(prompts, params, spec), **asked_of(model, spec, steering)}
+    asked = {**arguments_of_call(prompts, params, spec), **arguments_of_model(model, spec, steering)}
 
     def take(place: int, _raw: Generation | None, handle: CaptureHandle | None) -> None:
         assert handle is not None
@@ -166,12 +166,12 @@ async def capture_to(
     return [found[number] for number in sorted(found)]
 
 
-def asked_before(prompts: list[Prompt], params: dict[str, Any], spec: CaptureSpec) -> dict[str, Any]:
+def arguments_of_call(prompts: list[Prompt], params: dict[str, Any], spec: CaptureSpec) -> dict[str, Any]:
     """Return the inputs of captures that are known before the model is open, to compare with a folder's manifest.
 
     Returns:
         The SHA-256 of all prompts, the sampling parameters, and the spec's layers, sites, tokens, reduction and
-        attention; `asked_of` returns what needs the model.
+        attention; `arguments_of_model` returns what needs the model.
     """
     known = [prompt.content if prompt.special is None else [prompt.content, prompt.special] for prompt in prompts]
     contents = msgspec.json.encode(known)
@@ -186,7 +186,7 @@ def asked_before(prompts: list[Prompt], params: dict[str, Any], spec: CaptureSpe
     }
 
 
-def asked_of(model: SteerModel, spec: CaptureSpec, steering: SteeringSpec | None) -> dict[str, Any]:
+def arguments_of_model(model: SteerModel, spec: CaptureSpec, steering: SteeringSpec | None) -> dict[str, Any]:
     """Return the inputs of captures that need an open model: model, codec, and digests of edits and directions."""
     engine = model.serving.here()
     projected = engine.compiler.projected(spec)
@@ -213,7 +213,7 @@ def captured_of(folder: Path, layout: Layout, request: Request, prompt: Prompt, 
     )
 
 
-def check_goes_on(out: Path, asked: dict[str, Any]) -> bool:
+def check_goes_on(out: Path, arguments: dict[str, Any]) -> bool:
     """Return whether a folder holds captures with the same inputs, as far as is known before the model is open.
 
     Raises:
@@ -224,6 +224,6 @@ def check_goes_on(out: Path, asked: dict[str, Any]) -> bool:
 
     if not (out / FILE).exists():
         return False
-    plain = msgspec.json.decode(msgspec.json.encode(asked))
+    plain = msgspec.json.decode(msgspec.json.encode(arguments))
     CAPTURES.check_same(out, lambda found: msgspec.structs.replace(found, asked={**found.asked, **plain}))
     return True

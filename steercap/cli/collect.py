@@ -240,17 +240,17 @@ def words_of(reached: Reached) -> str:
     return f"{reached.tokens:,} tokens, {reached.tokens / seconds:,.0f}/s, {size}, {speed}/s"
 
 
-def told(found: Collected) -> dict[str, Any]:
+def told(collected: Collected) -> dict[str, Any]:
     """Describe the result of a collection, as facts by name."""
-    totals = found.totals
+    totals, rate = collected.totals, collected.tokens / collected.seconds
     return {
         "documents": f"{totals.documents:,}",
         "tokens": f"{totals.tokens:,}, of which {totals.rows:,} were kept",
         "shards": f"{totals.shards:,}, {decimal(totals.bytes)}",
-        "there before": f"{found.resumed} shards" if found.resumed else "",
-        "mended": f"{found.mended} shards" if found.mended else "",
-        "skipped": f"{found.skipped:,}: {'; '.join(found.complaints)}" if found.skipped else "",
-        "this call": f"{found.tokens:,} tokens in {found.seconds:,.0f} s, {found.tokens / found.seconds:,.0f} a second",
+        "there before": f"{collected.resumed} shards" if collected.resumed else "",
+        "mended": f"{collected.mended} shards" if collected.mended else "",
+        "skipped": f"{collected.skipped:,}: {'; '.join(collected.complaints)}" if collected.skipped else "",
+        "this call": f"{collected.tokens:,} tokens in {collected.seconds:,.0f} s, {rate:,.0f} a second",
         "sha256": totals.sha256,
     }
 

@@ -119,12 +119,12 @@ async def _studies(model: SteerModel, bar: Any) -> tuple[CaptureHandle, dict[str
     return lens, told
 
 
-async def _turned(model: SteerModel, told: dict[str, torch.Tensor], bar: Any) -> dict[str, str]:
+async def _turned(model: SteerModel, projections: dict[str, torch.Tensor], bar: Any) -> dict[str, str]:
     """Return continuations of the opening: unsteered, towards praise, and towards complaint, in one batch."""
     from steercap.steering.edits.add import Add
 
     todo = bar.add_task("steering", total=1)
-    direction = (told["praise"].mean(0) - told["complaint"].mean(0))[LAYER]
+    direction = (projections["praise"].mean(0) - projections["complaint"].mean(0))[LAYER]
     specs = {
         "as it is": None,
         "towards praise": Add(direction, DOSE, layer=LAYER, tokens=slice(1, None)),
@@ -136,7 +136,7 @@ async def _turned(model: SteerModel, told: dict[str, torch.Tensor], bar: Any) ->
     return {name: str(text) for name, text in zip(specs, found, strict=True)}
 
 
-def separation(told: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def separation(projections: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cosines of held-out rows with their layer's direction from complaint to praise: two [sentences, layers].
 
     The direction is the difference of means over the words that are not held out; rows are centred on their midpoint.
@@ -144,16 +144,17 @@ def separation(told: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tenso
     import torch
 
     unseen = HELD_OUT * len(SENTENCES)
-    seen = {name: rows[:-unseen] for name, rows in told.items()}
+    seen = {name: rows[:-unseen] for name, rows in projections.items()}
     middle = (seen["praise"].mean(0) + seen["complaint"].mean(0)) / 2
     direction = seen["praise"].mean(0) - seen["complaint"].mean(0)
     left, right = (
-        torch.cosine_similarity(told[name][-unseen:] - middle, direction, dim=-1) for name in ("praise", "complaint")
+        torch.cosine_similarity(projections[name][-unseen:] - middle, direction, dim=-1)
+        for name in ("praise", "complaint")
     )
     return left, right
 
 
-def _draw(checkpoint: Path, lens: CaptureHandle, told: dict[str, torch.Tensor], out: Path) -> Path:
+def _draw(checkpoint: Path, lens: CaptureHandle, projections: dict[str, torch.Tensor], out: Path) -> Path:
     from steercap.lab.mechanism.views import logit_lens
 
     with extra("demo"):
@@ -162,7 +163,7 @@ def _draw(checkpoint: Path, lens: CaptureHandle, told: dict[str, torch.Tensor], 
     figure, (left, right) = plt.subplots(1, 2, figsize=(15, 8.5), width_ratios=[1.35, 1], layout="constrained")
     image = logit_lens(lens, checkpoint).draw(left)
     figure.colorbar(image, ax=left, label="probability of that token", shrink=0.6)
-    _draw_separation(right, *separation(told))
+    _draw_separation(right, *separation(projections))
     out.mkdir(parents=True, exist_ok=True)
     picture = out / "demo.png"
     figure.savefig(picture, dpi=110)

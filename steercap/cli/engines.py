@@ -206,15 +206,15 @@ def elsewhere(engine: warm.WarmEngine) -> str:
     return ""
 
 
-def differing(engine: warm.WarmEngine, wanted: Mapping[str, Any], left_out: frozenset[str]) -> str:
+def differing(engine: warm.WarmEngine, requested: Mapping[str, Any], left_out: frozenset[str]) -> str:
     """Describe the first of vLLM's engine arguments in which an engine differs from those wanted, "" if none does.
 
     Args:
         engine: the warm engine.
-        wanted: engine arguments that are asked for, by name.
+        requested: engine arguments that are asked for, by name.
         left_out: names of arguments of which the engine's are taken if they are not asked for.
     """
-    plain, there = as_stored(dict(wanted)), {**engine.defaults, **engine.arguments}
+    plain, there = as_stored(dict(requested)), {**engine.defaults, **engine.arguments}
     for name in sorted({*plain, *engine.arguments} - (left_out - plain.keys())):
         here, known = plain.get(name, engine.defaults.get(name)), there.get(name)
         if here != known:

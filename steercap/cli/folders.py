@@ -46,7 +46,7 @@ def inspected_dataset(path: Path, *, verify: bool) -> tuple[dict[str, Any], list
         "layers": layers_by_site(one.point for one in definition.points),
         "codec": ", ".join(dict.fromkeys(str(point.coding) for point in definition.points)),
         "row": f"{definition.row_bytes:,} bytes at all points",
-        **{name: _said(value) for name, value in definition.asked.items()},
+        **{name: _as_text(value) for name, value in definition.asked.items()},
         **_counted(receipts),
         "complete": "yes" if totals is not None else "no; the call that began it resumes it",
         "files": "; ".join(wrong.values())
@@ -76,7 +76,7 @@ def _counted(receipts: dict[int, Receipt]) -> dict[str, str]:
     }
 
 
-def _said(value: Any) -> str:
+def _as_text(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {said}" for name, said in value.items() if said not in (None, {}, ""))
     return "" if value in (None, False) else str(value)
@@ -117,13 +117,13 @@ def inspected_folder(path: Path, *, verify: bool = False) -> Found:
         ("evaluation.json", _evaluation),
         ("manifest.json", partial(_run, verify=verify)),
         ("definition.json", partial(inspected_dataset, verify=verify)),
-        ("config.json", _model),
+        ("config.json", _describe_model),
     )
-    how = next((how for name, how in known if (path / name).is_file()), _files)
-    if how in {_model, _files}:  # an SAE may have a config.json
+    how = next((how for name, how in known if (path / name).is_file()), _describe_files)
+    if how in {_describe_model, _describe_files}:  # an SAE may have a config.json
         from steercap.saes.finding import LAYOUTS
 
-        how = _sae if any((path / str(one.weights)).is_file() for one in LAYOUTS) else how
+        how = _describe_sae if any((path / str(one.weights)).is_file() for one in LAYOUTS) else how
     document, tables = how(path)
     return {"folder": str(path), **document}, tables
 
@@ -158,7 +158,7 @@ def _sweep(path: Path) -> Found:
 
     definition = SWEEP.read(path)
     answers = sum(_records(part) for part in (path / "answers").glob("*.parquet"))
-    asked = _asked(definition)
+    asked = _requested_answers(definition)
     known = {
         "kind": "sweep",
         "model": definition.model.get("model", definition.model.get("name", "")),
@@ -177,7 +177,7 @@ def _sweep(path: Path) -> Found:
     return document, [facts(str(path), known)]
 
 
-def _asked(definition: Definition) -> int:
+def _requested_answers(definition: Definition) -> int:
     """Return the number of answers that a sweep asks for, which does not depend on its vectors' values."""
     from steercap.lab.studies.sweeps import Sweep
     from steercap.steering.layers import LayerVectors
@@ -221,7 +221,7 @@ def _evaluation(path: Path) -> Found:
     return document, [facts(str(path), known)]
 
 
-def _model(path: Path) -> Found:
+def _describe_model(path: Path) -> Found:
     from steercap.engine.checkpoint import look_up
 
     found = look_up(str(path), path)
@@ -236,7 +236,7 @@ def _model(path: Path) -> Found:
     return {**known, "bytes": found.bytes}, [facts(str(path), known)]
 
 
-def _sae(path: Path) -> Found:
+def _describe_sae(path: Path) -> Found:
     from steercap.saes.sae import SAE
 
     found = SAE.load(path)
@@ -246,7 +246,7 @@ def _sae(path: Path) -> Found:
     return {**known, "features": found.d_sae, "width": found.d_in}, [facts(str(path), known)]
 
 
-def _files(path: Path) -> Found:
+def _describe_files(path: Path) -> Found:
     files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
     kinds = {file: kind for file in files if (kind := _kind(file))}
     if not kinds:
@@ -282,12 +282,12 @@ def _run(path: Path, *, verify: bool) -> Found:
         f"{sum(request.output_tokens for request in manifest.requests):,} generated",
         "rows": f"{sum(request.rows for request in manifest.requests):,} at each point",
         "layers": layers_by_site(sorted(points)),
-        "codec": _each(point.coding for layout in layouts for point in layout.points),
-        "returned": _each(layout.returned for layout in layouts),
-        "reduced to": _each(layout.reduce or "" for layout in layouts),
-        "directions": _each(name for layout in layouts for name in layout.directions),
+        "codec": _distinct(point.coding for layout in layouts for point in layout.points),
+        "returned": _distinct(layout.returned for layout in layouts),
+        "reduced to": _distinct(layout.reduce or "" for layout in layouts),
+        "directions": _distinct(name for layout in layouts for name in layout.directions),
         "steered": sum(request.steering is not None for request in manifest.requests) or "",
-        "versions": _each(str(layout.versions) for layout in layouts),
+        "versions": _distinct(str(layout.versions) for layout in layouts),
         "size": f"{sum(request.bytes for request in manifest.requests) / 1e6:,.1f} MB",
         "files": "; ".join(f"{name} {why}" for name, why in wrong.items())
         or ("as listed, by SHA-256" if verify else "as listed, by size; --verify reads them"),
@@ -297,7 +297,7 @@ def _run(path: Path, *, verify: bool) -> Found:
     return document, [facts(str(path), known), _texts(path, [request.file for request in manifest.requests])]
 
 
-def _each(values: Iterable[str]) -> str:
+def _distinct(values: Iterable[str]) -> str:
     return ", ".join(filter(None, dict.fromkeys(values)))
 
 

@@ -281,19 +281,19 @@ def _is_model(part: str) -> bool:
     return "/" in part or part.startswith(".") or Path(part, "config.json").is_file()
 
 
-def _answered(found: ModelFacts) -> Table:
-    size = None if found.weights is None else f"{found.weights / 1e9:.3g} GB in 16 bits, or as quantised"
+def _answered(model: ModelFacts) -> Table:
+    size = None if model.weights is None else f"{model.weights / 1e9:.3g} GB in 16 bits, or as quantised"
     return facts(
-        found.model,
+        model.model,
         {
-            "architecture": found.standing.architecture,
-            "support": f"{found.standing.state}: {found.standing.reason}",
-            "family": found.standing.family,
-            "layers": f"{found.layers} × {found.width}" if found.layers else "",
+            "architecture": model.standing.architecture,
+            "support": f"{model.standing.state}: {model.standing.reason}",
+            "family": model.standing.family,
+            "layers": f"{model.layers} × {model.width}" if model.layers else "",
             "weights": size or "unknown",
-            "buffers": ", ".join(f"{name} {size / (1 << 30):g} GiB" for name, size in found.memory.items()),
-            **{site: f"layer{'s' * (not layers.isdigit())} {layers}" for site, layers in found.sites.items()},
-            ("capture" if found.standing.pools else "serve"): found.command,
+            "buffers": ", ".join(f"{name} {size / (1 << 30):g} GiB" for name, size in model.memory.items()),
+            **{site: f"layer{'s' * (not layers.isdigit())} {layers}" for site, layers in model.sites.items()},
+            ("capture" if model.standing.pools else "serve"): model.command,
         },
     )
 

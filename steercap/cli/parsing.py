@@ -224,14 +224,14 @@ def base_of(base: int | None) -> Literal[0, 1] | None:
     return cast("Literal[0, 1] | None", base)
 
 
-def _experiment(experiments: dict[str, SteeringSpec], path: Path, name: str | None, said: list[str]) -> SteeringSpec:
-    _refuse([option for option in said if option != "--name"], f"{path} holds experiments, which have their own")
+def _experiment(experiments: dict[str, SteeringSpec], path: Path, name: str | None, texts: list[str]) -> SteeringSpec:
+    _refuse([option for option in texts if option != "--name"], f"{path} holds experiments, which have their own")
     return chosen(experiments, path, name)
 
 
-def _refuse(said: list[str], why: str) -> None:
-    if said:
-        raise typer.BadParameter(f"{why}; leave {said[0]} out", param_hint=said[0])
+def _refuse(texts: list[str], why: str) -> None:
+    if texts:
+        raise typer.BadParameter(f"{why}; leave {texts[0]} out", param_hint=texts[0])
 
 
 def named(texts: Sequence[str], option: str) -> list[tuple[str, str]]:
@@ -249,9 +249,9 @@ def named(texts: Sequence[str], option: str) -> list[tuple[str, str]]:
     return found
 
 
-def steering_in(said: str) -> Any:
+def steering_in(text: str) -> Any:
     """Decode steering in JSON; a text that is none is the name of a file's."""
     try:
-        return msgspec.json.decode(said)
+        return msgspec.json.decode(text)
     except msgspec.DecodeError:
-        return said
+        return text

@@ -197,14 +197,14 @@ def left_out_of(result: PersonaResult) -> list[Table]:
     return [facts("left out", reasons)] if reasons else []
 
 
-def traits_table(found: Mapping[str, Trait]) -> Table:
+def traits_table(traits: Mapping[str, Trait]) -> Table:
     """Return a table with a row per trait."""
     table = Table()
     table.add_column("trait", style="cyan", no_wrap=True)
     table.add_column("description", ratio=1)
     table.add_column("questions", justify="right")
     table.add_column("prompts", justify="right")
-    for name, trait in found.items():
+    for name, trait in traits.items():
         table.add_row(
             name, Text(trait.description), str(len(trait.questions)), f"{len(trait.positive)} + {len(trait.negative)}"
         )

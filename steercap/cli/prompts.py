@@ -117,7 +117,7 @@ def questions_of(given: str | tuple[Any, ...]) -> list[Any]:
     if not isinstance(given, str):
         return list(given)
     read = PromptOptions(file=given).read()
-    return [one.content if isinstance(one.content, str) else _said(given, one.content) for one in read]
+    return [one.content if isinstance(one.content, str) else _questions(given, one.content) for one in read]
 
 
 def _prompt(name: str, number: int, value: Any) -> Prompt:
@@ -156,7 +156,7 @@ def records_of(name: str) -> Iterator[tuple[int, Any]]:
         raise InvalidFile(f"{name} holds no line of text; give one text a line")
     decoded = name.endswith(".jsonl") or (name == "-" and lines[0][1].startswith("{"))
     for number, line in lines:
-        yield number, _decoded(name, number, line) if decoded else line
+        yield number, _parsed(name, number, line) if decoded else line
 
 
 def _stdin() -> str:
@@ -168,7 +168,7 @@ def _stdin() -> str:
     return sys.stdin.read()
 
 
-def _decoded(name: str, number: int, line: str) -> Any:
+def _parsed(name: str, number: int, line: str) -> Any:
     try:
         return msgspec.json.decode(line)
     except msgspec.DecodeError as error:
@@ -193,10 +193,10 @@ async def run_each(
         The errors of `SteerModel.generate`, the first of them.
     """
     from steercap.core.tokens import TokenSelection
-    from steercap.lab.directions.extraction import asked_of
+    from steercap.lab.directions.extraction import prompts_and_rows
 
     texts = [prompt.content for prompt in prompts if isinstance(prompt.content, str) and prompt.special is None]
-    await asked_of(model, texts, TokenSelection.parse("all"))  # warns once about texts that have special tokens already
+    await prompts_and_rows(model, texts, TokenSelection.parse("all"))  # warns once of doubled special tokens
 
     async def run(numbered: tuple[int, Prompt]) -> None:
         number, prompt = numbered
@@ -216,7 +216,7 @@ async def run_each(
     await each_of(enumerate(prompts), run, UNDER_WAY if capture is None else CAPTURING)
 
 
-def _said(path: str, messages: list[dict[str, str]]) -> list[str]:
+def _questions(path: str, messages: list[dict[str, str]]) -> list[str]:
     """Return the user's messages of a conversation in a file.
 
     Raises:

@@ -38,16 +38,16 @@ def along(axis: AssistantAxis, run: RoleRun, layer: int) -> Table:
     return table
 
 
-def by_layer(axis: AssistantAxis, found: Stability) -> Table:
+def by_layer(axis: AssistantAxis, stability: Stability) -> Table:
     """Return a table of the axis at each layer, with its stability beside chance."""
-    shared = "questions" if found.over == "questions" else "roles and questions"
+    shared = "questions" if stability.over == "questions" else "roles and questions"
     table = titled(
         f"the axis ({axis.how}) by layer",
         ("layer", "length", "cosine with PC1", "variance of PC1", "assistant on PC1", "halves", "dealt out", "random"),
-        caption=f"halves: cosine of the axes of two halves of the {shared}, median and 90 % of {found.splits} splits; "
-        "dealt out: the same with the answers assigned to roles at random",
+        caption=f"halves: cosine of the axes of two halves of the {shared}, median and 90 % of {stability.splits} "
+        "splits; dealt out: the same with the answers assigned to roles at random",
     )
-    ways = [(found.median(axis.how, of), found.band(axis.how, of)) for of in ("found", "permuted", "random")]
+    ways = [(stability.median(axis.how, of), stability.band(axis.how, of)) for of in ("found", "permuted", "random")]
     for layer, length in axis.vectors.norms().items():
         cells = (f"{median[layer]:+.2f} ({band[layer][0]:+.2f} to {band[layer][1]:+.2f})" for median, band in ways)
         table.add_row(
@@ -167,10 +167,10 @@ class RoleOptions(AnswerOptions):
 
 
 def shard_of(text: str) -> tuple[int, int]:
-    """Parse a share of the roles, such as "0/2".
+    """Parse `--shard`, a part of the roles, such as "0/2".
 
     Returns:
-        Index of the share from 0, and number of shares.
+        Index of the part, from 0, and number of parts.
 
     Raises:
         typer.BadParameter: the text is not of this form.

@@ -83,8 +83,8 @@ def _layers(text: str | None) -> list[int | list[int]] | None:
     return [group[0] if len(group) == 1 else group for group in groups]
 
 
-def _given(text: str | None, how: Callable[[str], Any]) -> Any:
-    return None if text is None else how(text)
+def _parse_optional(text: str | None, parse: Callable[[str], Any]) -> Any:
+    return None if text is None else parse(text)
 
 
 def register(app: typer.Typer) -> None:
@@ -151,13 +151,13 @@ def register(app: typer.Typer) -> None:
         keys of the flags.
         """
         flags: dict[str, Any] = {
-            "vectors": _given(str(vectors) if vectors else None, str),
-            "names": _given(names, names_of),
+            "vectors": _parse_optional(str(vectors) if vectors else None, str),
+            "names": _parse_optional(names, names_of),
             "layers": _layers(layers),
-            "scales": _given(scales, numbers_of),
-            "operations": _given(operations, names_of),
-            "prompts": _given(str(prompts) if prompts else None, str),
-            "measures": _given(measures, measures_in),
+            "scales": _parse_optional(scales, numbers_of),
+            "operations": _parse_optional(operations, names_of),
+            "prompts": _parse_optional(str(prompts) if prompts else None, str),
+            "measures": _parse_optional(measures, measures_in),
             "reversed": turned,
         }
         same = {"chat": chat, "tokens": tokens, "relative": relative, "random": random, "base": base, "seed": seed}

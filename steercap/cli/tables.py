@@ -36,14 +36,14 @@ def titled(title: str, columns: Iterable[str], *, words: Collection[str] = (), c
     return table
 
 
-def facts(title: str, known: Mapping[str, Any]) -> Table:
+def facts(title: str, rows: Mapping[str, Any]) -> Table:
     """Return a table of facts by name; empty ones are left out."""
     table = Table(
         title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2, 0, 0)
     )
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in known.items():
+    for name, value in rows.items():
         if value is not None and str(value):
             table.add_row(name, Text(str(value)))
     return table
@@ -243,15 +243,17 @@ def _strength(cosine: float) -> str:
     return "bold" if abs(cosine) >= 0.5 else "" if abs(cosine) >= 0.2 else "dim"
 
 
-def rollouts_table(found: Sequence[RolloutSummary]) -> Table:
+def rollouts_table(rollouts: Sequence[RolloutSummary]) -> Table:
     """Return a table with a row per variant: means over the data sets that have a score, and all refusals."""
-    scorers = ["minilm", *(["judge"] if any(one.judge for one in found) else [])]
+    scorers = ["minilm", *(["judge"] if any(one.judge for one in rollouts) else [])]
     heads = [f"{scorer}{what}" for scorer in scorers for what in ("", " refusals")]
-    table = titled(f"mean over the data sets with a score, of {len(found):,}", ["variant", *heads], words=["variant"])
-    for variant in dict.fromkeys(name for one in found for name in one.minilm):
+    table = titled(
+        f"mean over the data sets with a score, of {len(rollouts):,}", ["variant", *heads], words=["variant"]
+    )
+    for variant in dict.fromkeys(name for one in rollouts for name in one.minilm):
         cells = list[str]()
         for scorer in scorers:
-            means: list[dict[str, VariantScore]] = [getattr(one, scorer) for one in found]
+            means: list[dict[str, VariantScore]] = [getattr(one, scorer) for one in rollouts]
             scores = [own[variant] for own in means if variant in own]
             known = [one.mean for one in scores if one.mean is not None]
             cells.append(f"{sum(known) / len(known):.3g}" if known else "")

@@ -158,10 +158,10 @@ def steering_of(path: Path) -> SteeringSpec:
     return content
 
 
-def report(found: Mapping[str, Trained], terminal: Terminal) -> None:
+def report(trained: Mapping[str, Trained], terminal: Terminal) -> None:
     """Show the training result of each trait."""
     table = titled("held out", ("trait", "loss before", "loss", "step", "norm"), words=("trait",))
-    for trait in found.values():
+    for trait in trained.values():
         before, best = trait.history[0], min(trait.history, key=lambda one: one.validation_loss)
         numbers = (f"{before.validation_loss:.4f}", f"{best.validation_loss:.4f}", f"{best.step}", f"{best.norm:.4g}")
         table.add_row(Text(trait.name), *numbers)
@@ -172,22 +172,24 @@ def report(found: Mapping[str, Trained], terminal: Terminal) -> None:
             "validation_loss": trait.validation_loss,
             "history": trait.history,
         }
-        for trait in found.values()
+        for trait in trained.values()
     }
-    terminal.show(document, table, facts("", {f"{trait.name}": trait.file for trait in found.values()}))
+    terminal.show(document, table, facts("", {f"{trait.name}": trait.file for trait in trained.values()}))
 
 
-def report_datasets(found: TrainedDatasets, terminal: Terminal) -> None:
+def report_datasets(trained: TrainedDatasets, terminal: Terminal) -> None:
     """Show the training result of each data set, and those that were skipped."""
     columns = ("data set", "rate", "loss", "perplexity", "unsteered", "prompted", "norm")
     table = titled("held out", columns, words=("data set",))
-    for name, one in found.results.items():
+    for name, one in trained.results.items():
         loss = min(rate.validation_loss for rate in one.rates if rate.validation_loss is not None)
         known = [one.validation.get(label) for label in ("trained", "unsteered", "prompted")]
         perplexities = ["" if each is None else f"{each.perplexity:.4g}" for each in known]
         table.add_row(Text(name), f"{one.lr:g}", f"{loss:.4f}", *perplexities, f"{one.norm:.4g}")
-    document = {"out": str(found.out), "trained": found.results, "skipped": found.skipped}
-    terminal.show(document, table, facts("skipped", found.skipped) if found.skipped else facts("", {"out": found.out}))
+    document = {"out": str(trained.out), "trained": trained.results, "skipped": trained.skipped}
+    terminal.show(
+        document, table, facts("skipped", trained.skipped) if trained.skipped else facts("", {"out": trained.out})
+    )
 
 
 def register(app: typer.Typer) -> None:

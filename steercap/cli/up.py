@@ -198,7 +198,7 @@ def _down(app: typer.Typer) -> None:
                 await _end(engine)
             terminal.say(f"{engine.model} is down")
         if not there:
-            terminal.say(f"no engine is warm, so there is none to end{_lately()}")
+            terminal.say(f"no engine is warm, so there is none to end{_last_idle_end()}")
         terminal.show({"down": [one.model for one in there]})
 
 
@@ -227,7 +227,7 @@ def _status(app: typer.Typer) -> None:
             if (left := one.get("idle_left_seconds")) is not None and left < SOON:
                 terminal.say(f"{one['model']} ends in {duration(left)}; any request to it begins its idle time anew")
         if not found:
-            terminal.say(f"no engine is warm{_lately()}; start one with `steercap up MODEL`")
+            terminal.say(f"no engine is warm{_last_idle_end()}; start one with `steercap up MODEL`")
 
 
 def _in_words(engine: dict[str, Any]) -> dict[str, Any]:
@@ -245,8 +245,8 @@ def _in_words(engine: dict[str, Any]) -> dict[str, Any]:
     return {"state": state, "up for": duration(engine["up_seconds"]), **shown, **found}
 
 
-def _lately() -> str:
-    """Say which engine ended last because nobody asked it anything, if one did within a day; "" if none did."""
+def _last_idle_end() -> str:
+    """Describe the engine that ended last for want of requests, if one did within a day; "" if none did."""
     logs = warm.folder_path().glob("*.log")
     gone = [log for log in logs if warm.engine_at(log.with_suffix(".sock")) is None]
     for log in sorted(gone, key=lambda path: path.stat().st_mtime, reverse=True):

@@ -236,7 +236,7 @@ def _register_extract(app: typer.Typer) -> None:
 
 
 async def tried_at(
-    model: SteerModel, found: DirectionSet, prompts: list[str], scale: float, terminal: Terminal
+    model: SteerModel, directions: DirectionSet, prompts: list[str], scale: float, terminal: Terminal
 ) -> TriedLayers:
     """Try a direction at a few layers; see `steercap.lab.studies.trying.try_layers`.
 
@@ -246,11 +246,11 @@ async def tried_at(
     from steercap.lab.studies.trying import try_layers
 
     with terminal.status("steering a few layers both ways"):
-        return await try_layers(model, found, prompts, scale=scale)
+        return await try_layers(model, directions, prompts, scale=scale)
 
 
 async def report(
-    found: DirectionSet,
+    directions: DirectionSet,
     name: str,
     out: Path,
     terminal: Terminal,
@@ -259,7 +259,7 @@ async def report(
     """Write a direction to a file, try it, and show it; a trial that fails leaves the file, and it is shown without.
 
     Args:
-        found, name: set with this direction alone, and its name.
+        directions, name: set with this direction alone, and its name.
         out: path of the file.
         terminal: terminal to show it on.
         trial: function that steers replies to show too.
@@ -268,26 +268,28 @@ async def report(
         OSError: the file cannot be written; another one is named on stderr, or all numbers are on stdout.
         The errors of the trial.
     """
-    file, failed = saved(out, found.save, terminal)
+    file, failed = saved(out, directions.save, terminal)
     tried = None
     try:
         tried = await trial() if trial is not None else None
     finally:
-        _show(found, name, file, terminal, tried)
+        _show(directions, name, file, terminal, tried)
     if failed is not None:
         raise failed
 
 
-def _show(found: DirectionSet, name: str, file: Path | None, terminal: Terminal, tried: TriedLayers | None) -> None:
-    document: dict[str, Any] = {"file": file, **document_of(found)}
+def _show(
+    directions: DirectionSet, name: str, file: Path | None, terminal: Terminal, tried: TriedLayers | None
+) -> None:
+    document: dict[str, Any] = {"file": file, **document_of(directions)}
     if file is None:
-        document["vectors"] = {layer: vector.tolist() for layer, vector in found[name].items()}
-    about = {**origin(found), **advice(found, name), "file": file or "none"}
+        document["vectors"] = {layer: vector.tolist() for layer, vector in directions[name].items()}
+    about = {**origin(directions), **advice(directions, name), "file": file or "none"}
     if tried is not None:
         document["tried"] = tried_document(tried)
         about["best tried"] = best_tried(tried)
     tables = [] if tried is None else [*replies_of(tried), tried_layers(tried)]
-    terminal.show(document, by_layer(found, name), *tables, facts("", about))
+    terminal.show(document, by_layer(directions, name), *tables, facts("", about))
     if file is None and not terminal.json:
         terminal.write(json.dumps({name: document["vectors"]}))
 
@@ -382,13 +384,13 @@ def _register_compare(app: typer.Typer) -> None:
         terminal.show({"rows": found.rows, "left_out": found.left_out}, least_alike(found), facts("", about))
 
 
-def least_alike(found: ComparedVectors) -> Table:
+def least_alike(compared: ComparedVectors) -> Table:
     """Show the pairs of the lowest cosines, but for losses, of which perplexities say as much."""
-    kind = type(found.rows[0])
+    kind = type(compared.rows[0])
     columns = [one for one in kind.__struct_fields__ if not one.startswith(("loss", "averaged", "lr", "tokens"))]
-    title = f"least alike of {len(found.rows)} pairs"
+    title = f"least alike of {len(compared.rows)} pairs"
     table = titled(title, [one.replace("_", " ") for one in columns], words=("name", "dataset"))
-    for row in sorted(found.rows, key=lambda row: -2.0 if row.cosine is None else row.cosine)[:LEAST_ALIKE]:
+    for row in sorted(compared.rows, key=lambda row: -2.0 if row.cosine is None else row.cosine)[:LEAST_ALIKE]:
         cells = [getattr(row, one) for one in columns]
         table.add_row(
             *(f"{cell:.4g}" if isinstance(cell, float) else Cell("" if cell is None else str(cell)) for cell in cells)

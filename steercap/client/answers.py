@@ -18,17 +18,17 @@ from steercap.captures.pooled import Encoded, require_kind
 from steercap.client.asks import (
     NotAsJSON,
     Streamed,
-    capture_asked,
+    capture_json,
     lines_of,
-    monitors_asked,
+    monitors_json,
     reports_of,
     require_specs,
-    steering_asked,
+    steering_json,
 )
 from steercap.client.chats import templated, tokenised
 from steercap.client.connection import AT_ONCE, Connection, RemoteServing
-from steercap.client.rows import RemoteRows, begun, count, entering
-from steercap.client.sampling import pooling_asked, sampling_asked
+from steercap.client.rows import RemoteRows, count, entering, open_sketch
+from steercap.client.sampling import pooling_json, sampling_json
 from steercap.client.uploads import Uploads
 from steercap.concurrency.loops import each_of
 from steercap.core.chat import MessageSpan
@@ -134,9 +134,9 @@ class RemoteAnswers:
                 handle.release()
             raise
 
-    async def begun(self, kind: str, size: Any, spec: CaptureSpec) -> RunningSketch:
+    async def open_sketch(self, kind: str, size: Any, spec: CaptureSpec) -> RunningSketch:
         """Open a sketch at the server."""
-        return await begun(self.connection, kind, size, spec)
+        return await open_sketch(self.connection, kind, size, spec)
 
     async def _rendered(
         self, prompts: Sequence[Any], call: CallArguments
@@ -162,7 +162,7 @@ class RemoteAnswers:
         """Yield the chunks of `RemoteModel.stream`."""
         self._require_kind(call)
         asked = PromptOfCall(one_to_stream(prompt, call), call.sampling_params, call.spec, call.steering, call)
-        require_one_sample(sampling_asked(asked.params).get("n", 1))
+        require_one_sample(sampling_json(asked.params).get("n", 1))
         sample, is_looked_at = Streamed(), False
         self._look_at_models([asked])
         with entering(call.sketches):
@@ -219,7 +219,7 @@ class RemoteAnswers:
                     event: dict[str, Any] = msgspec.json.decode(said)
                 name = (event.get("steercap") or {}).get("error", "")
                 if failed is not None and name:
-                    raise self.connection.error_said(failed.get("code") or 500, {"error": failed}, name)
+                    raise self.connection.error_from_answer(failed.get("code") or 500, {"error": failed}, name)
                 if "error" in event:
                     failed = event["error"]
                 else:
@@ -227,7 +227,7 @@ class RemoteAnswers:
             else:
                 failed = failed or {"message": "the stream broke off before its end"}
         if failed is not None:
-            raise self.connection.error_said(failed.get("code") or 500, {"error": failed}, "")
+            raise self.connection.error_from_answer(failed.get("code") or 500, {"error": failed}, "")
 
     def _require_kind(self, call: CallArguments) -> bool:
         """Check that the server's model can serve a call; return whether it pools.
@@ -253,42 +253,42 @@ class RemoteAnswers:
         if texts and read[0][0].call.add_special_tokens is None:
             warn_of_doubled(texts, await self.connection.run(lambda: tokenised(self.connection, "")))
         if not read[0][0].call.encoding:
-            most = ((one.params, sampling_asked(one.params)["max_tokens"], len(ids)) for one, ids in read)
+            most = ((one.params, sampling_json(one.params)["max_tokens"], len(ids)) for one, ids in read)
             warn_of_room(most, self.connection.here().context)
 
-    def _look_at_models(self, asked: Sequence[PromptOfCall]) -> None:
+    def _look_at_models(self, prompts: Sequence[PromptOfCall]) -> None:
         """Warn once per call about vectors and probes that were made for another model than the server's."""
         found: dict[tuple[str, str], None] = {}
-        monitors = monitors_of(asked[0].call.monitors)
+        monitors = monitors_of(prompts[0].call.monitors)
         for monitor in monitors:
             found["the probe of a monitor", monitor.model] = None
-        for steering in (*(one.steering for one in asked), held_back(monitors)):
+        for steering in (*(one.steering for one in prompts), held_back(monitors)):
             for edit in () if steering is None or isinstance(steering, str) else spec_of(steering).of_rows():
                 found["a vector of steering=", edit.model] = None
-        for spec in (one.spec for one in asked if one.spec is not None):
+        for spec in (one.spec for one in prompts if one.spec is not None):
             found["project=", getattr(spec.project, "model", "")] = None
         here = self.connection.here()
         names = (*names_of(here.model), here.name, *(here.engine.vllm.names if here.engine else ()))
         for what, label in found:
             warn_of_other_model(what, label, names)
 
-    async def _one(self, asked: PromptOfCall) -> Generation:
-        if asked.call.encoding:
-            return await self._encoded(asked)
-        async with self._body(asked) as body:
-            with entering(asked.call.sketches):
-                return self._done(asked, await self.connection.ask("POST", _COMPLETIONS, json=body))
+    async def _one(self, item: PromptOfCall) -> Generation:
+        if item.call.encoding:
+            return await self._encoded(item)
+        async with self._body(item) as body:
+            with entering(item.call.sketches):
+                return self._done(item, await self.connection.ask("POST", _COMPLETIONS, json=body))
 
-    async def _encoded(self, asked: PromptOfCall) -> Generation:
+    async def _encoded(self, item: PromptOfCall) -> Generation:
         """Run one prompt of `encode`, or of `read` with a pooling model; the `output` is an `Encoded`."""
-        options, given = _options_asked(asked.call), _prompt_asked(asked.prompt)
-        body = {"model": self.connection.here().name, "prompt": given, **options, **_salt(asked.prompt)}
-        body |= {"pooling": pooling_asked(asked.params), "add_special_tokens": asked.call.add_special_tokens}
+        options, given = _options_json(item.call), _prompt_json(item.prompt)
+        body = {"model": self.connection.here().name, "prompt": given, **options, **_salt(item.prompt)}
+        body |= {"pooling": pooling_json(item.params), "add_special_tokens": item.call.add_special_tokens}
         async with AsyncExitStack() as names:
-            body["steercap"] = await self._field(asked, names)
-            with entering(asked.call.sketches):
+            body["steercap"] = await self._field(item, names)
+            with entering(item.call.sketches):
                 document = await self.connection.ask("POST", _ENCODE, json=body)
-                done = self._done(asked, document)
+                done = self._done(item, document)
         with self.connection.answering():
             (choice,), said = document["choices"], document["encoded"]
             data = load(base64.b64decode(said["data"], validate=True))["data"]
@@ -297,19 +297,19 @@ class RemoteAnswers:
         return replace(done, output=output)
 
     @asynccontextmanager
-    async def _body(self, asked: PromptOfCall) -> AsyncIterator[dict[str, Any]]:
+    async def _body(self, item: PromptOfCall) -> AsyncIterator[dict[str, Any]]:
         """Yield the body of a request; files that it names stay on the server while the block runs."""
-        require_specs(asked.spec)
-        sampling, options = sampling_asked(asked.params), _options_asked(asked.call)
-        given = _prompt_asked(asked.prompt)
-        if isinstance(given, str) and (asked.call.add_special_tokens is False or not given):
-            given = await tokenised(self.connection, given, special=asked.call.add_special_tokens is not False)
+        require_specs(item.spec)
+        sampling, options = sampling_json(item.params), _options_json(item.call)
+        given = _prompt_json(item.prompt)
+        if isinstance(given, str) and (item.call.add_special_tokens is False or not given):
+            given = await tokenised(self.connection, given, special=item.call.add_special_tokens is not False)
         if not given:
-            raise no_token(asked.prompt)
+            raise no_token(item.prompt)
         prompt, sampling["max_tokens"] = await self._within(given, sampling["max_tokens"])
         context = self.connection.here().context
         if context is not None and not isinstance(prompt, str) and len(prompt) >= context:
-            raise no_room(asked.prompt, len(prompt), context)
+            raise no_room(item.prompt, len(prompt), context)
         body = {
             "model": self.connection.here().name,
             "prompt": prompt,
@@ -317,27 +317,27 @@ class RemoteAnswers:
             **({"return_tokens_as_token_ids": True} if {"logprobs", "logprob_token_ids"} & sampling.keys() else {}),
             **sampling,
             **options,
-            **_salt(asked.prompt),
+            **_salt(item.prompt),
         }
         async with AsyncExitStack() as names:
-            field = await self._field(asked, names)
+            field = await self._field(item, names)
             yield {**body, "steercap": field} if field else body
 
-    async def _field(self, asked: PromptOfCall, names: AsyncExitStack) -> dict[str, Any]:
+    async def _field(self, item: PromptOfCall, names: AsyncExitStack) -> dict[str, Any]:
         """Return the field `steercap` of a body; files that it names stay on the server until `names` ends."""
         field: dict[str, Any] = {}
-        for sketch in asked.call.sketches:
-            sketch.book.require()
-            field.setdefault("sketches", []).append(sketch.book.name)
-        if asked.spec is not None:
-            project: Any = asked.spec.project
+        for sketch in item.call.sketches:
+            sketch.record.require()
+            field.setdefault("sketches", []).append(sketch.record.name)
+        if item.spec is not None:
+            project: Any = item.spec.project
             name = None if project is None else await names.enter_async_context(self.uploads.named(project))
-            field["capture"] = capture_asked(asked.spec, name)
-        if asked.steering is not None:
-            field["steering"] = await self._steering(asked.steering, names)
-        if monitors := monitors_of(asked.call.monitors):
+            field["capture"] = capture_json(item.spec, name)
+        if item.steering is not None:
+            field["steering"] = await self._steering(item.steering, names)
+        if monitors := monitors_of(item.call.monitors):
             layers = self.connection.here().num_layers
-            field["monitors"] = await monitors_asked(monitors, layers, self.uploads, names)
+            field["monitors"] = await monitors_json(monitors, layers, self.uploads, names)
         return field
 
     async def _within(self, prompt: str | list[int], max_tokens: Any) -> tuple[str | list[int], Any]:
@@ -360,13 +360,13 @@ class RemoteAnswers:
             return given
         spec = spec_of(given)
         try:
-            return steering_asked(spec)
+            return steering_json(spec)
         except NotAsJSON:
             return await names.enter_async_context(self.uploads.named(spec))
 
     # Results
 
-    def _done(self, asked: PromptOfCall, document: Mapping[str, Any]) -> Generation:
+    def _done(self, item: PromptOfCall, document: Mapping[str, Any]) -> Generation:
         """Return the result that an answer holds, checked; its `output` is the answer itself.
 
         Raises:
@@ -377,24 +377,24 @@ class RemoteAnswers:
             choices = sorted(document["choices"], key=lambda choice: choice["index"])
             results = {one["choice"]: one for one in document.get("steercap", {}).get("results", ())}
             texts = tuple(choice["text"] for choice in choices)
-            count(asked.call.sketches, [*results.values()], self.connection.url)
+            count(item.call.sketches, [*results.values()], self.connection.url)
             receipts = handles = monitors = None
             edited = [results.get(choice["index"], {}).get("steering") for choice in choices]
-            if asked.steering is not None and not all(edited):
+            if item.steering is not None and not all(edited):
                 raise SteeringNotApplied(
                     f"{self.connection.url} does not confirm that the edits of this request were made; its text is "
                     "withheld. Use the same version of steercap on both sides"
                 )
             if choices and all(edited):  # a preset steers those who do not ask
                 receipts = tuple(_receipt(said) for said in edited)
-            if asked.spec is not None:
-                handles = tuple(self._handle(asked, choice, results[choice["index"]]["capture"]) for choice in choices)
-            if watching := monitors_of(asked.call.monitors):
+            if item.spec is not None:
+                handles = tuple(self._handle(item, choice, results[choice["index"]]["capture"]) for choice in choices)
+            if watching := monitors_of(item.call.monitors):
                 said = [results.get(choice["index"], {}).get("monitors") for choice in choices]
                 monitors = tuple(reports_of(watching, one) for one in said)
         return Generation(document, texts, handles, receipts, monitors)
 
-    def _handle(self, asked: PromptOfCall, choice: Mapping[str, Any], capture: Mapping[str, Any]) -> CaptureHandle:
+    def _handle(self, item: PromptOfCall, choice: Mapping[str, Any], capture: Mapping[str, Any]) -> CaptureHandle:
         header = msgspec.json.decode(msgspec.json.encode(capture["header"]), type=files.Header)
         prompt, output = tuple(choice["prompt_token_ids"]), tuple(choice["token_ids"])
         if (len(prompt), len(output)) != (capture["prompt_tokens"], capture["output_tokens"]):
@@ -409,7 +409,7 @@ class RemoteAnswers:
         self.connection.hold(path)
         rows = RemoteRows(self.connection, path, capture["bytes"], header.request_id, header.points, (*prompt, *output))
         reply = MessageSpan("assistant", None, len(prompt), len(prompt) + len(output))
-        reading = asked.call.reading
+        reading = item.call.reading
         return CaptureHandle(
             request_id=header.request_id,
             model=header.model,
@@ -419,7 +419,7 @@ class RemoteAnswers:
             points=header.points,
             num_layers=header.num_layers,
             lifecycle=_lifecycle(header.request_id, rows, self.connection),
-            messages=(*asked.spans, reply) if asked.spans else (),
+            messages=(*item.spans, reply) if item.spans else (),
             media=header.media,
             directions=header.directions,
             marks=header.marks,
@@ -433,11 +433,11 @@ def _lifecycle(name: str, rows: RemoteRows, connection: Connection) -> Lifecycle
     return found
 
 
-def _receipt(said: Any) -> SteeringReceipt:
-    return SteeringReceipt(tuple(said["rows"]), said["computed"], said["cached"], said["digest"])
+def _receipt(fields: Any) -> SteeringReceipt:
+    return SteeringReceipt(tuple(fields["rows"]), fields["computed"], fields["cached"], fields["digest"])
 
 
-def _prompt_asked(prompt: Any) -> str | list[int]:
+def _prompt_json(prompt: Any) -> str | list[int]:
     """Return a prompt as a text or token ids.
 
     Raises:
@@ -472,7 +472,7 @@ def _ids_read(output: Any) -> Sequence[int]:
     return output["choices"][0].get("prompt_token_ids") or ()
 
 
-def _options_asked(call: CallArguments) -> dict[str, Any]:
+def _options_json(call: CallArguments) -> dict[str, Any]:
     options = call.options
     if options.get("lora_request") is not None:
         raise InvalidRequest(

@@ -58,7 +58,7 @@ def require_specs(spec: Any) -> None:
             raise InvalidRequest(f"CaptureSpec({name}=) cannot be sent to a server: {reason}")
 
 
-def capture_asked(spec: CaptureSpec, project: str | None) -> dict[str, Any]:
+def capture_json(spec: CaptureSpec, project: str | None) -> dict[str, Any]:
     """Return a capture spec as JSON, without fields that have their default.
 
     Args:
@@ -71,14 +71,14 @@ def capture_asked(spec: CaptureSpec, project: str | None) -> dict[str, Any]:
         given = getattr(spec, field.name)
         if field.name in {*_REFUSED, "project", "at"} or given == getattr(plain, field.name):
             continue
-        asked[field.name] = value_asked(given)
+        asked[field.name] = value_json(given)
     if spec.at is not None:
         names: Any = spec.at
-        asked["at"] = [_point_asked(name) for name in names]
+        asked["at"] = [_point_json(name) for name in names]
     return asked
 
 
-def steering_asked(spec: SteeringSpec) -> dict[str, Any]:
+def steering_json(spec: SteeringSpec) -> dict[str, Any]:
     """Return a steering spec as JSON.
 
     Raises:
@@ -89,26 +89,26 @@ def steering_asked(spec: SteeringSpec) -> dict[str, Any]:
     edits = spec.flat()
     if sum(_numbers(edit) for edit in edits) > MOST_NUMBERS:
         raise NotAsJSON
-    return {"edits": [_edit_asked(edit) for edit in edits], "preserve_norm": spec.preserve_norm}
+    return {"edits": [_edit_json(edit) for edit in edits], "preserve_norm": spec.preserve_norm}
 
 
-def _edit_asked(edit: Edit | LogitBias) -> dict[str, Any]:
+def _edit_json(edit: Edit | LogitBias) -> dict[str, Any]:
     if isinstance(edit, LogitBias):
         bias: Any = edit.bias
         if not isinstance(bias, Mapping):
             raise NotAsJSON
-        said = {str(token): value_asked(add) for token, add in bias.items()}
-        return {"op": "logit_bias", "bias": said, "tokens": value_asked(edit.selection)}
+        said = {str(token): value_json(add) for token, add in bias.items()}
+        return {"op": "logit_bias", "bias": said, "tokens": value_json(edit.selection)}
     asked: dict[str, Any] = {"op": next(op for op, kind in EDITS.items() if type(edit) is kind)}
     for field in dataclasses.fields(edit):
         given = getattr(edit, field.name)
         left_out = given is None or field.name in (("model", "tokens") if edit.replaced else ("model",))
         if field.init and not left_out:
-            asked[field.name] = value_asked(given)
+            asked[field.name] = value_json(given)
     return asked
 
 
-def value_asked(value: Any) -> Any:
+def value_json(value: Any) -> Any:
     """Return a field's value as JSON, without loss.
 
     Raises:
@@ -123,7 +123,7 @@ def value_asked(value: Any) -> Any:
         case torch.Tensor():
             found = value.tolist()  # float32 is held by a float, and read back as the same
         case TokenSelection(terms):
-            parts = [value_asked(slice(*term) if isinstance(term, tuple) else term) for term in terms]
+            parts = [value_json(slice(*term) if isinstance(term, tuple) else term) for term in terms]
             found = parts[0] if len(parts) == 1 else parts
         case Mask():
             found = value.tolist()
@@ -131,13 +131,13 @@ def value_asked(value: Any) -> Any:
             parts = [value.start, value.stop, *([] if value.step is None else [value.step])]
             found = ":".join("" if part is None else str(part) for part in parts)
         case list() | tuple() | range():
-            found = [value_asked(part) for part in value]
+            found = [value_json(part) for part in value]
         case _:
             raise NotAsJSON
     return found
 
 
-def _point_asked(name: Name) -> Any:
+def _point_json(name: Name) -> Any:
     return name.site if name.layer is None else [name.layer, name.site]
 
 
@@ -147,10 +147,10 @@ def _numbers(edit: Edit | LogitBias) -> int:
 
 
 #: Report of one monitor for a sample, as JSON.
-Said = Mapping[str, Any]
+JSONObject = Mapping[str, Any]
 
 
-async def monitors_asked(
+async def monitors_json(
     monitors: Sequence[Monitor], num_layers: int, uploads: Uploads, names: AsyncExitStack
 ) -> list[dict[str, Any]]:
     """Return the field `monitors` of a request's body, and upload long probes and steering.
@@ -165,41 +165,41 @@ async def monitors_asked(
         LayerOutOfRange: a layer that the model does not have.
         The errors of `Uploads.named`.
     """
-    return [await _asked(one, num_layers, uploads, names) for one in monitors]
+    return [await _monitor_json(one, num_layers, uploads, names) for one in monitors]
 
 
-async def _asked(one: Monitor, num_layers: int, uploads: Uploads, names: AsyncExitStack) -> dict[str, Any]:
-    (layer,) = resolve_layers(one.layer, num_layers)
+async def _monitor_json(monitor: Monitor, num_layers: int, uploads: Uploads, names: AsyncExitStack) -> dict[str, Any]:
+    (layer,) = resolve_layers(monitor.layer, num_layers)
     asked: dict[str, Any] = {
         "layer": layer,
-        "site": one.site,
-        "threshold": one.threshold,
-        "above": one.above,
-        "bias": one.bias,
-        "tokens": value_asked(one.selection),
-        "do": one.do,
-        "name": one.name,
+        "site": monitor.site,
+        "threshold": monitor.threshold,
+        "above": monitor.above,
+        "bias": monitor.bias,
+        "tokens": value_json(monitor.selection),
+        "do": monitor.do,
+        "name": monitor.name,
     }
-    if one.weights.numel() <= MOST_NUMBERS:
-        asked["probe"] = value_asked(one.weights)
+    if monitor.weights.numel() <= MOST_NUMBERS:
+        asked["probe"] = value_json(monitor.weights)
     else:
-        vectors = LayerVectors({layer: one.weights}, site=one.site)
+        vectors = LayerVectors({layer: monitor.weights}, site=monitor.site)
         asked["probe"] = await names.enter_async_context(uploads.named(vectors))
-    if isinstance(one.steering, SteeringSpec):
+    if isinstance(monitor.steering, SteeringSpec):
         try:
-            asked["steering"] = steering_asked(one.steering)
+            asked["steering"] = steering_json(monitor.steering)
         except NotAsJSON:
-            asked["steering"] = await names.enter_async_context(uploads.named(one.steering))
+            asked["steering"] = await names.enter_async_context(uploads.named(monitor.steering))
     return asked
 
 
-def reports_of(monitors: Sequence[Monitor], said: Sequence[Said] | None) -> tuple[MonitorReport, ...]:
+def reports_of(monitors: Sequence[Monitor], reports: Sequence[JSONObject] | None) -> tuple[MonitorReport, ...]:
     """Return the reports of all monitors for one sample.
 
     Raises:
         ServerFailure: the server says nothing of one that it was asked for.
     """
-    found = msgspec.convert(list(said or ()), tuple[MonitorReport, ...])
+    found = msgspec.convert(list(reports or ()), tuple[MonitorReport, ...])
     if tuple(one.monitor for one in found) != labels_of(monitors):
         raise ServerFailure(
             "the server does not report the monitors of this request; use the same version of steercap there"
@@ -207,9 +207,9 @@ def reports_of(monitors: Sequence[Monitor], said: Sequence[Said] | None) -> tupl
     return found
 
 
-def crossings_of(said: Iterable[Said]) -> tuple[Crossing, ...]:
+def crossings_of(crossings: Iterable[JSONObject]) -> tuple[Crossing, ...]:
     """Return the crossings of an event of a stream."""
-    found = ({name: value for name, value in one.items() if name != "choice"} for one in said)
+    found = ({name: value for name, value in one.items() if name != "choice"} for one in crossings)
     return msgspec.convert(list(found), tuple[Crossing, ...])
 
 

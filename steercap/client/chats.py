@@ -160,26 +160,29 @@ async def _rendered(
         return RenderedChat(list(map(int, answer["tokens"])), texts)
 
 
-def tokenizer_here(said: Mapping[str, str], url: str) -> Any:
+def tokenizer_here(description: Mapping[str, str], url: str) -> Any:
     """Return the tokenizer that a server says it has, from its files on this machine.
 
     Args:
-        said: its name or path, revision, digest, and that of its chat template.
+        description: its name or path, revision, digest, and that of its chat template.
         url: address of the server, for messages.
 
     Raises:
         ServerFailure: the server says of none, the files are not here, or they make another tokenizer.
     """
-    if not said:
+    if not description:
         raise ServerFailure(f"{url} names no tokenizer; give token ids")
     with extra("cuda", "cpu"):
         from transformers import AutoTokenizer
 
-    name, instead = said["name"], "`await model.token_ids(text)` asks the server, and token ids are taken as they are"
+    name, instead = (
+        description["name"],
+        "`await model.token_ids(text)` asks the server, and token ids are taken as they are",
+    )
     try:
-        found = AutoTokenizer.from_pretrained(name, revision=said["revision"] or None)
+        found = AutoTokenizer.from_pretrained(name, revision=description["revision"] or None)
     except (OSError, ValueError) as error:
         raise ServerFailure(f"the tokenizer of {url}, {name}, cannot be read on this machine; {instead}") from error
-    if (tokenizer_digest(found), template_digest(found)) != (said["digest"], said["template"]):
+    if (tokenizer_digest(found), template_digest(found)) != (description["digest"], description["template"]):
         raise ServerFailure(f"the tokenizer {name} on this machine is not that of {url}; {instead}")
     return found

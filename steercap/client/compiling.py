@@ -1,4 +1,4 @@
-"""Compilation of specs for a server's engine, by what the server says of it, as the engine itself compiles them.
+"""Compilation of specs for a server's engine, from the server's description of it, as the engine compiles them.
 
 A `RemoteEngine` has the names of `Engine` that functions over an open model read: those that plan captures and digest
 steering. The server compiles each request again, and its answer counts.
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
-from steercap.client.sampling import sampling_asked
+from steercap.client.sampling import sampling_json
 from steercap.config import Settings
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 SETTINGS: Final = ("codec", "codec_k", "codec_seed", "edits_per_point")
 
 
-def said_of(engine: Engine) -> dict[str, Any]:
-    """Return what a server says of its model for work that is planned here, JSON-compatible, beside its points."""
+def engine_description(engine: Engine) -> dict[str, Any]:
+    """Describe an engine, as JSON values, to clients that compile specs themselves; its points are sent separately."""
     return {
         "generation_config": dict(engine.vllm.llm.model_config.try_get_generation_config()),
         "tokenizer": _tokenizer(engine),
@@ -35,7 +35,9 @@ def said_of(engine: Engine) -> dict[str, Any]:
 
 
 def _described(engine: Engine) -> dict[str, Any]:
-    """Return what a `RemoteEngine` needs of an engine; its points are those that the server names, in their order."""
+    """Return what a `RemoteEngine` is made from, as JSON values; points are in the order in which the server sends
+    them.
+    """
     vllm = engine.vllm
     return {
         "armed": list(engine.armed.values()),
@@ -57,7 +59,7 @@ def _described(engine: Engine) -> dict[str, Any]:
 
 
 def _tokenizer(engine: Engine) -> dict[str, str]:
-    """Return what a client finds the model's tokenizer by, and knows it by; {} if the engine has none."""
+    """Return the name, revision and digests by which a client finds the tokenizer; {} if the engine has none."""
     if not engine.vllm.tokenizes:
         return {}
     config, found = engine.vllm.llm.model_config, engine.vllm.tokenizer
@@ -82,8 +84,8 @@ class RemoteVllm:
     without_text: Mapping[str, Any] = field(default_factory=dict)
 
     def sampling(self, params: Any) -> Any:
-        """Return sampling parameters as far as they can be asked of a server; errors as of `sampling_asked`."""
-        return SimpleNamespace(**sampling_asked(params))
+        """Return sampling parameters as far as they can be asked of a server; errors as of `sampling_json`."""
+        return SimpleNamespace(**sampling_json(params))
 
     def limit(self, prompt_len: int, params: Any) -> int:
         """Return the maximum number of tokens that become inputs of the model: prompt + generated - 1."""
@@ -92,29 +94,29 @@ class RemoteVllm:
 
 
 class RemoteEngine:
-    """Engine of a server, as far as a client plans requests to it.
+    """Properties of a server's engine that a client needs to plan requests.
 
     Args:
-        said: "compiling" of `said_of`.
+        description: "compiling" of `engine_description`.
         schemas: schema of every armed point, in the server's order.
         held_bytes: maximum bytes of rows that may wait at the server.
     """
 
-    def __init__(self, said: Mapping[str, Any], schemas: Mapping[Point, PointSchema], held_bytes: int) -> None:
-        armed = dict(zip(schemas, said["armed"], strict=True))
-        absent = {site: frozenset(layers) for site, layers in said["absent"].items()}
-        known = {**said["vllm"], "names": tuple(said["vllm"]["names"])}
+    def __init__(self, description: Mapping[str, Any], schemas: Mapping[Point, PointSchema], held_bytes: int) -> None:
+        armed = dict(zip(schemas, description["armed"], strict=True))
+        absent = {site: frozenset(layers) for site, layers in description["absent"].items()}
+        known = {**description["vllm"], "names": tuple(description["vllm"]["names"])}
         self.vllm = RemoteVllm(**known, held_bytes=held_bytes)
         self.schemas: Final = dict(schemas)
-        self.engines: int = said["engines"]
+        self.engines: int = description["engines"]
         self.compiler = Compiler(
             armed,
             self.schemas,
             (),
             num_layers=self.vllm.num_layers,
-            settings=Settings(**said["settings"]),
+            settings=Settings(**description["settings"]),
             exists=lambda point: point in armed or point.layer not in absent.get(point.site, ()),
-            refused=said["refused"],
+            refused=description["refused"],
             vocabulary=self.vllm.vocabulary,
             names=self.vllm.names,
         )

@@ -358,14 +358,14 @@ class Connection:
                 "use the same version on both sides"
             ) from error
 
-    def _error_of(self, found: httpx.Response) -> SteercapError:
+    def _error_of(self, response: httpx.Response) -> SteercapError:
         try:
-            body = found.json()
+            body = response.json()
         except ValueError:
-            body = found.text[:200]
-        return self.error_said(found.status_code, body, found.headers.get(ERROR_HEADER, ""))
+            body = response.text[:200]
+        return self.error_from_answer(response.status_code, body, response.headers.get(ERROR_HEADER, ""))
 
-    def error_said(self, status: int, body: Any, name: str) -> SteercapError:
+    def error_from_answer(self, status: int, body: Any, name: str) -> SteercapError:
         """Return the error that an answer describes.
 
         Args:
@@ -437,7 +437,7 @@ class RemoteServing:
     connection: Connection
 
     def here(self) -> RemoteEngine:
-        """Return what the server's engine compiles specs by, for work in the connection's own event loop.
+        """Return the same as `opened`, for work in the connection's own event loop.
 
         Raises:
             WrongEventLoop: it was started in another event loop.
@@ -447,10 +447,10 @@ class RemoteServing:
         return self.opened()
 
     def opened(self) -> RemoteEngine:
-        """Return what the server's engine compiles specs by.
+        """Return the properties of the server's engine that specs are compiled with.
 
         Raises:
-            ServerFailure: the server does not say it.
+            ServerFailure: the server does not report them.
             ModelClosed: the connection was never started, or is closed.
         """
         engine = self.connection.opened().engine

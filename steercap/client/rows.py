@@ -13,11 +13,11 @@ from typing import Any, Final
 from steercap.captures.handle import CaptureHandle
 from steercap.captures.rows import Found
 from steercap.captures.sketch import Sketch
-from steercap.client.asks import capture_asked
+from steercap.client.asks import capture_json
 from steercap.client.connection import Connection, RemoteServing
 from steercap.concurrency.loops import each_of, scoped
 from steercap.core.spec import CaptureSpec, Point
-from steercap.engine.sketching import Book
+from steercap.engine.sketching import SketchRecord
 from steercap.errors import (
     CaptureIncomplete,
     CaptureReleased,
@@ -27,7 +27,7 @@ from steercap.errors import (
     SketchIncomplete,
     SteercapError,
 )
-from steercap.requests.sketching import RunningSketch, book_of
+from steercap.requests.sketching import RunningSketch, record_of
 
 #: Maximum number of files downloaded at once.
 _AT_ONCE: Final = 8
@@ -89,19 +89,19 @@ class RemoteRows:
         self.connection.let_go(self.path)
 
 
-async def _fetched(one: RemoteRows) -> CaptureHandle | SteercapError:
+async def _fetched(remote: RemoteRows) -> CaptureHandle | SteercapError:
     """Download a capture file and load it; return the error of one that is gone, so that others still come."""
     with tempfile.TemporaryDirectory(prefix="steercap-fetch-") as folder:
         path = Path(folder, "rows.safetensors")
         try:
-            written = await downloaded(one.connection, one.path, path)
+            written = await downloaded(remote.connection, remote.path, path)
         except InvalidRequest as error:  # 404
             return CaptureReleased(
-                f"{one.request}: the server no longer has its rows ({error}). Fetch rows sooner, or keep them longer "
-                "by `steercap serve --captures-seconds`"
+                f"{remote.request}: the server no longer has its rows ({error}). Fetch rows sooner, or keep them "
+                "longer by `steercap serve --captures-seconds`"
             )
-        if written != one.size:
-            return CaptureIncomplete(f"{one.request}: {written:,} of {one.size:,} bytes came; fetch again")
+        if written != remote.size:
+            return CaptureIncomplete(f"{remote.request}: {written:,} of {remote.size:,} bytes came; fetch again")
         return await asyncio.to_thread(CaptureHandle.load, path)
 
 
@@ -161,21 +161,21 @@ class ServerSketch:
                 f"{self.connection.url} sent a sketch of {found.rows} rows of {found.requests} requests, after it had "
                 f"counted {counted[1]} of {counted[0]}; begin another one"
             )
-        if sketch.book.unsure and found.requests > sketch.requests:
+        if sketch.record.unsure and found.requests > sketch.requests:
             raise SketchIncomplete(
                 f"{self.connection.url} sent a sketch of {found.requests} requests, and {sketch.requests} ended here: "
-                f"rows of {sketch.book.unsure} that failed or were cancelled on their way may have entered; begin "
+                f"rows of {sketch.record.unsure} that failed or were cancelled on their way may have entered; begin "
                 "another one"
             )
         return found
 
-    async def close(self, book: Book) -> None:
-        if not book.closed:
-            book.closed = True
+    async def close(self, record: SketchRecord) -> None:
+        if not record.closed:
+            record.closed = True
             await self.connection.run(lambda: self.connection.free(self.path))
 
 
-async def begun(connection: Connection, kind: str, size: Any, spec: CaptureSpec) -> RunningSketch:
+async def open_sketch(connection: Connection, kind: str, size: Any, spec: CaptureSpec) -> RunningSketch:
     """Open a sketch at a server.
 
     Raises:
@@ -183,19 +183,19 @@ async def begun(connection: Connection, kind: str, size: Any, spec: CaptureSpec)
         PointSplit, SketchMemoryFull: as for a local model.
         ServerFailure: the server cannot be reached.
     """
-    engine, book = RemoteServing(connection).here(), book_of("", kind, size, {})
+    engine, record = RemoteServing(connection).here(), record_of("", kind, size, {})
     points = engine.compiler.captured(spec)[0]
-    rows = {name: value for name, value in capture_asked(spec, None).items() if name != "codec"}
-    body = {"kind": kind, "size": book.size or None, **rows}
+    rows = {name: value for name, value in capture_json(spec, None).items() if name != "codec"}
+    body = {"kind": kind, "size": record.size or None, **rows}
     said = await connection.run(lambda: connection.ask("POST", _PATH, json=body))
     with connection.answering():
-        book.name, there = str(said["id"]), tuple(Point(*point) for point in said["points"])
-    path = f"{_PATH}/{book.name}"
+        record.name, there = str(said["id"]), tuple(Point(*point) for point in said["points"])
+    path = f"{_PATH}/{record.name}"
     connection.hold(path)
     if there != points:
         raise ServerFailure(f"{connection.url} sketches {', '.join(map(str, there))}; use one version on both sides")
-    book.points = {point: number for number, point in enumerate(points)}
-    return RunningSketch(book, spec, ServerSketch(connection, path))
+    record.points = {point: number for number, point in enumerate(points)}
+    return RunningSketch(record, spec, ServerSketch(connection, path))
 
 
 @contextmanager
@@ -209,7 +209,7 @@ def entering(sketches: Sequence[RunningSketch]) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, SteercapError) or isinstance(error, (ServerFailure, ModelClosed)):
             for sketch in sketches:
-                sketch.book.unsure += 1
+                sketch.record.unsure += 1
         raise
 
 
@@ -219,9 +219,9 @@ def count(sketches: Sequence[RunningSketch], results: Sequence[Mapping[str, Any]
     Raises:
         SketchIncomplete: the server does not confirm that the request has entered each of them.
     """
-    for book in (sketch.book for sketch in sketches):
-        said = [one.get("sketches", {}).get(book.name) for one in results]
+    for record in (sketch.record for sketch in sketches):
+        said = [one.get("sketches", {}).get(record.name) for one in results]
         if not said or not all(said):
             raise SketchIncomplete(f"{url} does not confirm that the rows of this request entered the sketch")
-        book.requests += len(said)
-        book.rows = max(book.rows, *(one["rows"] for one in said))
+        record.requests += len(said)
+        record.rows = max(record.rows, *(one["rows"] for one in said))

@@ -54,7 +54,7 @@ MOST_BIAS: Final = 100
 _ITS_OWN: Final = ("output_kind", "skip_clone", "output_text_buffer_length", "stream_interval")
 
 
-def sampling_asked(given: Any) -> dict[str, Any]:
+def sampling_json(given: Any) -> dict[str, Any]:
     """Return sampling parameters as fields of a request's body.
 
     Args:
@@ -84,7 +84,7 @@ def sampling_asked(given: Any) -> dict[str, Any]:
     return asked
 
 
-def pooling_asked(given: Any) -> dict[str, Any]:
+def pooling_json(given: Any) -> dict[str, Any]:
     """Return pooling parameters as JSON; the server checks them.
 
     Args:

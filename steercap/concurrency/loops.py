@@ -33,12 +33,12 @@ class OwnerLoop:
     """The event loop that an object belongs to: the one running where this is constructed.
 
     Args:
-        what: name of the object, for error messages.
+        subject: name of the object, for error messages.
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, subject: str) -> None:
         self.loop: Final = asyncio.get_running_loop()
-        self._what: Final = what
+        self._subject: Final = subject
         self._process: Final = os.getpid()
 
     def require(self) -> None:
@@ -49,12 +49,12 @@ class OwnerLoop:
         """
         if os.getpid() != self._process:
             raise WrongEventLoop(
-                f"{self._what} was started in process {self._process}, and this is process {os.getpid()}, a fork of "
+                f"{self._subject} was started in process {self._process}, and this is process {os.getpid()}, a fork of "
                 "it; start one in each process that needs one"
             )
         if not self.is_here:
             state = "which has been closed since" if self.loop.is_closed() else "not in this one"
-            raise WrongEventLoop(f"{self._what} was started in another event loop, {state}; {_ADVICE}")
+            raise WrongEventLoop(f"{self._subject} was started in another event loop, {state}; {_ADVICE}")
 
     @property
     def is_here(self) -> bool:
@@ -162,13 +162,13 @@ async def finished(future: Future[Value]) -> Value:
 
 
 async def scoped(work: Callable[[], Awaitable[Value]]) -> Value:
-    """Await `work` in a task of its own; a cancellation goes to it through an anyio scope, and is raised once it ended.
+    """Await `work` in its own task; a cancellation reaches it through an anyio scope, and is raised after it ended.
 
-    httpx shields its clean-up by such scopes, which hold against each other, but not against `Task.cancel`: that leaves
-    connections open that the pool has just dropped to close them, and keeps others in it that nobody can use.
+    httpx shields its clean-up with anyio scopes, which `Task.cancel` ignores: it would leave connections open that the
+    pool has dropped, and unusable ones in the pool.
 
     Args:
-        work: function that returns the awaitable; its result must be nothing to close, as a cancelled caller drops it.
+        work: function that returns the awaitable. If the caller is cancelled, its result is dropped, not closed.
     """
     with extra("client", "personas"):
         import anyio
@@ -195,7 +195,7 @@ async def scoped(work: Callable[[], Awaitable[Value]]) -> Value:
 
 
 async def scoped_steps(steps: AsyncGenerator[Value, None]) -> AsyncGenerator[Value, None]:
-    """Yield the values of a generator, each step of which, and its end, is `scoped`."""
+    """Yield the values of a generator; each step, and its closing, runs in `scoped`."""
     try:
         while True:
             try:

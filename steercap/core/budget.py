@@ -20,13 +20,13 @@ Phase = Literal["waiting", "running", "finished"]
 
 
 @dataclass(eq=False)
-class Ticket:
-    """Claim of one request on the arena.
+class Reservation:
+    """Arena pages of one request, reserved or waited for.
 
     Args:
         pages: number of pages reserved.
         call: the `generate` call it belongs to; handles of a call reach the user only when it ends.
-        phase: state of the claim.
+        phase: state of the request.
         engine: index of the engine whose arena it is, or None for the first one with room.
         reductions: number of reductions that run along with the request.
         disk: reservation of disk space for rows that leave memory while the request runs, or None.
@@ -41,7 +41,7 @@ class Ticket:
 
 
 class Budget:
-    """Pages of the arenas, claimed in order of arrival.
+    """Pages of the arenas, reserved in order of arrival.
 
     Args:
         pages: pages of the arena of each engine, the smallest where they differ.
@@ -53,14 +53,14 @@ class Budget:
         self.pages = pages
         self.reductions = reductions
         self._reducing = [0] * engines
-        self._reserved = [0] * engines  # pages claimed by running and finished requests
+        self._reserved = [0] * engines  # pages of running and finished requests
         self._running = [0] * engines  # requests that run, and whose end may make room
-        self._held: dict[Ticket, None] = {}
-        self._queue: deque[Ticket] = deque()
+        self._held: dict[Reservation, None] = {}
+        self._queue: deque[Reservation] = deque()
 
     @property
     def reserved(self) -> int:
-        """Pages claimed by running and finished requests, on the fullest engine."""
+        """Pages reserved for running and finished requests, on the fullest engine."""
         return max(self._reserved)
 
     @property
@@ -74,17 +74,17 @@ class Budget:
         return sum(self._running)
 
     def free(self, engine: int | None = None) -> int:
-        """Return the unclaimed pages of one engine, or of the emptiest."""
+        """Return the free pages of one engine, or of the emptiest."""
         return self.pages - (min(self._reserved) if engine is None else self._reserved[engine])
 
-    def holds(self, ticket: Ticket) -> bool:
-        """Check if a ticket has its pages."""
-        return ticket in self._held
+    def holds(self, reservation: Reservation) -> bool:
+        """Check if a reservation has its pages."""
+        return reservation in self._held
 
     @property
     def wanted(self) -> int:
-        """Pages that the waiting tickets ask for."""
-        return sum(ticket.pages for ticket in self._queue)
+        """Pages that the waiting requests need."""
+        return sum(reservation.pages for reservation in self._queue)
 
     @property
     def waiting(self) -> int:
@@ -92,107 +92,116 @@ class Budget:
         return len(self._queue)
 
     @property
-    def head(self) -> Ticket | None:
-        """First ticket in the queue, or None."""
+    def head(self) -> Reservation | None:
+        """First reservation in the queue, or None."""
         return self._queue[0] if self._queue else None
 
-    def claim(self, ticket: Ticket) -> list[Ticket]:
-        """Queue a claim, and return the tickets admitted."""
-        self._queue.append(ticket)
+    def claim(self, reservation: Reservation) -> list[Reservation]:
+        """Queue a request, and return the reservations admitted."""
+        self._queue.append(reservation)
         return self.admit()
 
-    def finish(self, ticket: Ticket, parts: Sequence[int]) -> tuple[list[Ticket], list[Ticket]]:
-        """Replace the claim of a request that ended by one ticket per handle, with `parts` pages each.
+    def finish(self, reservation: Reservation, parts: Sequence[int]) -> tuple[list[Reservation], list[Reservation]]:
+        """Replace the reservation of a request that ended by one for each handle, with `parts` pages each.
 
         Returns:
-            The tickets of the handles, and the tickets admitted into the freed pages.
+            The reservations of the handles, and the reservations admitted into the freed pages.
         """
-        self._drop(ticket)
-        handles = [Ticket(pages, ticket.call, "finished", ticket.engine, disk=ticket.disk) for pages in parts]
-        ticket.disk = None
+        self._drop(reservation)
+        handles = [
+            Reservation(pages, reservation.call, "finished", reservation.engine, disk=reservation.disk)
+            for pages in parts
+        ]
+        reservation.disk = None
         for handle in handles:
             self._hold(handle)
         return handles, self.admit()
 
-    def release(self, ticket: Ticket) -> list[Ticket]:
-        """Free a ticket's pages, or remove it from the queue, and return the tickets admitted."""
-        self._drop(ticket)
-        ticket.disk = None
+    def release(self, reservation: Reservation) -> list[Reservation]:
+        """Free a reservation's pages, or remove it from the queue, and return the reservations admitted."""
+        self._drop(reservation)
+        reservation.disk = None
         return self.admit()
 
-    def _hold(self, ticket: Ticket) -> None:
-        assert ticket.engine is not None
-        self._held[ticket] = None
-        self._reserved[ticket.engine] += ticket.pages
-        if ticket.phase == "running":
-            self._running[ticket.engine] += 1
-            self._reducing[ticket.engine] += ticket.reductions
+    def _hold(self, reservation: Reservation) -> None:
+        assert reservation.engine is not None
+        self._held[reservation] = None
+        self._reserved[reservation.engine] += reservation.pages
+        if reservation.phase == "running":
+            self._running[reservation.engine] += 1
+            self._reducing[reservation.engine] += reservation.reductions
 
-    def _drop(self, ticket: Ticket) -> None:
-        if ticket in self._held:
-            assert ticket.engine is not None
-            del self._held[ticket]
-            self._reserved[ticket.engine] -= ticket.pages
-            if ticket.phase == "running":
-                self._running[ticket.engine] -= 1
-                self._reducing[ticket.engine] -= ticket.reductions
-        elif ticket in self._queue:
-            self._queue.remove(ticket)
+    def _drop(self, reservation: Reservation) -> None:
+        if reservation in self._held:
+            assert reservation.engine is not None
+            del self._held[reservation]
+            self._reserved[reservation.engine] -= reservation.pages
+            if reservation.phase == "running":
+                self._running[reservation.engine] -= 1
+                self._reducing[reservation.engine] -= reservation.reductions
+        elif reservation in self._queue:
+            self._queue.remove(reservation)
 
-    def admit(self) -> list[Ticket]:
-        """Admit tickets from the head of the queue while there is room."""
-        admitted: list[Ticket] = []
+    def admit(self) -> list[Reservation]:
+        """Admit reservations from the head of the queue while there is room."""
+        admitted: list[Reservation] = []
         while self._queue and (possible := self._possible(self._queue[0])):
-            ticket = self._queue.popleft()
-            ticket.phase = "running"
-            ticket.engine = min(possible, key=lambda one: (self._running[one], self._reserved[one]))
-            self._hold(ticket)
-            admitted.append(ticket)
+            reservation = self._queue.popleft()
+            reservation.phase = "running"
+            reservation.engine = min(possible, key=lambda one: (self._running[one], self._reserved[one]))
+            self._hold(reservation)
+            admitted.append(reservation)
         return admitted
 
-    def _possible(self, ticket: Ticket) -> list[int]:
-        """Return the engines that may run the ticket's request and have room for it."""
-        wanted = range(len(self._reserved)) if ticket.engine is None else (ticket.engine,)
+    def _possible(self, reservation: Reservation) -> list[int]:
+        """Return the engines that may run the reservation's request and have room for it."""
+        wanted = range(len(self._reserved)) if reservation.engine is None else (reservation.engine,)
         return [
             engine
             for engine in wanted
-            if ticket.pages <= self.free(engine) and ticket.reductions <= self.reductions - self._reducing[engine]
+            if reservation.pages <= self.free(engine)
+            and reservation.reductions <= self.reductions - self._reducing[engine]
         ]
 
-    def movable(self, may: Callable[[Ticket], bool], most: int) -> list[Ticket]:
-        """Return finished tickets whose rows should leave the arena so that the queue advances, the oldest first.
+    def movable(self, may: Callable[[Reservation], bool], most: int) -> list[Reservation]:
+        """Return finished reservations whose rows should leave the arena so that the queue advances, the oldest first.
 
         They are all of one engine: of those that may run the head of the queue, one where that makes room for it, and
         of several such the one where least has to move. Where nothing makes enough room, moving some still helps the
         running requests to make it.
 
         Args:
-            may: predicate that says if the rows of a ticket can be moved now.
+            may: predicate that says if the rows of a reservation can be moved now.
             most: maximum pages to move at once, unless the head needs more.
         """
         head = self.head
         if head is None:
             return []
         engines = range(len(self._reserved)) if head.engine is None else (head.engine,)
-        found: list[tuple[bool, int, list[Ticket]]] = []
+        found: list[tuple[bool, int, list[Reservation]]] = []
         for engine in engines:
             lacking = head.pages - self.free(engine)
-            if lacking > 0 and (tickets := self._oldest(engine, max(lacking, min(self.wanted, most)), may)):
-                found.append((sum(ticket.pages for ticket in tickets) < lacking, lacking, tickets))
+            if lacking > 0 and (reservations := self._oldest(engine, max(lacking, min(self.wanted, most)), may)):
+                found.append((sum(reservation.pages for reservation in reservations) < lacking, lacking, reservations))
         return min(found, key=lambda one: one[:2])[2] if found else []
 
-    def _oldest(self, engine: int, pages: int, may: Callable[[Ticket], bool]) -> list[Ticket]:
-        """Return the oldest finished tickets of an engine that may be moved, until they have `pages` pages together."""
-        tickets: list[Ticket] = []
-        for ticket in self._held:
+    def _oldest(self, engine: int, pages: int, may: Callable[[Reservation], bool]) -> list[Reservation]:
+        """Return the oldest finished reservations of an engine that `may` allows, with `pages` pages together."""
+        reservations: list[Reservation] = []
+        for reservation in self._held:
             if pages <= 0:
                 break
-            if ticket.engine == engine and ticket.phase == "finished" and ticket.pages and may(ticket):
-                tickets.append(ticket)
-                pages -= ticket.pages
-        return tickets
+            if (
+                reservation.engine == engine
+                and reservation.phase == "finished"
+                and reservation.pages
+                and may(reservation)
+            ):
+                reservations.append(reservation)
+                pages -= reservation.pages
+        return reservations
 
-    def hopeless(self) -> Ticket | None:
+    def hopeless(self) -> Reservation | None:
         """Return the head of the queue if it can never be admitted, because handles of its own call take the room.
 
         Handles of a call that still runs have not reached the user, so nobody can release them.

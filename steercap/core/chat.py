@@ -52,7 +52,7 @@ _MARKS: Final = range(0xE000, 0xF900)
 _BLANK: Final = " \t\n\r\f\v"
 
 
-def said_in(message: Mapping[str, Any]) -> str:
+def content_text(message: Mapping[str, Any]) -> str:
     """Return the text of a message's content: "" for None, the texts of several parts with line feeds between them.
 
     Raises:
@@ -149,7 +149,7 @@ def _as_given(message: Mapping[str, Any], more: Mapping[str, Any]) -> Mapping[st
 
 
 def _in_text(message: Mapping[str, Any], more: Mapping[str, Any]) -> Mapping[str, Any]:  # noqa: ARG001 -- it has no part
-    return {**message, "content": said_in(message)}
+    return {**message, "content": content_text(message)}
 
 
 def _in_parts(message: Mapping[str, Any], more: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -188,7 +188,7 @@ def place(
         def changed(given: str, replaced: Callable[[str], Mapping[str, Any]] = replaced) -> list[Mapping[str, Any]]:
             return [*conversation[:index], replaced(given), *conversation[index + 1 :]]
 
-        found.append((yield from _Words(text, words, changed, spell, marks).regions()))
+        found.append((yield from _TextSearch(text, words, changed, spell, marks).regions()))
     if UNCLEAR in found:
         return UNCLEAR
     placed = [one for one in found if isinstance(one, list)]
@@ -214,8 +214,8 @@ def _texts(message: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[str], Ma
                 yield words, partial(_with_part, message, content, at)
 
 
-def _with_part(message: Mapping[str, Any], content: Sequence[Any], at: int, given: str) -> Mapping[str, Any]:
-    part = {**content[at], _key(content[at]): given} if isinstance(content[at], Mapping) else given
+def _with_part(message: Mapping[str, Any], content: Sequence[Any], at: int, text: str) -> Mapping[str, Any]:
+    part = {**content[at], _key(content[at]): text} if isinstance(content[at], Mapping) else text
     return {**message, "content": [*content[:at], part, *content[at + 1 :]]}
 
 
@@ -223,8 +223,8 @@ def _key(part: Mapping[str, Any]) -> str:
     return _TEXT_KEYS.get(str(part.get("type", "text")), "text")
 
 
-class _Words:
-    """Search for one text of a message in the prompt."""
+class _TextSearch:
+    """Search for one text of a message in the rendered prompt."""
 
     def __init__(
         self,
@@ -373,10 +373,10 @@ class _Words:
         return [len(text) - at for at in reversed(places)] if backwards else places
 
     def _parts(
-        self, run: Sequence[tuple[int, int]], whole: Region, dropped: set[int]
+        self, run: Sequence[tuple[int, int]], region: Region, dropped: set[int]
     ) -> Renderings[list[Region] | None]:
         """Return the regions of one occurrence: one, or several where the template leaves out text between them."""
-        regions, begin = [], whole[0]
+        regions, begin = [], region[0]
         for (at, place), (then, after) in itertools.pairwise(run):
             here, said = self.text[at:then], self.spell(self.words[place:after])
             if _dense(here) == _dense(said) or not any(place < one < after for one in dropped):
@@ -386,7 +386,7 @@ class _Words:
             if _dense(here):
                 regions.append((begin, at))
                 begin = then
-        return [*regions, (begin, whole[1])]
+        return [*regions, (begin, region[1])]
 
 
 def _shifted(text: str, places: Sequence[int], pieces: Sequence[str], beyond: str) -> list[int] | None:

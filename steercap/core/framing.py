@@ -37,7 +37,7 @@ Label: TypeAlias = Annotated[str, msgspec.Meta(max_length=1 << 12)]
 #: A SHA-256 digest; one of another length matches nothing.
 Digest: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=64)]
 #: A path, a reason, an error.
-Told: TypeAlias = Annotated[str, msgspec.Meta(max_length=1 << 20)]
+BoundedText: TypeAlias = Annotated[str, msgspec.Meta(max_length=1 << 20)]
 #: Rows, vectors, labels.
 Data: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=MOST_BYTES)]
 

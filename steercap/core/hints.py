@@ -61,7 +61,7 @@ ARGUMENTS: Final[Sequence[tuple[str, str, str]]] = (
 
 
 class Hinting:
-    """Base of open models, whose errors on a wrong attribute or argument say the right one.
+    """Base of open models, whose errors on a wrong attribute or argument name the right one.
 
     A subclass may set `_lacking`, advice by the names of attributes that others of its kind have.
     """
@@ -99,7 +99,7 @@ def _missing(kind: type, name: str, lacking: Mapping[str, str]) -> str:
 
 
 def _hinting(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method whose TypeError on an unknown argument says the right one."""
+    """Return a method whose TypeError on an unknown argument names the right one."""
 
     @functools.wraps(method)
     def call(*args: Any, **given: Any) -> Any:

@@ -195,7 +195,7 @@ def identity(
     scopes: Sequence[Sequence[Range]],
     replaced: Sequence[Sequence[int]],
     epoch: int,
-    held: str = "",
+    hashed: str = "",
 ) -> bytes:
     """Return the SHA-256 of all that the KV of a steered request depends on besides its tokens.
 
@@ -207,9 +207,9 @@ def identity(
         scopes: positions of each token selection.
         replaced: positions of each replacement.
         epoch: counter raised whenever steering failed, so that KV written before is never read.
-        held: key of a request whose steering begins at a position not known yet, so that its KV is not shared.
+        hashed: key of a request whose steering begins at a position not known yet, so that its KV is not shared.
     """
-    return hashlib.sha256(_ENCODER.encode((configuration, scopes, replaced, epoch, held))).digest()
+    return hashlib.sha256(_ENCODER.encode((configuration, scopes, replaced, epoch, hashed))).digest()
 
 
 @lru_cache(maxsize=256)

@@ -136,7 +136,7 @@ class CallArguments:
         sketches: running sketches (`model.sketch`) in force where the call is made; its rows are added to them.
         encoding: True if the prompts are encoded by a pooling model.
         monitors: monitors that watch each request.
-        add_special_tokens: see `special_asked`.
+        add_special_tokens: see `checked_special`.
         template_kwargs: further arguments of the chat template, for conversations.
     """
 
@@ -156,7 +156,7 @@ class CallArguments:
     @property
     def spec(self) -> Any:
         """Capture spec, for all prompts or one each; None for no capture."""
-        return capture_asked(self.capture_layers, self.capture)
+        return capture_of_call(self.capture_layers, self.capture)
 
 
 def listed(prompts: Any) -> tuple[bool, list[Any]]:
@@ -207,10 +207,10 @@ def whole_ids(given: Any) -> list[int]:
     return [_token_id(one, index) for index, one in enumerate(ids)]
 
 
-def _token_id(one: Any, index: int) -> int:
-    found = index_of(one)
+def _token_id(value: Any, index: int) -> int:
+    found = index_of(value)
     if found is None:
-        raise InvalidPrompt(f"prompt_token_ids[{index}] is {shown(one)}; give whole numbers")
+        raise InvalidPrompt(f"prompt_token_ids[{index}] is {shown(value)}; give whole numbers")
     return found
 
 
@@ -260,7 +260,7 @@ def text_of(prompt: Any) -> str | None:
     return prompt if isinstance(prompt, str) else None
 
 
-def special_asked(given: Any) -> bool | None:
+def checked_special(given: Any) -> bool | None:
     """Check `add_special_tokens`: True or False, or None for True with a warning (`warn_of_doubled`).
 
     Raises:
@@ -283,16 +283,16 @@ def repeating(given: Iterable[tuple[Any, Sequence[int]]]) -> list[tuple[str, Seq
     ]
 
 
-def warn_of_doubled(given: Iterable[tuple[Any, Sequence[int]]], around: Sequence[int]) -> None:
+def warn_of_doubled(given: Iterable[tuple[Any, Sequence[int]]], special: Sequence[int]) -> None:
     """Warn of texts that begin or end with a special token that the tokenizer has added once more.
 
     Args:
         given: texts, and their token ids.
-        around: token ids of an empty text: the special tokens alone.
+        special: token ids of an empty text: the special tokens that the tokenizer adds.
     """
 
     def doubled(ids: Sequence[int]) -> bool:
-        own, added = [*ids], [*around]
+        own, added = [*ids], [*special]
         return any(
             own[:many] == own[many : 2 * many] == added[:many] or own[-many:] == own[-2 * many : -many] == added[-many:]
             for many in _AROUND
@@ -309,18 +309,18 @@ def warn_of_doubled(given: Iterable[tuple[Any, Sequence[int]]], around: Sequence
         )
 
 
-def warn_of_room(asked: Iterable[tuple[Any, int | None, int]], context: int | None) -> None:
+def warn_of_room(requests: Iterable[tuple[Any, int | None, int]], context: int | None) -> None:
     """Warn if `max_tokens` is more than the context has room for after a prompt: generation ends where it is full.
 
     Args:
-        asked: for each request, the sampling parameters as the user gave them, their parsed `max_tokens`, and the
+        requests: for each request, the sampling parameters as the user gave them, their parsed `max_tokens`, and the
             number
             of prompt tokens. Where the user did not set `max_tokens` (None, or a dict without it) nothing is warned of.
         context: maximum number of tokens of a prompt and its reply; None if unknown.
     """
     if context is None:
         return
-    for params, max_tokens, prompt_len in asked:
+    for params, max_tokens, prompt_len in requests:
         named = params is not None and (not isinstance(params, Mapping) or "max_tokens" in params)
         if named and max_tokens is not None and prompt_len + max_tokens > context:
             warn(
@@ -418,7 +418,7 @@ def template_arguments(given: Any) -> dict[str, Any]:
     return dict(given)
 
 
-def capture_asked(layers: Layers | None, capture: Any) -> Any:
+def capture_of_call(layers: Layers | None, capture: Any) -> Any:
     """Return the capture spec: `capture=`, or one made of its shorthand `capture_layers=`.
 
     Raises:

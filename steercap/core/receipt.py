@@ -122,14 +122,14 @@ def check_points(request: str, expected: Sequence[Point], captured: Sequence[Poi
         raise CaptureIncomplete(f"{request}: no worker captured {', '.join(missing)}")
 
 
-def knowing(found: Sequence[Sequence[object]]) -> tuple[int, ...]:
+def knowing(records: Sequence[Sequence[object]]) -> tuple[int, ...]:
     """Return the indices of the engines with a worker that knows a request; it should run on exactly one.
 
     Args:
-        found: answers of the workers of each engine.
+        records: answers of the workers of each engine.
     """
     return tuple(
-        engine for engine, answers in enumerate(found) if any(not isinstance(answer, Unknown) for answer in answers)
+        engine for engine, answers in enumerate(records) if any(not isinstance(answer, Unknown) for answer in answers)
     )
 
 
@@ -233,7 +233,7 @@ def _rows_expected(
 
 
 def _check_biases(
-    request: str, plan: Plan, configuration: Configuration, total: int, known: Sequence[SteeringRecord]
+    request: str, plan: Plan, configuration: Configuration, total: int, records: Sequence[SteeringRecord]
 ) -> tuple[int, ...]:
     """Check the logits that were biased against those that must be.
 
@@ -248,7 +248,7 @@ def _check_biases(
         return tuple(rows)
     masks = bias_masks(plan.steering.biased, plan.prompt_len, plan.limit)[:total]
     expected, entries = np.packbits(masks != 0).tobytes(), entries_put(configuration.biases, masks[masks != 0])
-    made = [record for record in known if record.biased is not None]
+    made = [record for record in records if record.biased is not None]
     for record in made:
         if (record.biased, record.entries) != (expected, entries):
             found = int(np.unpackbits(np.frombuffer(record.biased or b"", dtype=np.uint8))[:total].sum())

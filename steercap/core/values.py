@@ -241,16 +241,16 @@ def choices(name: object, known: Iterable[object]) -> str:
     return f"{meant}known: {', '.join(map(repr, names[:MOST_NAMES])) or 'none'}{more}"
 
 
-def _line(found: list[Any]) -> Any:
+def _line(items: list[Any]) -> Any:
     """Flatten a nested list in which at most one axis is longer than 1."""
-    while any(isinstance(part, list) for part in found):
-        if len(found) == 1:
-            found = found[0]
-        elif all(isinstance(part, list) and len(part) == 1 for part in found):
-            found = [part[0] for part in found]
+    while any(isinstance(part, list) for part in items):
+        if len(items) == 1:
+            items = items[0]
+        elif all(isinstance(part, list) and len(part) == 1 for part in items):
+            items = [part[0] for part in items]
         else:
-            return Unreadable(f"{shown(found)} (of several axes)")
-    return found
+            return Unreadable(f"{shown(items)} (of several axes)")
+    return items
 
 
 #: Types that are plain already.

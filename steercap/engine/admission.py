@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from steercap.core.budget import Budget, Ticket
+from steercap.core.budget import Budget, Reservation
 from steercap.errors import CaptureMemoryFull, EngineFailure, ModelClosed
 
 if TYPE_CHECKING:
@@ -43,13 +43,13 @@ class Admission:
         self.budget = Budget(pages, engines, reductions)
         self.page_bytes = page_bytes
         self._settings = settings
-        self._waiting: dict[Ticket, asyncio.Future[None]] = {}
+        self._waiting: dict[Reservation, asyncio.Future[None]] = {}
         self._watch: asyncio.TimerHandle | None = None
         #: Object that makes room with overflow="spill", else None.
         self.relief: Spilling | None = None
 
-    async def claim(self, pages: int, call: object, engine: int | None = None, reductions: int = 0) -> Ticket:
-        """Reserve pages, in order of arrival; the returned ticket names the engine.
+    async def claim(self, pages: int, call: object, engine: int | None = None, reductions: int = 0) -> Reservation:
+        """Reserve pages, in order of arrival; the returned reservation names the engine.
 
         Args:
             pages: number of pages of the arena.
@@ -61,35 +61,37 @@ class Admission:
             CaptureMemoryFull: there can be no room, or none came in time, or waiting is not wanted.
             ModelClosed: the model was closed meanwhile.
         """
-        ticket = Ticket(pages, call, engine=engine, reductions=reductions)
+        reservation = Reservation(pages, call, engine=engine, reductions=reductions)
         if pages > self.budget.pages:
-            raise CaptureMemoryFull(f"{self._situation(ticket)}; {_REMEDY}{_ENDED if self.relief is not None else ''}")
+            raise CaptureMemoryFull(
+                f"{self._situation(reservation)}; {_REMEDY}{_ENDED if self.relief is not None else ''}"
+            )
         # Requests that still wait need only an accumulator, which running requests give back.
         if self._settings.overflow == "error" and pages + self.budget.wanted > self.budget.free(engine):
-            raise CaptureMemoryFull(f"{self._situation(ticket)} and overflow='error'; {_REMEDY}")
-        admitted = self._waiting[ticket] = asyncio.get_running_loop().create_future()
+            raise CaptureMemoryFull(f"{self._situation(reservation)} and overflow='error'; {_REMEDY}")
+        admitted = self._waiting[reservation] = asyncio.get_running_loop().create_future()
         try:
-            self._settle(self.budget.claim(ticket))
+            self._settle(self.budget.claim(reservation))
             await admitted
         except BaseException:
-            self.release(ticket)
+            self.release(reservation)
             raise
         finally:
-            self._waiting.pop(ticket, None)
-        return ticket
+            self._waiting.pop(reservation, None)
+        return reservation
 
-    def finish(self, ticket: Ticket, parts: Sequence[int]) -> list[Ticket]:
-        """Replace the claim of a request that ended by one ticket per handle, with `parts` pages each."""
-        handles, admitted = self.budget.finish(ticket, parts)
+    def finish(self, reservation: Reservation, parts: Sequence[int]) -> list[Reservation]:
+        """Replace the reservation of a request that ended by one for each handle, with `parts` pages each."""
+        handles, admitted = self.budget.finish(reservation, parts)
         self._settle(admitted)
         return handles
 
-    def release(self, ticket: Ticket) -> None:
-        """Free a ticket's pages, or remove it from the queue; the timeout starts again."""
+    def release(self, reservation: Reservation) -> None:
+        """Free a reservation's pages, or remove it from the queue; the timeout starts again."""
         if self._watch:
             self._watch.cancel()
             self._watch = None
-        self._settle(self.budget.release(ticket))
+        self._settle(self.budget.release(reservation))
 
     def look_again(self) -> None:
         """Admit requests that fit now, after a change outside the budget that may have made room."""
@@ -107,14 +109,15 @@ class Admission:
             if not future.done():
                 future.set_exception(type(error)(str(error)))
 
-    def _settle(self, admitted: Iterable[Ticket]) -> None:
+    def _settle(self, admitted: Iterable[Reservation]) -> None:
         """Wake admitted requests, fail those that can never be admitted, and watch for a stall."""
         self._wake(admitted)
         if self.relief is not None:
             self.relief.begin()
-        while self.relief is None and (ticket := self.budget.hopeless()) is not None:
+        while self.relief is None and (reservation := self.budget.hopeless()) is not None:
             self._refuse(
-                ticket, "the memory is held by handles of the same call, which cannot be released before the call ends"
+                reservation,
+                "the memory is held by handles of the same call, which cannot be released before the call ends",
             )
         if not self.budget.stalled and self._watch:
             self._watch.cancel()
@@ -123,29 +126,29 @@ class Admission:
             loop = asyncio.get_running_loop()
             self._watch = loop.call_later(self._settings.overflow_timeout, self._refuse_all)
 
-    def _wake(self, admitted: Iterable[Ticket]) -> None:
-        for ticket in admitted:
-            future = self._waiting.get(ticket)
+    def _wake(self, admitted: Iterable[Reservation]) -> None:
+        for reservation in admitted:
+            future = self._waiting.get(reservation)
             if future is not None and not future.done():
                 future.set_result(None)
 
     def _refuse_all(self) -> None:
         self._watch = None
         why = f"no handle was released for {self._settings.overflow_timeout} s"
-        while self.budget.stalled and (ticket := self.budget.head) is not None:
-            self._refuse(ticket, why if self.relief is None else f"{why}, {self.relief.situation}")
+        while self.budget.stalled and (reservation := self.budget.head) is not None:
+            self._refuse(reservation, why if self.relief is None else f"{why}, {self.relief.situation}")
 
-    def _refuse(self, ticket: Ticket, why: str) -> None:
+    def _refuse(self, reservation: Reservation, why: str) -> None:
         remedy = _REMEDY + (_SPILL if self.relief is None else _MORE)
-        error = CaptureMemoryFull(f"{self._situation(ticket)}: {why}; {remedy}")
-        self._wake(self.budget.release(ticket))
-        future = self._waiting.get(ticket)
+        error = CaptureMemoryFull(f"{self._situation(reservation)}: {why}; {remedy}")
+        self._wake(self.budget.release(reservation))
+        future = self._waiting.get(reservation)
         if future is not None and not future.done():
             future.set_exception(error)
 
-    def _situation(self, ticket: Ticket) -> str:
-        pages, free = self.budget.pages, self.budget.free(ticket.engine)
-        asked, exist, used = (n * self.page_bytes for n in (ticket.pages, pages, pages - free))
+    def _situation(self, reservation: Reservation) -> str:
+        pages, free = self.budget.pages, self.budget.free(reservation.engine)
+        asked, exist, used = (n * self.page_bytes for n in (reservation.pages, pages, pages - free))
         return (
             f"this request may need {asked:,} bytes of capture memory, of which {exist:,} exist and {used:,} are in use"
         )

@@ -194,7 +194,10 @@ def weights_of(folder: Path) -> int:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files that hold the weights; beside those of an index there may be the same in Mistral's format."""
+    """Return the weight files: those in the index, or else every `*.safetensors`.
+
+    Mistral's own copy of the weights, `consolidated*.safetensors`, is left out if there are others.
+    """
     try:
         named = set(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError):

@@ -246,14 +246,14 @@ class Compiler:
             kept = rank.kept([self._armed[point] for point in own])
             _check_smaller(f"attention={coding.k}", kept, rank.kept(queries), coding, "attention=")
 
-    def _check_records(self, points: Sequence[int], coding: Coding, asked: str) -> None:
+    def _check_records(self, points: Sequence[int], coding: Coding, argument: str) -> None:
         """Check that the values computed for a token fit in a page of every arena."""
         numbers = "directions" if coding.encoding == "projected" else "features"
         for rank in self._ranks:
             wanted = sum(record_of(rank.kept(points), coding).sizes)
             if wanted > rank.page.page_bytes:
                 raise InvalidSpec(
-                    f"{asked} asks for {wanted:,} bytes per token ({len(points)} points × {coding.k} {numbers}), "
+                    f"{argument} asks for {wanted:,} bytes per token ({len(points)} points × {coding.k} {numbers}), "
                     f"and a page holds {rank.page.page_bytes:,}; use fewer {numbers} at once"
                 )
 

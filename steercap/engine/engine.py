@@ -20,7 +20,7 @@ from steercap.architectures.families.proved import verified
 from steercap.architectures.sites import SITES
 from steercap.concurrency.loops import end_within, finished, on_thread
 from steercap.config import Settings
-from steercap.core.budget import Ticket
+from steercap.core.budget import Reservation
 from steercap.core.messages import Owner, Unembedded, Wanted
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.schema import PointSchema
@@ -275,7 +275,7 @@ class Engine:
             size = max(sum(rank.file_bytes(capture, rows) for rank in ranks) for ranks in self._ranks)
         return self.pages_needed(capture, min(rows, capture.window or rows)) * plan.samples, size * plan.samples
 
-    async def admit_rows(self, plan: Plan, call: object, engine: int | None = None) -> Ticket:
+    async def admit_rows(self, plan: Plan, call: object, engine: int | None = None) -> Reservation:
         """Reserve memory, and with a window disk space, for all rows that the samples of a plan can get.
 
         Args:
@@ -289,11 +289,11 @@ class Engine:
         (pages, size), reductions = self.room_for(plan), plan.samples if plan.capture.accumulates else 0
         disk = self.spilling.reserve(size) if size and self.spilling is not None else None
         try:
-            ticket = await self.admit(pages, call, engine, reductions)
-            ticket.disk = disk
+            reservation = await self.admit(pages, call, engine, reductions)
+            reservation.disk = disk
         finally:
             del disk  # the frame of an error may live on
-        return ticket
+        return reservation
 
     def generate(
         self,
@@ -301,7 +301,7 @@ class Engine:
         params: SamplingParams | PoolingParams,
         plan: Plan | None,
         *,
-        ticket: Ticket | None = None,
+        reservation: Reservation | None = None,
         salt: str = "",
         partial: bool | None = False,
         **options: Any,
@@ -312,14 +312,14 @@ class Engine:
             prompt: the rendered prompt.
             params: sampling or pooling parameters, which this call owns.
             plan: compiled capture and steering of the request, or None.
-            ticket: ticket with the engine where its rows have room; without one, vLLM balances the load.
+            reservation: reservation with the engine where its rows have room; without one, vLLM balances the load.
             salt: hash of all that its keys and values depend on besides its tokens.
             partial: True to yield the text so far at every step; None for the choice in `params`.
             **options: further arguments of vLLM's `generate` or `encode`.
         """
         self.require_open()
-        if ticket is not None and self.engines > 1:
-            options["data_parallel_rank"] = ticket.engine
+        if reservation is not None and self.engines > 1:
+            options["data_parallel_rank"] = reservation.engine
         key = plan.key if plan else self.new_key()
         return self.vllm.generate(prompt, params, key, plan, salt=salt, partial=partial, **options)
 
@@ -328,8 +328,8 @@ class Engine:
         """Number of vLLM engines: more than one with data parallelism."""
         return len(self._ranks)
 
-    async def admit(self, pages: int, call: object, engine: int | None = None, reductions: int = 0) -> Ticket:
-        """Reserve pages of an arena, waiting for room if need be; `generate` with the ticket runs the request there.
+    async def admit(self, pages: int, call: object, engine: int | None = None, reductions: int = 0) -> Reservation:
+        """Reserve pages of an arena, waiting for room if need be; `generate` runs the request with this reservation.
 
         Args:
             pages: number of pages of the arena.
@@ -345,44 +345,44 @@ class Engine:
         with self.vllm.waiting():
             return await self.admission.claim(pages, call, engine, reductions)
 
-    def finish(self, ticket: Ticket, parts: Sequence[int]) -> list[Ticket]:
-        """Replace the claim of a request that ended by one ticket per handle, with `parts` pages each."""
-        return self.admission.finish(ticket, parts)
+    def finish(self, reservation: Reservation, parts: Sequence[int]) -> list[Reservation]:
+        """Replace the reservation of a request that ended by one for each handle, with `parts` pages each."""
+        return self.admission.finish(reservation, parts)
 
-    def abandon(self, plan: Plan, ticket: Ticket | None) -> None:
+    def abandon(self, plan: Plan, reservation: Reservation | None) -> None:
         """Free the memory of a request that was cancelled or failed, here and on the workers."""
-        handles: list[Ticket | None] = [None] * plan.samples
-        if ticket is not None:
-            handles = [*self.finish(ticket, [ticket.pages, *[0] * (plan.samples - 1)])]
+        handles: list[Reservation | None] = [None] * plan.samples
+        if reservation is not None:
+            handles = [*self.finish(reservation, [reservation.pages, *[0] * (plan.samples - 1)])]
         for sample, handle in enumerate(handles):
             self.give_back(Owner(plan.key, sample), handle)
 
-    def done_with(self, plan: Plan, ticket: Ticket) -> None:
+    def done_with(self, plan: Plan, reservation: Reservation) -> None:
         """Free the rows of a finished request that nobody will fetch.
 
-        The memory is free after the next question; until then the request counts as running.
+        The memory is free after the next RPC; until then the request counts as running.
         """
         *others, last = (Owner(plan.key, sample) for sample in range(plan.samples))
         for owner in others:
             self.give_back(owner, None)
-        self.give_back(last, ticket)
+        self.give_back(last, reservation)
 
-    def give_back(self, owner: Owner, ticket: Ticket | None) -> None:
-        """Free a request's rows and records with the next question. Idempotent."""
-        freed = None if ticket is None else partial(self.admission.release, ticket)
+    def give_back(self, owner: Owner, reservation: Reservation | None) -> None:
+        """Free a request's rows and records with the next RPC. Idempotent."""
+        freed = None if reservation is None else partial(self.admission.release, reservation)
         self.workers.give_back(owner, freed, soon=self.admission.budget.waiting > 0)
 
-    def give_back_from_any_thread(self, owner: Owner, ticket: Ticket) -> None:
+    def give_back_from_any_thread(self, owner: Owner, reservation: Reservation) -> None:
         """Call `give_back` from any thread, after the loop has ended, or from a finalizer at any moment."""
         if not self.workers.closed:
-            self.home.call(partial(self.give_back, owner, ticket))
+            self.home.call(partial(self.give_back, owner, reservation))
 
     # Rows
 
-    def offer(self, ticket: Ticket, rows: Spillable) -> None:
-        """Allow a handle's rows to be moved to disk, as long as the handle lives, if others need the room."""
+    def offer(self, reservation: Reservation, rows: Spillable) -> None:
+        """Allow a handle's rows to be moved to disk when other requests need memory, as long as the handle lives."""
         if self.spilling is not None:
-            self.spilling.offer(ticket, rows)
+            self.spilling.offer(reservation, rows)
 
     async def read_spilled(self, work: Callable[[], Value]) -> Value:
         """Read rows that were moved to disk, on a thread.
@@ -401,7 +401,7 @@ class Engine:
         )
 
     async def collect(self, wanted: Sequence[Wanted], *, growing: bool = False) -> list[Delivery]:
-        """Fetch requests' rows: one question for all, then the rows out of each arena.
+        """Fetch requests' rows: by one RPC for all, then the rows are read out of each arena.
 
         Args:
             wanted: owners and numbers of rows.

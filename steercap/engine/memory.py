@@ -105,7 +105,7 @@ def check_memory(name: str, arguments: Mapping[str, Any], environment: Mapping[s
     Raises:
         ModelTooLarge: it does not fit.
     """
-    need = _known(name, arguments, environment)
+    need = _need_or_unknown(name, arguments, environment)
     if need.needed is not None and need.available is not None and need.needed > need.available:
         raise _too_large(name, need.needed, need, arguments, environment)
     return need
@@ -122,14 +122,14 @@ def require_room(name: str, arguments: Mapping[str, Any], environment: Mapping[s
     Raises:
         ModelTooLarge: it cannot fit.
     """
-    need = _known(name, arguments, environment)
+    need = _need_or_unknown(name, arguments, environment)
     if need.weights is not None and need.needed is not None and need.available is not None:
         least = need.needed - PROCESS_BYTES - need.weights // 4
         if least > need.available:
             raise _too_large(name, least, need, arguments, environment)
 
 
-def _known(name: str, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> MemoryNeed:
+def _need_or_unknown(name: str, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> MemoryNeed:
     """Return what is known of a model's need: nothing, where weights or arguments cannot be read."""
     try:
         return _need_of(name, arguments, environment)

@@ -40,7 +40,7 @@ Found = list[list[CapturedRows | Unknown]]
 
 
 @dataclass
-class Book:
+class SketchRecord:
     """The client's record of a sketch.
 
     Args:
@@ -90,75 +90,76 @@ class Sketching:
 
     def __init__(self, workers: Workers, ranks: Ranks, most_bytes: int) -> None:
         self._workers, self._ranks, self._most_bytes = workers, ranks, most_bytes
-        self._weighing: Batcher[Joining, Found] = Batcher(self._weigh)
-        self._folding: Batcher[tuple[Joining, tuple[Book, ...]], int] = Batcher(self._fold)
+        self._weighing: Batcher[Joining, Found] = Batcher(self._prepare)
+        self._committing: Batcher[tuple[Joining, tuple[SketchRecord, ...]], int] = Batcher(self._commit)
         self._turn = asyncio.Lock()  # so that no reader sees a request half entered
-        self._books: list[Book] = []
+        self._records: list[SketchRecord] = []
 
     async def aclose(self) -> None:
         """Fail all waiting callers. Idempotent."""
         await self._weighing.aclose()
-        await self._folding.aclose()
+        await self._committing.aclose()
 
     def lose(self, why: str) -> None:
         """Mark all sketches as lost, since the workers have died."""
-        for book in self._books:
-            book.broken = book.broken or why
+        for record in self._records:
+            record.broken = record.broken or why
 
-    async def open(self, book: Book) -> None:
+    async def open(self, record: SketchRecord) -> None:
         """Allocate a sketch on every worker.
 
         Raises:
             PointSplit: its kind needs whole rows, and those of a point are split over ranks.
             SketchMemoryFull: there is no room for it.
         """
-        kind = SKETCHES[book.kind]
+        kind = SKETCHES[record.kind]
         for rank in self._all_ranks if kind.whole else ():
-            for point, index in book.points.items():
+            for point, index in record.points.items():
                 if index in rank.schemas and rank.schemas[index].shards > 1:
                     raise PointSplit(
-                        f"the rows of {point} are split over {rank.schemas[index].shards} ranks, and a {book.kind} "
+                        f"the rows of {point} are split over {rank.schemas[index].shards} ranks, and a {record.kind} "
                         "sketch needs whole ones; use the kind 'variances' there, or other sites"
                     )
-        indices = tuple(sorted(book.points.values()))
-        asked = OpenSketch(book.name, book.kind, book.size, indices, self._most_bytes)
-        self._books.append(book)
+        indices = tuple(sorted(record.points.values()))
+        asked = OpenSketch(record.name, record.kind, record.size, indices, self._most_bytes)
+        self._records.append(record)
         try:
             engines = await self._workers.ask(asked, SketchOpened)
         except BaseException:
-            await asyncio.shield(self.close(book))  # some workers may have allocated it
+            await asyncio.shield(self.close(record))  # some workers may have allocated it
             raise
         refusals = [answer.refused for answers in engines for answer in answers if answer.refused]
         if refusals:
-            await self.close(book)
+            await self.close(record)
             raise SketchMemoryFull(
-                f"there is no room for a {book.kind} sketch of {len(book.points)} points: {refusals[0]}; sketch fewer "
-                "layers, use the kind 'frequent_directions' or 'variances', or raise SteerModel(..., sketch_bytes=)"
+                f"there is no room for a {record.kind} sketch of {len(record.points)} points: {refusals[0]}; sketch "
+                "fewer layers, use the kind 'frequent_directions' or 'variances', or raise "
+                "SteerModel(..., sketch_bytes=)"
             )
 
-    async def close(self, book: Book) -> None:
+    async def close(self, record: SketchRecord) -> None:
         """Free a sketch, unless the model is closed, which frees everything. Idempotent."""
-        if not book.closed:
-            book.closed = True
-            self._books = [one for one in self._books if one is not book]
+        if not record.closed:
+            record.closed = True
+            self._records = [one for one in self._records if one is not record]
             if not self._workers.closed:
-                await self._workers.ask(CloseSketch(book.name), SketchOpened)
+                await self._workers.ask(CloseSketch(record.name), SketchOpened)
 
-    async def weigh(self, joining: Joining) -> Found:
+    async def prepare(self, joining: Joining) -> Found:
         """Prepare a finished request for its sketches: return its rows, or why it cannot enter; see `PrepareSketch`."""
         return await self._weighing.ask(joining)
 
-    async def fold(self, joining: Joining, books: Sequence[Book]) -> int:
-        """Add the rows of a request after `weigh` to its sketches; returns their number.
+    async def commit(self, joining: Joining, records: Sequence[SketchRecord]) -> int:
+        """Add the rows of a request after `prepare` to its sketches; returns their number.
 
         Once asked, they are added even if the caller stops waiting.
 
         Raises:
             SketchIncomplete: they were not added, or not everywhere.
         """
-        return await self._folding.ask((joining, tuple(books)))
+        return await self._committing.ask((joining, tuple(records)))
 
-    async def states(self, book: Book, points: Sequence[Point]) -> tuple[dict[Point, SketchState], int]:
+    async def states(self, record: SketchRecord, points: Sequence[Point]) -> tuple[dict[Point, SketchState], int]:
         """Read the statistics of points, merged over all engines, in one consistent state.
 
         Returns:
@@ -168,68 +169,68 @@ class Sketching:
             SketchClosed, SketchIncomplete: the sketch was freed, or its rows are not those that were counted.
         """
         async with self._turn:
-            return {point: await self._state(book, point) for point in points}, book.requests
+            return {point: await self._state(record, point) for point in points}, record.requests
 
-    async def _weigh(self, joining: Sequence[Joining]) -> list[Found]:
+    async def _prepare(self, joining: Sequence[Joining]) -> list[Found]:
         engines = await self._workers.ask(PrepareSketch(tuple(joining)), Collected)
         return [[[answer.shares[at] for answer in answers] for answers in engines] for at in range(len(joining))]
 
-    async def _fold(self, asked: Sequence[tuple[Joining, tuple[Book, ...]]]) -> list[int]:
-        books = {book.name: book for _, known in asked for book in known}
+    async def _commit(self, joinings: Sequence[tuple[Joining, tuple[SketchRecord, ...]]]) -> list[int]:
+        records = {record.name: record for _, known in joinings for record in known}
         async with self._turn:
             try:
-                engines = await self._workers.ask(CommitSketch(tuple(joining for joining, _ in asked)), Folded)
+                engines = await self._workers.ask(CommitSketch(tuple(joining for joining, _ in joinings)), Folded)
             except BaseException as error:
-                for book in books.values():
-                    book.broken = book.broken or f"it is unknown whether rows of a request entered it: {error!r}"
+                for record in records.values():
+                    record.broken = record.broken or f"it is unknown whether rows of a request entered it: {error!r}"
                 raise
             return [
                 self._count(known, [[answer.rows[at] for answer in answers] for answers in engines])
-                for at, (_, known) in enumerate(asked)
+                for at, (_, known) in enumerate(joinings)
             ]
 
     @staticmethod
-    def _count(books: Sequence[Book], answers: Sequence[Sequence[int]]) -> int:
-        """Add a request to the counts of its books, and return its number of rows; -1 if no engine added any.
+    def _count(records: Sequence[SketchRecord], answers: Sequence[Sequence[int]]) -> int:
+        """Add a request to the counts of its sketches, and return its number of rows; -1 if no engine added any.
 
-        All workers of one engine must have added equally many, and the others none; otherwise the books are marked as
+        All workers of one engine must have added equally many, and the others none; otherwise the records are marked as
         broken, and nothing is raised.
 
         Args:
-            books: the books of its sketches.
+            records: the records of its sketches.
             answers: rows that each worker added, by engine; -1 for none.
         """
         ran = [set(ranks) for ranks in answers if set(ranks) != {-1}]
         if not ran:
             return -1
         (rows, *others), more = ran[0], ran[1:]
-        for book in books:
+        for record in records:
             if others or more:
-                book.broken = f"the workers took in {answers} rows of a request"
-            book.requests += 1
-            book.rows += rows
+                record.broken = f"the workers took in {answers} rows of a request"
+            record.requests += 1
+            record.rows += rows
         return rows
 
-    async def _state(self, book: Book, point: Point) -> SketchState:
-        book.require()
-        kind, index = SKETCHES[book.kind], book.points[point]
+    async def _state(self, record: SketchRecord, point: Point) -> SketchState:
+        record.require()
+        kind, index = SKETCHES[record.kind], record.points[point]
         widths = [[rank.schemas[index].shard_width for rank in ranks if index in rank.schemas] for ranks in self._ranks]
-        wanted = max(kind.nbytes(width, book.size) for ranks in widths for width in ranks)
+        wanted = max(kind.nbytes(width, record.size) for ranks in widths for width in ranks)
         pieces: list[list[list[SketchPart]]] = []
         for start in range(0, wanted, PIECE_BYTES):
-            asked = ReadSketch(book.name, index, start, start + PIECE_BYTES)
+            asked = ReadSketch(record.name, index, start, start + PIECE_BYTES)
             engines = await self._workers.ask(asked, SketchPart)
             pieces.append([[answer for answer in answers if answer.kept] for answers in engines])
-        total = kind.empty(sum(widths[0]), book.size)
+        total = kind.empty(sum(widths[0]), record.size)
         for engine, ranks in enumerate(widths):
             shards = [
-                _restored(kind, width, book.size, [piece[engine][rank] for piece in pieces])
+                _restored(kind, width, record.size, [piece[engine][rank] for piece in pieces])
                 for rank, width in enumerate(ranks)
             ]
             kind.merge(total, _joined(shards))
-        if total.rows != book.rows:
-            book.broken = f"the workers hold {total.rows} rows of {point}, and {book.rows} were counted"
-        book.require()
+        if total.rows != record.rows:
+            record.broken = f"the workers hold {total.rows} rows of {point}, and {record.rows} were counted"
+        record.require()
         return total
 
     @property

@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from steercap.concurrency.loops import OwnerLoop
 from steercap.config import Settings
-from steercap.core.budget import Budget, Ticket
+from steercap.core.budget import Budget, Reservation
 from steercap.core.messages import Wanted
 from steercap.engine.fetching import Delivery
 from steercap.errors import CaptureMemoryFull, ModelClosed
@@ -92,8 +92,8 @@ class Spilling:
         self._budget, self._collect, self._flush, self._settle = budget, collect, flush, settle
         self._batch = max(1, min(BATCH_BYTES // page_bytes, budget.pages // 4))
         self._home: Final = OwnerLoop("this model")
-        self._known: weakref.WeakValueDictionary[Ticket, Spillable] = weakref.WeakValueDictionary()
-        self._too_large: weakref.WeakKeyDictionary[Ticket, int] = weakref.WeakKeyDictionary()  # and its bytes
+        self._known: weakref.WeakValueDictionary[Reservation, Spillable] = weakref.WeakValueDictionary()
+        self._too_large: weakref.WeakKeyDictionary[Reservation, int] = weakref.WeakKeyDictionary()  # and its bytes
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="steercap spiller")
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="steercap spill reader")
         self._task: asyncio.Task[None] | None = None
@@ -102,9 +102,9 @@ class Spilling:
         self._failure: str | None = None
         self._closed = False
 
-    def offer(self, ticket: Ticket, rows: Spillable) -> None:
+    def offer(self, reservation: Reservation, rows: Spillable) -> None:
         """Allow these rows to be moved, as long as somebody holds them; requests that wait may get their room."""
-        self._known[ticket] = rows
+        self._known[reservation] = rows
         self._settle()
 
     def reserve(self, size: int) -> object:
@@ -165,45 +165,47 @@ class Spilling:
             pool.shutdown(cancel_futures=True)
         self.file.close()
 
-    def _next(self) -> list[Ticket]:
-        """Return the tickets whose rows to move now."""
+    def _next(self) -> list[Reservation]:
+        """Return the reservations whose rows to move now."""
         free = self.file.free_bytes
 
-        def may(ticket: Ticket) -> bool:
-            rows = self._known.get(ticket)
-            return rows is not None and rows.movable and self._too_large.get(ticket, 0) <= free
+        def may(reservation: Reservation) -> bool:
+            rows = self._known.get(reservation)
+            return rows is not None and rows.movable and self._too_large.get(reservation, 0) <= free
 
         return self._budget.movable(may, self._batch)
 
-    def _held(self, tickets: Sequence[Ticket]) -> list[tuple[Ticket, Spillable]]:
-        """Return the rows that somebody still holds, with their tickets."""
-        found = ((ticket, self._known.get(ticket)) for ticket in tickets)
-        return [(ticket, rows) for ticket, rows in found if rows is not None]
+    def _held(self, reservations: Sequence[Reservation]) -> list[tuple[Reservation, Spillable]]:
+        """Return the rows that somebody still holds, with their reservations."""
+        found = ((reservation, self._known.get(reservation)) for reservation in reservations)
+        return [(reservation, rows) for reservation, rows in found if rows is not None]
 
     async def _run(self) -> None:
-        while tickets := self._next():
-            moved = await self._move(self._held(tickets))  # the batch has no name here, or dropped rows stay alive
-            while any(self._budget.holds(ticket) for ticket in moved):
+        while reservations := self._next():
+            moved = await self._move(self._held(reservations))  # the batch has no name here, or dropped rows stay alive
+            while any(self._budget.holds(reservation) for reservation in moved):
                 await self._flush()
 
-    async def _move(self, batch: Sequence[tuple[Ticket, Spillable]]) -> list[Ticket]:
-        """Move rows; return the tickets of those moved."""
+    async def _move(self, batch: Sequence[tuple[Reservation, Spillable]]) -> list[Reservation]:
+        """Move rows; return the reservations of those moved."""
         for _, rows in batch:
             rows.spill()
         try:
             deliveries = deque(await self._collect([rows.wanted for _, rows in batch]))
-            return [ticket for ticket, rows in batch if await self._write(ticket, rows, deliveries.popleft())]
+            return [
+                reservation for reservation, rows in batch if await self._write(reservation, rows, deliveries.popleft())
+            ]
         finally:
             for _, rows in batch:
                 rows.end_spill()
 
-    async def _write(self, ticket: Ticket, rows: Spillable, delivery: Delivery) -> bool:
-        """Write the delivered rows of one ticket; return False if the quota has no room for them."""
+    async def _write(self, reservation: Reservation, rows: Spillable, delivery: Delivery) -> bool:
+        """Write the delivered rows of one reservation; return False if the quota has no room for them."""
         try:
             work = partial(rows.write, delivery, self.file, partial(self._home.call, self._dropped))
             rows.stored(await self._on(self._writer, work))
         except CaptureMemoryFull:
-            self._too_large[ticket] = self.file.free_bytes + 1
+            self._too_large[reservation] = self.file.free_bytes + 1
             return False
         self._failure = None
         return True
@@ -215,10 +217,10 @@ class Spilling:
             return
         if (error := task.exception()) is not None:
             self._failure = str(error) or type(error).__name__
-            self._retry = self._home.loop.call_later(RETRY_SECONDS, self._again)
+            self._retry = self._home.loop.call_later(RETRY_SECONDS, self._settle_again)
         self._settle()
 
-    def _again(self) -> None:
+    def _settle_again(self) -> None:
         self._retry = None
         self._settle()
 

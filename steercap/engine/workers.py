@@ -170,7 +170,7 @@ class Workers:
 
     Attributes:
         home: the event loop.
-        closed: True once nothing may be asked any more.
+        closed: True once no RPC may be sent any more.
     """
 
     def __init__(self, vllm: VllmEngine) -> None:
@@ -213,7 +213,7 @@ class Workers:
     # Questions, each of which raises EngineFailure if the engine has died, or a worker cannot answer
 
     async def attach(self, settings: Settings) -> Ranks:
-        """Make every worker allocate its memory for rows; must be the first question."""
+        """Make every worker allocate its memory for rows; must be the first RPC."""
         spills = settings.overflow == "spill"
         folder = str(folder_of(settings).absolute()) if spills else ""
         question = Attach(settings.capture_bytes, folder, settings.spill_bytes if spills else 0)
@@ -247,7 +247,7 @@ class Workers:
         return found
 
     async def locate(self, wanted: Sequence[Wanted]) -> list[list[list[CapturedRows | Unknown]]]:
-        """Make finished requests' rows readable and locate them; one question for all.
+        """Make finished requests' rows readable and locate them, by one RPC.
 
         Returns:
             For each request, the captured rows of each capturing worker, engine by engine.
@@ -258,15 +258,15 @@ class Workers:
         return [[[answer.shares[index] for answer in answers] for answers in engines] for index in range(len(wanted))]
 
     async def locate_growing(self, wanted: Sequence[Wanted]) -> list[list[list[CapturedRows | Unknown]]]:
-        """Locate rows of requests that still run; concurrent calls share one question."""
+        """Locate rows of requests that still run; concurrent calls share one RPC."""
         return await self._growing.ask(wanted)
 
-    async def _locate(self, asked: Sequence[Sequence[Wanted]]) -> list[list[list[list[CapturedRows | Unknown]]]]:
-        found = iter(await self.locate([item for items in asked for item in items]))
-        return [[next(found) for _ in items] for items in asked]
+    async def _locate(self, wanted: Sequence[Sequence[Wanted]]) -> list[list[list[list[CapturedRows | Unknown]]]]:
+        rows = iter(await self.locate([item for items in wanted for item in items]))
+        return [[next(rows) for _ in items] for items in wanted]
 
     async def settle(self, wanted: Sequence[Wanted], *, ended: bool, biased: bool) -> list[Records]:
-        """Return the steering records of a request's samples so far; concurrent calls share one question.
+        """Return the steering records of a request's samples so far; concurrent calls share one RPC.
 
         Args:
             wanted: owner and number of inputs of each sample.
@@ -278,15 +278,15 @@ class Workers:
         """
         return await self._settling.ask(_Settling(wanted, ended, biased))
 
-    async def _settle(self, asked: Sequence[_Settling]) -> list[list[Records]]:
-        wanted = tuple(item for one in asked for item in one.wanted)
-        ended = tuple(one.ended for one in asked for _ in one.wanted)
-        by_rpc = any(one.biased for one in asked)
+    async def _settle(self, calls: Sequence[_Settling]) -> list[list[Records]]:
+        wanted = tuple(item for call in calls for item in call.wanted)
+        ended = tuple(call.ended for call in calls for _ in call.wanted)
+        by_rpc = any(call.biased for call in calls)
         engines = await self.ask(GetSteeringRecord(wanted, ended), Settled, by_rpc=by_rpc)
         records = iter(
             [[[answer.records[index] for answer in answers] for answers in engines] for index in range(len(wanted))]
         )
-        return [[next(records) for _ in one.wanted] for one in asked]
+        return [[next(records) for _ in call.wanted] for call in calls]
 
     async def engage(self, owners: Sequence[Owner]) -> list[int]:
         """Begin steering of samples that was held back; return the first steered position of each.
@@ -443,7 +443,7 @@ class Workers:
     # Releases
 
     def give_back(self, owner: Owner, freed: Callable[[], None] | None, *, soon: bool) -> None:
-        """Free a request's rows and records with the next question, or one of its own. Idempotent.
+        """Free a request's rows and records with the next RPC, or with one of its own. Idempotent.
 
         Args:
             owner: sample of the request.

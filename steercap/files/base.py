@@ -255,13 +255,13 @@ def _first_line(error: BaseException) -> str:
 
 
 def array_shape(
-    archive: zipfile.ZipFile, member: zipfile.ZipInfo, kinds: str = "f", said: str = "floating-point numbers"
+    archive: zipfile.ZipFile, member: zipfile.ZipInfo, kinds: str = "f", text: str = "floating-point numbers"
 ) -> tuple[int, ...]:
     """Return the shape of an array of an `.npz`, from its header.
 
     Args:
         archive, member: the file, and the array in it.
-        kinds, said: kinds of dtype that are accepted, by NumPy's letters and in words.
+        kinds, text: kinds of dtype that are accepted, by NumPy's letters and in words.
 
     Raises:
         ValueError: it is of another dtype, or has another size than it says.
@@ -272,7 +272,7 @@ def array_shape(
         shape, _, dtype = (lib.read_array_header_1_0 if version == (1, 0) else lib.read_array_header_2_0)(file)
         size, header = int(np.prod(shape, dtype=object)) * dtype.itemsize, file.tell()
     if dtype.kind not in kinds:
-        raise ValueError(f"{member.filename} is of {dtype}, but must be {said}")
+        raise ValueError(f"{member.filename} is of {dtype}, but must be {text}")
     if header + size != member.file_size:
         raise ValueError(f"{member.filename} declares {size:,} bytes and has {member.file_size - header:,}")
     return tuple(shape)

@@ -30,18 +30,18 @@ NAMED: Final = 5
 LOCK: Final = ".lock"
 
 
-def differences(found: Any, wanted: Any, *, but: Collection[str] = (), none_is_unset: bool = False) -> list[str]:
+def differences(stored: Any, expected: Any, *, but: Collection[str] = (), none_is_unset: bool = False) -> list[str]:
     """Return the differences of two definitions in words, such as "model.name was 'a', is 'b'".
 
     They are compared as JSON holds them, tuples as lists; where both hold a mapping, its entries one by one.
 
     Args:
-        found, wanted: Structs or mappings: the definition in a folder, and that of the run to resume.
+        stored, expected: Structs or mappings: the definition in a folder, and that of the run to resume.
         but: names of fields that may differ.
         none_is_unset: True to take a field that is None as one that is missing: a version that did not know it yet
             wrote nothing of it.
     """
-    was, now = (msgspec.json.decode(msgspec.json.encode(one), type=dict[str, Any]) for one in (found, wanted))
+    was, now = (msgspec.json.decode(msgspec.json.encode(one), type=dict[str, Any]) for one in (stored, expected))
     if none_is_unset:
         was, now = ({name: value for name, value in one.items() if value is not None} for one in (was, now))
     return [line for name in {**was, **now} if name not in but for line in _apart(name, was, now)]
@@ -106,12 +106,12 @@ class FolderKind(Generic[Definition]):
         reason = f"there is no such file{nearest_path(file)}" if isinstance(error, FileNotFoundError) else error
         return InvalidFile(f"{file} cannot be read as the definition of a {self.noun}: {reason}; choose another folder")
 
-    def check_same(self, folder: str | Path, wanted: Callable[[Definition], Definition]) -> Definition | None:
+    def check_same(self, folder: str | Path, expected: Callable[[Definition], Definition]) -> Definition | None:
         """Check that a folder holds no records of another run; nothing is written.
 
         Args:
             folder: run folder; it need not exist.
-            wanted: function that returns the definition of the run to resume, given the one in the folder. It copies
+            expected: function that returns the definition of the run to resume, given the one in the folder. It copies
                 from there what is not known yet, such as the model.
 
         Returns:
@@ -125,10 +125,10 @@ class FolderKind(Generic[Definition]):
         if not file.exists():
             return None
         found = self.read(folder)
-        self.check(found, wanted, folder)
+        self.check(found, expected, folder)
         return found
 
-    def check(self, found: Definition, wanted: Callable[[Definition], Definition], folder: str | Path) -> None:
+    def check(self, stored: Definition, expected: Callable[[Definition], Definition], folder: str | Path) -> None:
         """Check a definition that was read from a folder against the run to resume, as `check_same` does.
 
         Raises:
@@ -136,7 +136,7 @@ class FolderKind(Generic[Definition]):
         """
         file = f"{folder}/{self.file}"
         try:
-            what = self.differing(found, wanted(found))
+            what = self.differing(stored, expected(stored))
         except (LookupError, TypeError, AttributeError) as error:
             raise InvalidFile(
                 f"{file} lacks settings that this version of steercap needs to resume it ({type(error).__name__}: "
@@ -149,7 +149,7 @@ class FolderKind(Generic[Definition]):
                 f"or the {self.noun} it was begun with"
             )
 
-    def open(self, folder: str | Path, wanted: Definition) -> Definition | None:
+    def open(self, folder: str | Path, expected: Definition) -> Definition | None:
         """Prepare a folder for a run: create it if it is missing, and remove temporary files.
 
         Returns:
@@ -158,7 +158,7 @@ class FolderKind(Generic[Definition]):
         Raises:
             RunDiffers, InvalidFile: as for `check_same`; nothing has been changed.
         """
-        found = self.check_same(folder, lambda _: wanted)
+        found = self.check_same(folder, lambda _: expected)
         Path(folder).mkdir(parents=True, exist_ok=True)
         sweep(Path(folder))
         return found

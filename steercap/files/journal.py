@@ -26,7 +26,7 @@ class _Begin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     after: int
 
 
-class Said(NamedTuple, Generic[Entry]):
+class JournalContent(NamedTuple, Generic[Entry]):
     """Content of a journal.
 
     Args:
@@ -68,7 +68,7 @@ class Journal(Generic[Entry]):
         self._file: int | None = None
         self._size = 0
 
-    def read(self) -> Said[Entry]:
+    def read(self) -> JournalContent[Entry]:
         """Read the journal; an empty one if there is no file.
 
         Read it before the document, which is complete before the journal is removed.
@@ -82,7 +82,7 @@ class Journal(Generic[Entry]):
             data = b""
         lines = data.split(b"\n")[:-1]  # after the last line end comes nothing, or an incomplete line
         if not lines:
-            return Said(0, [])
+            return JournalContent(0, [])
         number = 1
         try:
             after = msgspec.json.decode(lines[0], type=_Begin).after
@@ -93,7 +93,7 @@ class Journal(Generic[Entry]):
             raise InvalidFile(
                 f"{self.path} cannot be read, in line {number}: {error}; restore it, or remove it and lose what it says"
             ) from error
-        return Said(after, entries)
+        return JournalContent(after, entries)
 
     def lock(self) -> None:
         """Lock out other writers until `close`; the kernel releases the lock when this process ends, however it does.
@@ -153,9 +153,9 @@ class Journal(Generic[Entry]):
             os.close(self._file)
             self._file = None
 
-    def _write(self, *said: msgspec.Struct) -> None:
+    def _write(self, *records: msgspec.Struct) -> None:
         assert self._file is not None, "it is locked first"
-        before, data = self._size, b"".join(msgspec.json.encode(one) + b"\n" for one in said)
+        before, data = self._size, b"".join(msgspec.json.encode(one) + b"\n" for one in records)
         left = memoryview(data)
         try:
             while left:

@@ -112,10 +112,14 @@ def save(
 
 
 def sha256_of(value: object, kind: FileKind) -> str:
-    """Return the SHA-256, in hexadecimal, of a value of one of the kind's types, with all its fields.
+    """Return the SHA-256, in hexadecimal, of an object with all its fields.
+
+    Args:
+        value: object of a type that files of this kind hold.
+        kind: kind of file.
 
     Raises:
-        InvalidSpec: a part that is none of the kind's types, or a field that cannot be written.
+        InvalidSpec: a part has another type, or a field cannot be written.
     """
     store = _Store(kind)
     content = _pack(value, "", store)

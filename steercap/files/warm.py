@@ -244,18 +244,18 @@ def outdated(engine: WarmEngine) -> str:
     return ""
 
 
-def named_in(there: Sequence[WarmEngine], model: str) -> list[WarmEngine]:
+def named_in(engines: Sequence[WarmEngine], model: str) -> list[WarmEngine]:
     """Return the engines of a model: of a path that exists by that path alone, of others by name or recorded path."""
     if os.path.exists(model):  # noqa: PTH110 -- it may be no path
-        return [one for one in there if one.path == identified(model)]
-    return [one for one in there if model == one.path or (one.named and model == one.model)]
+        return [one for one in engines if one.path == identified(model)]
+    return [one for one in engines if model == one.path or (one.named and model == one.model)]
 
 
-def unknown(there: Sequence[WarmEngine], model: str) -> InvalidRequest:
+def unknown(engines: Sequence[WarmEngine], model: str) -> InvalidRequest:
     """Return the error of a model that no engine is of."""
-    if not there:
+    if not engines:
         return InvalidRequest("no warm engine; start one with `steercap up MODEL`, or give the url of a server")
-    names = [one.model if one.named else one.path for one in there]
+    names = [one.model if one.named else one.path for one in engines]
     return InvalidRequest(f"no warm engine of {shown(model)}; {choices(str(model), names)}")
 
 

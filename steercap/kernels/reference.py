@@ -156,9 +156,9 @@ def _where(
 
 
 def _both(
-    left: Bool[torch.Tensor, " rows"] | None, right: Bool[torch.Tensor, " steered"]
+    first: Bool[torch.Tensor, " rows"] | None, second: Bool[torch.Tensor, " steered"]
 ) -> Bool[torch.Tensor, " steered"]:
-    return right if left is None else left & right
+    return second if first is None else first & second
 
 
 def _norm(rows: Float[torch.Tensor, "steered width"]) -> Float[torch.Tensor, " steered"]:

@@ -32,7 +32,7 @@ from steercap.requests.call_types import Generation
 from steercap.requests.job import Job, run_all, run_job
 from steercap.requests.recompute import Recipe
 from steercap.requests.serving import Serving
-from steercap.requests.sketching import RunningSketch, begun
+from steercap.requests.sketching import RunningSketch, open_sketch
 from steercap.requests.stream import Chunk, stream
 
 
@@ -57,7 +57,7 @@ class LocalBackend:
         params = each(call.sampling_params, len(prompts), "pooling" if call.encoding else "sampling_params")
         specs = each(call.spec, len(prompts), "capture")
         edits = each(call.steering, len(prompts), "steering")
-        asked: list[_AskedPrompt] = []
+        asked: list[_ReadPrompt] = []
 
         whole = object()
 
@@ -65,7 +65,7 @@ class LocalBackend:
             for (prompt, spans), param, spec, steering in zip(rendered, params, specs, edits, strict=True):
                 recipe = Recipe(
                     serving=self.serving,
-                    prompt=_as_asked(engine, prompt, call),
+                    prompt=_tokenized(engine, prompt, call),
                     params=param,
                     spec=spec,
                     steering=steering,
@@ -77,28 +77,28 @@ class LocalBackend:
                     monitors=call.monitors,
                 )
                 job = await recipe.job()
-                asked.append(_AskedPrompt(prompt, param, getattr(job.params, "max_tokens", None), job.prompt.token_ids))
+                asked.append(_ReadPrompt(prompt, param, getattr(job.params, "max_tokens", None), job.prompt.token_ids))
                 yield recipe.with_restart(partial(run_job, call=whole), job)
-            _look_at(engine, asked, call)
+            _warn(engine, asked, call)
 
         return await run_all(jobs(), self.serving.running)
 
-    async def begun(self, kind: str, size: Any, spec: CaptureSpec) -> RunningSketch:
+    async def open_sketch(self, kind: str, size: Any, spec: CaptureSpec) -> RunningSketch:
         """Open a sketch on the workers."""
-        return await self.serving.with_restart(lambda engine: begun(engine, kind, size, spec))
+        return await self.serving.with_restart(lambda engine: open_sketch(engine, kind, size, spec))
 
     async def streamed(self, prompt: Any, call: CallArguments) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks of `SteerModel.stream`."""
         serving = self.serving
         engine = serving.here()
         require_kind(engine, call.name, pools=False)
-        given = _as_asked(engine, one_to_stream(prompt, call), call)
+        given = _tokenized(engine, one_to_stream(prompt, call), call)
         asked = {"params": call.sampling_params, "spec": call.spec, "steering": call.steering}
         own = {"options": call.options, "sketches": call.sketches, "monitors": call.monitors}
         recipe = Recipe(serving=serving, prompt=given, **asked, **own)
         job = await recipe.job()
         params: Any = job.params
-        _look_at(engine, [_AskedPrompt(given, call.sampling_params, params.max_tokens, job.prompt.token_ids)], call)
+        _warn(engine, [_ReadPrompt(given, call.sampling_params, params.max_tokens, job.prompt.token_ids)], call)
         require_one_sample(params.n)
         chunks = stream(job)
 
@@ -161,7 +161,7 @@ def _rendered(engine: Engine, prompts: Sequence[Any], call: CallArguments) -> li
     return [rendered(prompt) for prompt in prompts]
 
 
-def _as_asked(engine: Engine, prompt: Any, call: CallArguments) -> Any:
+def _tokenized(engine: Engine, prompt: Any, call: CallArguments) -> Any:
     """Return the prompt, tokenized here without special tokens if it is a text and `add_special_tokens=False`."""
     text = text_of(prompt)
     if text is None or call.add_special_tokens is not False:
@@ -170,7 +170,7 @@ def _as_asked(engine: Engine, prompt: Any, call: CallArguments) -> Any:
     return {**(prompt if isinstance(prompt, Mapping) else {"prompt": text}), "prompt_token_ids": ids}
 
 
-class _AskedPrompt(NamedTuple):
+class _ReadPrompt(NamedTuple):
     """Prompt and parameters of a call as the user gave them, with the `max_tokens` and token ids read from them."""
 
     prompt: Any
@@ -179,9 +179,9 @@ class _AskedPrompt(NamedTuple):
     ids: tuple[int, ...]
 
 
-def _look_at(engine: Engine, asked: Sequence[_AskedPrompt], call: CallArguments) -> None:
+def _warn(engine: Engine, prompts: Sequence[_ReadPrompt], call: CallArguments) -> None:
     """Warn about doubled special tokens, and about a `max_tokens` beyond the model's context length."""
-    texts = repeating((one.prompt, one.ids) for one in asked)
+    texts = repeating((one.prompt, one.ids) for one in prompts)
     if texts and call.add_special_tokens is None:
         warn_of_doubled(texts, tokens_of(engine.vllm.tokenizer, "", special=True))
-    warn_of_room(((one.params, one.max_tokens, len(one.ids)) for one in asked), engine.vllm.max_model_len)
+    warn_of_room(((one.params, one.max_tokens, len(one.ids)) for one in prompts), engine.vllm.max_model_len)

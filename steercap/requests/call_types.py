@@ -30,7 +30,7 @@ else:
 Value = TypeVar("Value")
 One_co = TypeVar("One_co", covariant=True)
 #: Coroutine that returns a value.
-Coming: TypeAlias = Coroutine[Any, Any, Value]
+CoroutineOf: TypeAlias = Coroutine[Any, Any, Value]
 #: Sampling parameters of a prompt that is only read: vLLM runs none without sampling one token, which has no row.
 READ: Final[Mapping[str, Any]] = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
 #: A text, token ids, or one of vLLM's prompt dicts.

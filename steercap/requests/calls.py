@@ -7,13 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, Unpack, overload
 
 from steercap.captures.pooled import Encoded
-from steercap.core.prompts import CallArguments, conversations_in, listed, prompts_or_conversations, special_asked
+from steercap.core.prompts import CallArguments, checked_special, conversations_in, listed, prompts_or_conversations
 from steercap.core.spec import CaptureSpec, Layers
 from steercap.requests.call_types import (
     READ,
     ChatOptions,
-    Coming,
     Conversation,
+    CoroutineOf,
     Generation,
     Handle,
     Options,
@@ -55,7 +55,7 @@ class Calls(Sketched, Generic[Handle]):
 
     _backend: Backend
 
-    def _begun(
+    def _named_coroutine(
         self,
         call: CallArguments,
         prompts: Any,
@@ -98,7 +98,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: None = None,
         capture: None = None,
         **asked: Unpack[Options],
-    ) -> Coming[Text]: ...
+    ) -> CoroutineOf[Text]: ...
     @overload
     def generate(
         self,
@@ -108,7 +108,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: Layers = ...,
         capture: CaptureSpec = ...,
         **asked: Unpack[Options],
-    ) -> Coming[tuple[Text, Handle | list[Handle]]]: ...
+    ) -> CoroutineOf[tuple[Text, Handle | list[Handle]]]: ...
     @overload
     def generate(
         self,
@@ -118,7 +118,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: None = None,
         capture: None = None,
         **asked: Unpack[Options],
-    ) -> Coming[list[Text]]: ...
+    ) -> CoroutineOf[list[Text]]: ...
     @overload
     def generate(
         self,
@@ -128,7 +128,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: Layers = ...,
         capture: CaptureSpec = ...,
         **asked: Unpack[Options],
-    ) -> Coming[tuple[list[Text], list[Handle | list[Handle]]]]: ...
+    ) -> CoroutineOf[tuple[list[Text], list[Handle | list[Handle]]]]: ...
     @overload
     def generate(
         self,
@@ -138,7 +138,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: None = None,
         capture: Sequence[CaptureSpec | None],
         **asked: Unpack[Options],
-    ) -> Coming[tuple[list[Text], list[Handle | list[Handle] | None]]]: ...
+    ) -> CoroutineOf[tuple[list[Text], list[Handle | list[Handle] | None]]]: ...
     def generate(
         self,
         prompts: Any,
@@ -183,7 +183,7 @@ class Calls(Sketched, Generic[Handle]):
             ModelClosed: the model is not open.
         """
         asked = _SharedArguments(capture_layers, capture, steering, add_special_tokens, lora_request, priority)
-        return self._begun(
+        return self._named_coroutine(
             asked.call(self, "generate", sampling_params), prompts, listed, lambda one: _unnested(one.texts)
         )
 
@@ -196,7 +196,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: None = None,
         capture: None = None,
         **asked: Unpack[ChatOptions],
-    ) -> Coming[Text]: ...
+    ) -> CoroutineOf[Text]: ...
     @overload
     def chat(
         self,
@@ -206,7 +206,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: Layers = ...,
         capture: CaptureSpec = ...,
         **asked: Unpack[ChatOptions],
-    ) -> Coming[tuple[Text, Handle | list[Handle]]]: ...
+    ) -> CoroutineOf[tuple[Text, Handle | list[Handle]]]: ...
     @overload
     def chat(
         self,
@@ -216,7 +216,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: None = None,
         capture: None = None,
         **asked: Unpack[ChatOptions],
-    ) -> Coming[list[Text]]: ...
+    ) -> CoroutineOf[list[Text]]: ...
     @overload
     def chat(
         self,
@@ -226,7 +226,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: Layers = ...,
         capture: CaptureSpec = ...,
         **asked: Unpack[ChatOptions],
-    ) -> Coming[tuple[list[Text], list[Handle | list[Handle]]]]: ...
+    ) -> CoroutineOf[tuple[list[Text], list[Handle | list[Handle]]]]: ...
     @overload
     def chat(
         self,
@@ -236,7 +236,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: None = None,
         capture: Sequence[CaptureSpec | None],
         **asked: Unpack[ChatOptions],
-    ) -> Coming[tuple[list[Text], list[Handle | list[Handle] | None]]]: ...
+    ) -> CoroutineOf[tuple[list[Text], list[Handle | list[Handle] | None]]]: ...
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
@@ -269,7 +269,7 @@ class Calls(Sketched, Generic[Handle]):
             The errors of `generate`.
         """
         asked = _SharedArguments(capture_layers, capture, steering, add_special_tokens, lora_request, priority)
-        return self._begun(
+        return self._named_coroutine(
             asked.call(self, "chat", sampling_params, template_kwargs=chat_template_kwargs),
             messages,
             conversations_in,
@@ -285,7 +285,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: Layers | None = None,
         capture: CaptureSpec | None = None,
         **asked: Unpack[RunOptions],
-    ) -> Coming[Generation[Handle]]: ...
+    ) -> CoroutineOf[Generation[Handle]]: ...
     @overload
     def run(
         self,
@@ -295,7 +295,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: Layers | None = None,
         capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
         **asked: Unpack[RunOptions],
-    ) -> Coming[Any]: ...  # one conversation, or several prompt dicts: no type tells
+    ) -> CoroutineOf[Any]: ...  # one conversation, or several prompt dicts: no type tells
     @overload
     def run(
         self,
@@ -305,7 +305,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: Layers | None = None,
         capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
         **asked: Unpack[RunOptions],
-    ) -> Coming[list[Generation[Handle]]]: ...
+    ) -> CoroutineOf[list[Generation[Handle]]]: ...
     def run(
         self,
         prompts: Any,
@@ -339,7 +339,7 @@ class Calls(Sketched, Generic[Handle]):
             The errors of `generate` and `chat`.
         """
         asked = _SharedArguments(capture_layers, capture, steering, add_special_tokens, lora_request, priority)
-        return self._begun(
+        return self._named_coroutine(
             asked.call(self, "run", sampling_params, monitors=monitors, template_kwargs=chat_template_kwargs),
             prompts,
             partial(prompts_or_conversations, template_kwargs=chat_template_kwargs),
@@ -354,7 +354,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: Layers | None = None,
         capture: CaptureSpec | None = None,
         **asked: Unpack[Options],
-    ) -> Coming[Handle]: ...
+    ) -> CoroutineOf[Handle]: ...
     @overload
     def read(
         self,
@@ -363,7 +363,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: Layers | None = None,
         capture: CaptureSpec | None = None,
         **asked: Unpack[Options],
-    ) -> Coming[list[Handle]]: ...
+    ) -> CoroutineOf[list[Handle]]: ...
     @overload
     def read(
         self,
@@ -372,7 +372,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: None = None,
         capture: Sequence[CaptureSpec | None],
         **asked: Unpack[Options],
-    ) -> Coming[list[Handle | None]]: ...
+    ) -> CoroutineOf[list[Handle | None]]: ...
     def read(
         self,
         prompts: Any,
@@ -404,7 +404,7 @@ class Calls(Sketched, Generic[Handle]):
         if capture_layers is None and capture is None and not sketches_in_force(self):
             capture = CaptureSpec()
         asked = _SharedArguments(capture_layers, capture, steering, add_special_tokens, lora_request, priority)
-        return self._begun(
+        return self._named_coroutine(
             asked.call(self, "read", READ, reading=True),
             prompts,
             listed,
@@ -420,7 +420,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: None = None,
         capture: None = None,
         **asked: Unpack[Options],
-    ) -> Coming[Encoded]: ...
+    ) -> CoroutineOf[Encoded]: ...
     @overload
     def encode(
         self,
@@ -430,7 +430,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: Layers = ...,
         capture: CaptureSpec = ...,
         **asked: Unpack[Options],
-    ) -> Coming[tuple[Encoded, Handle]]: ...
+    ) -> CoroutineOf[tuple[Encoded, Handle]]: ...
     @overload
     def encode(
         self,
@@ -440,7 +440,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: None = None,
         capture: None = None,
         **asked: Unpack[Options],
-    ) -> Coming[list[Encoded]]: ...
+    ) -> CoroutineOf[list[Encoded]]: ...
     @overload
     def encode(
         self,
@@ -450,7 +450,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: Layers = ...,
         capture: CaptureSpec = ...,
         **asked: Unpack[Options],
-    ) -> Coming[tuple[list[Encoded], list[Handle]]]: ...
+    ) -> CoroutineOf[tuple[list[Encoded], list[Handle]]]: ...
     @overload
     def encode(
         self,
@@ -460,7 +460,7 @@ class Calls(Sketched, Generic[Handle]):
         capture_layers: None = None,
         capture: Sequence[CaptureSpec | None],
         **asked: Unpack[Options],
-    ) -> Coming[tuple[list[Encoded], list[Handle | None]]]: ...
+    ) -> CoroutineOf[tuple[list[Encoded], list[Handle | None]]]: ...
     def encode(
         self,
         prompts: Any,
@@ -494,7 +494,7 @@ class Calls(Sketched, Generic[Handle]):
             The errors of `generate`.
         """
         asked = _SharedArguments(capture_layers, capture, steering, add_special_tokens, lora_request, priority)
-        return self._begun(
+        return self._named_coroutine(
             asked.call(self, "encode", pooling, reading=True, encoding=True), prompts, listed, lambda one: one.output
         )
 
@@ -545,7 +545,7 @@ class _SharedArguments(NamedTuple):
     def call(self, model: object, name: str, params: Any, **own: Any) -> CallArguments:
         """Return all arguments of a call, with the steering and sketches in force where it is made."""
         options = {"lora_request": self.lora_request, "priority": self.priority}
-        special = special_asked(self.add_special_tokens)
+        special = checked_special(self.add_special_tokens)
         given = self.capture_layers, self.capture, self.steering, options
         return in_context(model, CallArguments(name, params, *given, add_special_tokens=special, **own))
 

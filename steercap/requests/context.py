@@ -66,7 +66,7 @@ def in_force(model: object) -> SteeringSpec | None:
     return own[-1] if own else None
 
 
-def by_word_or_context(model: object, steering: Any) -> Any:
+def effective_steering(model: object, steering: Any) -> Any:
     """Return the steering of a call: `steering` if it was passed, else the spec in force where the call is made."""
     return in_force(model) if steering is FROM_CONTEXT else steering
 
@@ -94,7 +94,7 @@ def joining(model: object, sketch: RunningSketch) -> Iterator[None]:
 class SketchBackend(Protocol):
     """Backend of `Sketched`: a local engine or a server."""
 
-    async def begun(self, kind: str, size: Any, spec: CaptureSpec) -> RunningSketch:
+    async def open_sketch(self, kind: str, size: Any, spec: CaptureSpec) -> RunningSketch:
         """Open a sketch; errors as of `Sketched.sketch`."""
 
 
@@ -135,7 +135,7 @@ class Sketched(Hinting):
             SketchMemoryFull: there is no room for it.
         """
         spec = CaptureSpec(layers=layers, sites=sites, tokens=tokens, codec="raw", before_edits=before_edits)
-        running = await self._backend.begun(kind, size, spec)
+        running = await self._backend.open_sketch(kind, size, spec)
         try:
             with joining(self, running):
                 yield running
@@ -165,5 +165,5 @@ def sketches_in_force(model: object) -> tuple[RunningSketch, ...]:
 
 def in_context(model: object, call: CallArguments) -> CallArguments:
     """Return the call with the steering and sketches in force where it is made, wherever it is awaited."""
-    steering = by_word_or_context(model, call.steering)
+    steering = effective_steering(model, call.steering)
     return replace(call, steering=steering, sketches=sketches_in_force(model))

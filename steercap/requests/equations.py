@@ -69,7 +69,9 @@ def mixes(
     named = f", with an edit at {edit[0]}" if edit else ""
     layers = sorted({point.layer for point in rows})
     for layer in layers:
-        for (before, *terms), following in zip(BLOCKS, (Point(layer, BLOCKS[1][0]), _behind(layer, end)), strict=True):
+        for (before, *terms), following in zip(
+            BLOCKS, (Point(layer, BLOCKS[1][0]), _after_layer(layer, end)), strict=True
+        ):
             found = [rows.get(Point(layer, site)) for site in (before, *terms)]
             streams, post, res, added = found
             if res is not None:
@@ -85,7 +87,7 @@ def mixes(
             yield Claim(name, error, _MIXED * torch.finfo(rows[following].dtype).eps)
 
 
-def _behind(layer: int, end: Point) -> Point:
+def _after_layer(layer: int, end: Point) -> Point:
     return end if layer == end.layer else Point(layer + 1, BLOCKS[0][0])
 
 
@@ -117,9 +119,10 @@ async def of_projections(engine: Engine, number: int, rows: Mapping[Point, torch
 
 
 async def of_norms(engine: Engine, number: int, rows: Mapping[Point, torch.Tensor]) -> AsyncIterator[Claim]:
-    """Yield claims that rows behind a norm of a sum equal the model's own norm of that sum.
+    """Check rows behind a norm of a sum against the model's own norm of that sum.
 
-    Families without such norms yield none.
+    Yields:
+        An equation for each norm of each layer whose points are in `rows`; none for families without such norms.
     """
     family = engine.family
     if not family.norms:
@@ -166,7 +169,7 @@ _EDITED_16: Final = 0.5
 
 @dataclass(frozen=True)
 class Claim:
-    """One checked equation of the proof at start.
+    """Equation checked by the proof at start.
 
     Args:
         name: the equation in words.
@@ -278,53 +281,53 @@ def attends(
     yield Claim(name, relative([z], [weighed, *added]), computed(z.dtype) + _PRODUCT * sharp, ("q", "k", "v"))
 
 
-def projected(point: Point, block: Point, found: torch.Tensor, made: torch.Tensor) -> Claim:
+def projected(point: Point, block: Point, rows: torch.Tensor, made: torch.Tensor) -> Claim:
     """Return the claim that a block's output is its last projection of the rows that the projection reads.
 
     Args:
         point: point of the projection's input.
         block: point of the block's output.
-        found: captured rows of the block's output, [n, hidden].
+        rows: captured rows of the block's output, [n, hidden].
         made: the model's projection of the rows at `point`, [n, hidden].
     """
     named = f"{block} is what is projected of {point}"
-    return Claim(named, relative([found], [made]), computed(found.dtype), (point.site,))
+    return Claim(named, relative([rows], [made]), computed(rows.dtype), (point.site,))
 
 
-def norm_of(point: Point, named: str, found: torch.Tensor, made: torch.Tensor) -> Claim:
+def norm_of(point: Point, named: str, rows: torch.Tensor, made: torch.Tensor) -> Claim:
     """Return the claim that the rows behind a norm are that norm of a sum.
 
     Args:
         point: point behind the norm.
         named: name of the sum.
-        found: captured rows at the point, [n, hidden].
+        rows: captured rows at the point, [n, hidden].
         made: the model's own norm of the sum, [n, hidden].
     """
-    return Claim(f"{point} is the norm of {named}", relative([found], [made]), computed(found.dtype))
+    return Claim(f"{point} is the norm of {named}", relative([rows], [made]), computed(rows.dtype))
 
 
 def edited(
-    point: Point, clean: torch.Tensor, found: torch.Tensor, added: torch.Tensor, dtype: torch.dtype, *, alone: bool
+    point: Point, clean: torch.Tensor, rows: torch.Tensor, added: torch.Tensor, dtype: torch.dtype, *, alone: bool
 ) -> Claim:
     """Return the claim that an edit changes the rows of its point by exactly the added vectors, [n, width] each.
 
     Args:
         point: the edited point.
         clean: its rows without the edit.
-        found: its rows with the edit.
+        rows: its rows with the edit.
         added: vector added to each row.
         dtype: the model's dtype; rows of a router are computed in it too, though they are float32.
         alone: whether the edited request ran by itself, as the clean one did, so that both were computed alike.
     """
     named = f"{point} grows by what is added there"
     allowed = computed(dtype) if alone or dtype.itemsize > 2 else _EDITED_16
-    return Claim(named, relative([found], [clean, added]), allowed, (point.site,))
+    return Claim(named, relative([rows], [clean, added]), allowed, (point.site,))
 
 
 def closes(
     named: str,
     reported: Sequence[float],
-    found: Sequence[float],
+    logits: Sequence[float],
     *,
     most: float,
     spread: float,
@@ -337,14 +340,14 @@ def closes(
     Args:
         named: the place of the row, for the claim's name.
         reported: the engine's values for the most probable tokens: logits, or log probabilities.
-        found: the lens's logits for the same tokens.
+        logits: the lens's logits for the same tokens.
         most: greatest of the lens's logits of all tokens.
         spread: standard deviation of the lens's logits of all tokens.
         total: logarithm of the sum of their exponentials.
         size: greatest magnitude of the lens's logits of all tokens.
         dtype: dtype of the rows.
     """
-    ours, theirs = torch.tensor(found).double(), torch.tensor(reported).double()
+    ours, theirs = torch.tensor(logits).double(), torch.tensor(reported).double()
     # Log probabilities are logits less their total; the row's greatest logit must belong to one of the reported tokens.
     error = min(float((ours - less - theirs).abs().max()) for less in (0.0, total))
     error = max(error, most - float(ours.max()))
@@ -353,16 +356,16 @@ def closes(
     return Claim(f"the lens closes {named}", error / unit, computed(dtype) + resolved)
 
 
-def pools(named: str, reported: torch.Tensor, found: torch.Tensor, dtype: torch.dtype) -> Claim:
+def pools(named: str, reported: torch.Tensor, pooled: torch.Tensor, dtype: torch.dtype) -> Claim:
     """Return the claim that a pooling model's output for each token is its norm and pooler applied to the token's row.
 
     Args:
         named: the place of the rows, for the claim's name.
         reported: the engine's pooled output, [n, width].
-        found: pooled output computed from the rows through the model's own norm and pooler, [n, width].
+        pooled: pooled output computed from the rows through the model's own norm and pooler, [n, width].
         dtype: dtype of the rows.
     """
-    return Claim(f"the pooler closes {named}", relative([reported], [found]), computed(dtype))
+    return Claim(f"the pooler closes {named}", relative([reported], [pooled]), computed(dtype))
 
 
 def computed(dtype: torch.dtype) -> float:

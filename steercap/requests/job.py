@@ -35,7 +35,7 @@ from steercap.steering.lowering import Lowered, Projected
 if TYPE_CHECKING:
     from steercap.adapters import PoolingParams, PoolingRequestOutput, RequestOutput, SamplingParams
     from steercap.adapters.prompts import Rendered
-    from steercap.core.budget import Ticket
+    from steercap.core.budget import Reservation
     from steercap.engine.engine import Engine
 
 
@@ -197,7 +197,7 @@ def expected_of(
     )
 
 
-async def memory_for(job: Job, call: object) -> Ticket | None:
+async def memory_for(job: Job, call: object) -> Reservation | None:
     """Reserve memory for the longest sequence that the request can reach.
 
     This comes before the slot: a request that waits for a slot then waits only for running requests, and these wait for
@@ -243,7 +243,7 @@ async def _placed(job: Job, plan: Plan, wanted: Sequence[Lowered]) -> AsyncItera
 
 
 def outputs_of(
-    job: Job, planned: Planned, ticket: Ticket | None, *, partial: bool | None
+    job: Job, planned: Planned, reservation: Reservation | None, *, partial: bool | None
 ) -> AsyncGenerator[RequestOutput | PoolingRequestOutput, None]:
     """Run a job as planned with its reserved memory; yield vLLM's outputs, the finished one last.
 
@@ -256,7 +256,7 @@ def outputs_of(
         job.prompt,
         job.params,
         planned.plan,
-        ticket=ticket,
+        reservation=reservation,
         salt=planned.salt,
         partial=partial if job.watch is None else True if final else partial,
         **job.options,
@@ -337,14 +337,14 @@ def _since(job: Job, plan: Plan, index: int) -> Plan:
 
 
 def handles_of(
-    job: Job, samples: Sequence[Sample], ticket: Ticket, receipts: Sequence[SteeringReceipt] | None
+    job: Job, samples: Sequence[Sample], reservation: Reservation, receipts: Sequence[SteeringReceipt] | None
 ) -> list[CaptureHandle]:
     """Return a handle for each sample, and reduce its memory claim to the pages that it really holds."""
     assert job.plan is not None
     engine, plan = job.engine, job.plan
-    tickets = engine.finish(ticket, [_pages_kept(job, plan, len(sample.token_ids)) for sample in samples])
+    reservations = engine.finish(reservation, [_pages_kept(job, plan, len(sample.token_ids)) for sample in samples])
     handles = []
-    for index, (sample, own) in enumerate(zip(samples, tickets, strict=True)):
+    for index, (sample, own) in enumerate(zip(samples, reservations, strict=True)):
         stop = plan.prompt_len + len(sample.token_ids)
         reply = (MessageSpan("assistant", None, plan.prompt_len, stop),) if job.spans else ()
         receipt = receipts[index] if receipts else None
@@ -369,9 +369,9 @@ def handles_of(
     return handles
 
 
-def _source(job: Job, plan: Plan, sample: Sample, ticket: Ticket, expected: Expected) -> Source:
+def _source(job: Job, plan: Plan, sample: Sample, reservation: Reservation, expected: Expected) -> Source:
     """Return the source that the rows of a sample are fetched from."""
-    return Source(job.engine, Owner(plan.key, sample.index), ticket, expected, job.recompute(job, sample))
+    return Source(job.engine, Owner(plan.key, sample.index), reservation, expected, job.recompute(job, sample))
 
 
 def _rules_of(job: Job) -> Mapping[int, AttentionRule]:
@@ -451,11 +451,11 @@ async def run_job(job: Job, call: object) -> Generation:
         job: the job.
         call: identity of the call that it is part of.
     """
-    ticket = await memory_for(job, call)
+    reservation = await memory_for(job, call)
     try:
         async with planned(job) as complete:
             output: Any = None
-            async for output in outputs_of(job, complete, ticket, partial=False):  # noqa: B007 -- the last is wanted
+            async for output in outputs_of(job, complete, reservation, partial=False):  # noqa: B007 -- the last is wanted
                 pass
             assert output is not None, "the engine ended a request without an output"
             found = job.samples_of(output)
@@ -464,7 +464,7 @@ async def run_job(job: Job, call: object) -> Generation:
         await enter_sketches(job, [(sample.index, sample.token_ids) for sample in found])
     except BaseException:
         if job.plan is not None:
-            job.engine.abandon(job.plan, ticket)
+            job.engine.abandon(job.plan, reservation)
         raise
     texts = tuple(sample.text for sample in found)
     reports = None if job.watch is None else tuple(job.watch.reports(sample.index) for sample in found)
@@ -473,11 +473,11 @@ async def run_job(job: Job, call: object) -> Generation:
         receipt = steering[0] if steering else None
         output = Encoded(output.outputs.data, job.task, tuple(output.prompt_token_ids), receipt)
     handles = None
-    if ticket is not None and job.plan is not None:
+    if reservation is not None and job.plan is not None:
         if job.hands_over:
-            handles = tuple(handles_of(job, found, ticket, receipts))
+            handles = tuple(handles_of(job, found, reservation, receipts))
         else:
-            job.engine.done_with(job.plan, ticket)
+            job.engine.done_with(job.plan, reservation)
     return Generation(output, texts, handles, steering, reports)
 
 

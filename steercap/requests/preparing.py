@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from steercap.engine.engine import Engine
 
 
-class _Asked(NamedTuple):
+class _CheckedParams(NamedTuple):
     """Checked vLLM parameters of a request; fields as in `Job`."""
 
     params: SamplingParams | PoolingParams
@@ -49,7 +49,7 @@ class OriginalLengths(NamedTuple):
     limit: int
 
 
-async def _asked(engine: Engine, params: Any, *, encoding: bool) -> _Asked:
+async def _vllm_params(engine: Engine, params: Any, *, encoding: bool) -> _CheckedParams:
     """Return the user's parameters as vLLM's own.
 
     Raises:
@@ -57,9 +57,9 @@ async def _asked(engine: Engine, params: Any, *, encoding: bool) -> _Asked:
     """
     if encoding:
         pooling = await engine.vllm.pooling(params)
-        return _Asked(pooling, 1, stops=False, task=pooling.task)
+        return _CheckedParams(pooling, 1, stops=False, task=pooling.task)
     sampling = engine.vllm.sampling(params)
-    return _Asked(sampling, sampling.n, stops=bool(sampling.stop), task=None)
+    return _CheckedParams(sampling, sampling.n, stops=bool(sampling.stop), task=None)
 
 
 async def prepare(
@@ -75,7 +75,7 @@ async def prepare(
     sketches: Sequence[RunningSketch] = (),
     encoding: bool = False,
     monitors: Any = None,
-    known: OriginalLengths | None = None,
+    original_lengths: OriginalLengths | None = None,
 ) -> Job:
     """Check one request and compile its plan, before the engine gets it.
 
@@ -86,7 +86,8 @@ async def prepare(
         spans, reading, sketches: see `Job`.
         encoding: True if the model pools.
         monitors: the monitors that watch it.
-        known: original lengths that token selections refer to, if the prompt holds generated tokens; else the prompt's.
+        original_lengths: lengths that token selections refer to, if the prompt holds generated tokens; None for the
+            prompt's own.
 
     Raises:
         InvalidRequest: an argument is invalid; a subclass names the kind.
@@ -99,20 +100,20 @@ async def prepare(
         raise InvalidSpec("give a monitor with do='steer' or steering=, not both")
     steering = held or steering
     lowered = None if steering is None else engine.compiler.lowered(steering)
-    asked = await _asked(engine, params, encoding=encoding)
+    asked = await _vllm_params(engine, params, encoding=encoding)
     stops = asked.stops or any(monitor.do == "stop" for monitor in watching)
     rendered = await vllm.render(prompt)
     options = await vllm.checked(rendered, asked.params, options)
     prompt_len = len(rendered.token_ids)
-    known = known or OriginalLengths(prompt_len, vllm.limit(prompt_len, asked.params))
-    limit = known.limit
+    original_lengths = original_lengths or OriginalLengths(prompt_len, vllm.limit(prompt_len, asked.params))
+    limit = original_lengths.limit
     capture, needed = None, kept.projected or kept.calibrated
     if kept.spec is not None:
         capture = compile_capture(
             kept.spec,
             kept.indices,
             kept.coding,
-            prompt_len=known.prompt_len,
+            prompt_len=original_lengths.prompt_len,
             limit=limit,
             # Workers may run far past a stop string; else only as far as vLLM runs ahead, which they leave out.
             accumulates=not stops and asked.samples <= engine.reductions,
@@ -127,7 +128,9 @@ async def prepare(
         capture = engine.windowed(capture, limit, asked.samples)
     change = None
     if lowered is not None:
-        change = CompiledSteering(lowered, *scopes_of(lowered, *known), biased_by(lowered, *known))
+        change = CompiledSteering(
+            lowered, *scopes_of(lowered, *original_lengths), biased_by(lowered, *original_lengths)
+        )
         _check_biases(asked, change, prompt_len)
     plan = None
     if capture is not None or change is not None:
@@ -243,7 +246,7 @@ def _attention(engine: Engine, top: int, queries: Sequence[Point]) -> AttentionP
     )
 
 
-def _check_biases(asked: _Asked, change: CompiledSteering, prompt_len: int) -> None:
+def _check_biases(request: _CheckedParams, change: CompiledSteering, prompt_len: int) -> None:
     """Check that logit biases can be applied: the model makes logits, and returns no unbiased ones at biased positions.
 
     Raises:
@@ -253,9 +256,9 @@ def _check_biases(asked: _Asked, change: CompiledSteering, prompt_len: int) -> N
 
     if not change.biased:
         return
-    if asked.task is not None:
+    if request.task is not None:
         raise InvalidSpec("LogitBias: a pooling model computes no logits; edit rows instead")
-    params = cast("SamplingParams", asked.params)
+    params = cast("SamplingParams", request.params)
     if wants_prompt_logprobs(params) and any(selected(ranges, prompt_len - 1).any() for ranges in change.biased):
         raise InvalidSpec(
             "LogitBias with prompt_logprobs: the logits for prompt_logprobs are computed separately and cannot be "

@@ -166,7 +166,7 @@ async def _probe_reading(engine: Engine, number: int) -> tuple[_Probed, tuple[in
     rows = _PROMPT if engine.vllm.pools else _PROMPT + _GENERATED - 1
     capture = _all_rows(tuple(engine.armed.values()))
     plan = Plan(engine.new_key(), _PROMPT, limit=rows, capture=capture)
-    ticket = await engine.admit(engine.pages_needed(capture, rows), call=probe, engine=number)
+    reservation = await engine.admit(engine.pages_needed(capture, rows), call=probe, engine=number)
     params: Any
     if engine.vllm.pools:
         params = await engine.vllm.pooling(await probing(engine))
@@ -174,10 +174,10 @@ async def _probe_reading(engine: Engine, number: int) -> tuple[_Probed, tuple[in
     else:
         params = engine.vllm.sampling({**_greedy(engine, _GENERATED), "ignore_eos": True})
     try:
-        outputs = [output async for output in engine.generate(prompt, params, plan, ticket=ticket)]
+        outputs = [output async for output in engine.generate(prompt, params, plan, reservation=reservation)]
         (delivery,) = await engine.collect([Wanted(Owner(plan.key, 0), rows)])
     finally:
-        engine.abandon(plan, ticket)
+        engine.abandon(plan, reservation)
     _check(engine, delivery)
     strange = min(
         (captured_rows.nonfinite for captured_rows in delivery.shares if captured_rows.nonfinite), default=None
@@ -330,7 +330,7 @@ async def _try(
             claims.append(grows)
             if not is_module(point.site):  # on which side of a sum's terms it lies is not known
                 claims += of_rows(engine, probed.rows, (point, added))
-    unmoved = [point for point, probed in others if point and _said(probed) == _said(plain)]
+    unmoved = [point for point, probed in others if point and _output_values(probed) == _output_values(plain)]
     return unmoved, claims
 
 
@@ -351,14 +351,14 @@ async def _run(
 
     whole = object()
 
-    async def jobs(some: Sequence[tuple[Point | None, Add | None]]) -> AsyncIterator[Coroutine[Any, Any, Generation]]:
-        for point, edit in some:
+    async def jobs(batch: Sequence[tuple[Point | None, Add | None]]) -> AsyncIterator[Coroutine[Any, Any, Generation]]:
+        for point, edit in batch:
             spec = None if edit is None else SteeringSpec([edit])
             params = await probing(engine) if engine.vllm.pools else _greedy(engine, 1)
             asked = prompt, params, None, spec
             job = await prepare(engine, *asked, options=options, encoding=engine.vllm.pools, reading=engine.vllm.pools)
             if job.plan is not None and point is not None:
-                near = _beside(engine, point)
+                near = _neighbours(engine, point)
                 capture = _all_rows(tuple(sorted(engine.armed[one] for one in near)))
                 plan = structs.replace(job.plan, capture=capture)
                 job = replace(job, plan=plan, points=near, hands_over=True)
@@ -371,13 +371,13 @@ async def _run(
         for first in range(0, len(wanted), together):
             some = wanted[first : first + together]
             done = await run_all(jobs(some), set())
-            found += [(point, await _taken(one)) for (point, _), one in zip(some, done, strict=True)]
+            found += [(point, await _fetched(one)) for (point, _), one in zip(some, done, strict=True)]
     except SteeringNotApplied as error:
         raise TapsNotInstalled(f"the start-up probe failed: {error}; this engine would not steer correctly") from error
     return found
 
 
-async def _taken(done: Generation) -> _Probed:
+async def _fetched(done: Generation) -> _Probed:
     """Return a request's output and rows; the rows are fetched and released."""
     if not done.handles:
         return _Probed({}, done.output)
@@ -396,7 +396,7 @@ def _values_of(output: Any) -> torch.Tensor | None:
     return found
 
 
-def _beside(engine: Engine, point: Point) -> tuple[Point, ...]:
+def _neighbours(engine: Engine, point: Point) -> tuple[Point, ...]:
     """Return the armed points among: a point, the stream of its layer and the next, and its layer's attention."""
     sites = (*STREAM, *STREAMS, "embed", "final_norm")
     stream = {Point(layer, site) for layer in (point.layer, point.layer + 1) for site in sites}
@@ -404,7 +404,7 @@ def _beside(engine: Engine, point: Point) -> tuple[Point, ...]:
     return tuple(one for one in engine.armed if one in near)
 
 
-def _said(probed: _Probed) -> object:
+def _output_values(probed: _Probed) -> object:
     """Return the model's output for a prompt, in comparable form.
 
     That is the log probabilities of the most probable next tokens, by their ids, or the pooled values.

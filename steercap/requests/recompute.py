@@ -32,7 +32,8 @@ class Recipe:
 
     Args:
         serving: the engine, from its start to its end, restarts included.
-        prompt, params, spec, steering, options, spans, reading, sketches, encoding, monitors, known: see `prepare`.
+        prompt, params, spec, steering, options, spans, reading, sketches, encoding, monitors,
+            original_lengths: see `prepare`.
     """
 
     serving: Serving
@@ -46,7 +47,7 @@ class Recipe:
     sketches: Sequence[RunningSketch] = ()
     encoding: bool = False
     monitors: Any = None
-    known: OriginalLengths | None = None
+    original_lengths: OriginalLengths | None = None
 
     async def job(self) -> Job:
         """Prepare the request, checked and compiled, for the engine that is running now.
@@ -76,7 +77,7 @@ class Recipe:
 
     async def prepared(self, engine: Engine) -> Job:
         """Prepare the request for an engine; see `job`."""
-        names = ("options", "spans", "reading", "sketches", "encoding", "monitors", "known")
+        names = ("options", "spans", "reading", "sketches", "encoding", "monitors", "original_lengths")
         asked = {name: getattr(self, name) for name in names}
         job = await prepare(engine, self.prompt, self.params, self.spec, self.steering, **asked)
         return replace(job, recompute=partial(Recompute, self)) if self.serving.settings.restart else job
@@ -149,7 +150,7 @@ class Recompute:
             reading=True,
             sketches=(),
             monitors=None,
-            known=OriginalLengths(len(ids), self.job.plan.limit),
+            original_lengths=OriginalLengths(len(ids), self.job.plan.limit),
         )
 
     async def _read(self, engine: Engine) -> Found:

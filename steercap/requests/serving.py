@@ -238,7 +238,7 @@ class Serving:
         return self.engine
 
     def here(self) -> Engine:
-        """Return the engine for awaiting its methods, in its own event loop.
+        """Return the engine, whose methods may be awaited only in its own event loop.
 
         Raises:
             ModelClosed: it was never started, or is closed.

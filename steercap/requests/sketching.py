@@ -17,7 +17,7 @@ from steercap.core.receipt import check_points
 from steercap.core.spec import CaptureSpec, Layers, Point, resolve_layers
 from steercap.core.tokens import TokenSelection
 from steercap.engine.fetching import shares_of
-from steercap.engine.sketching import Book
+from steercap.engine.sketching import SketchRecord
 from steercap.errors import CaptureIncomplete, CaptureNotFinite, EngineFailure, InvalidSpec, SketchIncomplete
 from steercap.kernels.sketches import SKETCHES
 
@@ -43,7 +43,7 @@ class SketchSource(Protocol):
     async def fetch(self, sketch: RunningSketch, points: Sequence[Point]) -> Sketch:
         """Return a snapshot of the statistics of some points; errors as of `RunningSketch.fetch`."""
 
-    async def close(self, book: Book) -> None:
+    async def close(self, record: SketchRecord) -> None:
         """Free the statistics. Idempotent."""
 
 
@@ -60,12 +60,12 @@ class RunningSketch(NonCopyable, instead=INSTEAD):
         points: the sketched points, layer by layer.
     """
 
-    def __init__(self, book: Book, spec: CaptureSpec, source: SketchSource) -> None:
+    def __init__(self, book: SketchRecord, spec: CaptureSpec, source: SketchSource) -> None:
         self.spec = spec
         self.kind: str = book.kind
         self.size: int = book.size
         self.points: tuple[Point, ...] = tuple(book.points)
-        self.book = book
+        self.record = book
         self._source = source
 
     @property
@@ -76,12 +76,12 @@ class RunningSketch(NonCopyable, instead=INSTEAD):
     @property
     def requests(self) -> int:
         """Number of requests that have entered."""
-        return self.book.requests
+        return self.record.requests
 
     @property
     def rows(self) -> int:
         """Number of rows per point that have entered."""
-        return self.book.rows
+        return self.record.rows
 
     async def mean(self, layer: int, site: str | None = None) -> torch.Tensor:
         """Return the mean of the rows of a point so far; see `Sketch.mean`."""
@@ -116,7 +116,7 @@ class RunningSketch(NonCopyable, instead=INSTEAD):
     async def aclose(self) -> None:
         """Free the sketch in the workers; requests that still run in it fail. Idempotent."""
         with contextlib.suppress(EngineFailure):  # a dead engine holds nothing
-            await asyncio.shield(self._source.close(self.book))
+            await asyncio.shield(self._source.close(self.record))
 
     async def _of(self, points: Sequence[Point], work: Callable[[Sketch], Value]) -> Value:
         """Return `work` of a snapshot of some points, computed on a thread, since a covariance is large."""
@@ -124,14 +124,14 @@ class RunningSketch(NonCopyable, instead=INSTEAD):
         return await asyncio.to_thread(work, found)
 
     async def _fetch(self, points: Sequence[Point]) -> Sketch:
-        self.book.require()
+        self.record.require()
         return await self._source.fetch(self, points)
 
     def _point(self, layer: int, site: str | None) -> Point:
         return point_in(self.points, self._source.num_layers, layer, site)
 
     def __repr__(self) -> str:
-        state = "closed" if self.book.closed else f"{self.rows} rows of {self.requests} requests"
+        state = "closed" if self.record.closed else f"{self.rows} rows of {self.requests} requests"
         return f"RunningSketch({self.kind}, {len(self.points)} points, {state})"
 
 
@@ -152,7 +152,7 @@ class EngineSketches:
     async def fetch(self, sketch: RunningSketch, points: Sequence[Point]) -> Sketch:
         engine = self.engine
         engine.require_open()
-        states, requests = await engine.sketching.states(sketch.book, points)
+        states, requests = await engine.sketching.states(sketch.record, points)
         return Sketch(
             kind=sketch.kind,
             size=sketch.size,
@@ -166,30 +166,30 @@ class EngineSketches:
             versions=versions(),
         )
 
-    async def close(self, book: Book) -> None:
-        await self.engine.sketching.close(book)
+    async def close(self, record: SketchRecord) -> None:
+        await self.engine.sketching.close(record)
 
 
-async def begun(engine: Engine, kind: str, size: Any, spec: CaptureSpec) -> RunningSketch:
+async def open_sketch(engine: Engine, kind: str, size: Any, spec: CaptureSpec) -> RunningSketch:
     """Open a sketch and reserve its memory in the workers.
 
     Raises:
         UnknownName, InvalidSpec, PointNotArmed: an argument is wrong.
         PointSplit, SketchMemoryFull: see `Sketching.open`.
     """
-    book = book_of(engine.new_key(), kind, size, {})
-    book.points = {point: engine.armed[point] for point in engine.compiler.captured(spec)[0]}
-    await engine.sketching.open(book)
-    return RunningSketch(book, spec, EngineSketches(engine))
+    record = record_of(engine.new_key(), kind, size, {})
+    record.points = {point: engine.armed[point] for point in engine.compiler.captured(spec)[0]}
+    await engine.sketching.open(record)
+    return RunningSketch(record, spec, EngineSketches(engine))
 
 
-def book_of(name: str, kind: str, size: Any, points: dict[Point, int]) -> Book:
+def record_of(name: str, kind: str, size: Any, points: dict[Point, int]) -> SketchRecord:
     """Return the record of a sketch that is to be opened.
 
     Raises:
         UnknownName, InvalidSpec: no such kind or size.
     """
-    return Book(name, kind, SKETCHES[kind].checked_size(size), points)
+    return SketchRecord(name, kind, SKETCHES[kind].checked_size(size), points)
 
 
 def joint_capture(
@@ -205,7 +205,7 @@ def joint_capture(
         SketchClosed, SketchIncomplete: one of them cannot be joined.
     """
     for sketch in sketches:
-        sketch.book.require()
+        sketch.record.require()
     spec = sketches[0].spec
     wanted = sorted({point for sketch in sketches for point in sketch.points}, key=engine.armed.__getitem__)
     if own is None:
@@ -239,22 +239,22 @@ async def enter(engine: Engine, sketches: Sequence[RunningSketch], samples: Sequ
         CaptureNotFinite: rows hold NaN or infinity.
         SketchClosed, SketchIncomplete: a sketch has ended meanwhile, or cannot be trusted.
     """
-    books = [sketch.book for sketch in sketches]
-    names = tuple(book.name for book in books)
-    points = tuple(dict.fromkeys(point for book in books for point in book.points))
+    records = [sketch.record for sketch in sketches]
+    names = tuple(record.name for record in records)
+    points = tuple(dict.fromkeys(point for record in records for point in record.points))
     joining = [Joining(wanted, names) for wanted, _ in samples]
 
     def require() -> None:
-        for book in books:
-            book.require()
+        for record in records:
+            record.require()
 
     for (_, expected), one in zip(samples, joining, strict=True):
-        found = await engine.sketching.weigh(one)
+        found = await engine.sketching.prepare(one)
         require()
         _check(engine, expected, points, found)
     for (_, expected), one in zip(samples, joining, strict=True):
         require()
-        if await engine.sketching.fold(one, books) < 0:
+        if await engine.sketching.commit(one, records) < 0:
             require()
             raise SketchIncomplete(f"{expected.name}: the workers no longer have its rows, so it is in no sketch")
 

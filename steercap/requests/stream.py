@@ -14,7 +14,7 @@ import torch
 from steercap.captures.checks import Expected, parts_of
 from steercap.captures.fetching import arrived
 from steercap.captures.rows import Captures
-from steercap.core.budget import Ticket
+from steercap.core.budget import Reservation
 from steercap.core.chat import types_at
 from steercap.core.display import brief
 from steercap.core.messages import Owner
@@ -87,15 +87,15 @@ async def stream(job: Job) -> AsyncGenerator[Chunk, None]:
         CaptureIncomplete: rows are missing or belong to another token.
         SteeringNotApplied: a worker did not make every edit.
     """
-    ticket = await memory_for(job, object())
+    reservation = await memory_for(job, object())
     outputs: asyncio.Queue[Grown | None] = asyncio.Queue()
 
     over = left = False
 
     def ended(task: asyncio.Task[None]) -> None:
-        nonlocal ticket, over
-        if ticket is not None:  # it waits for its reader now, as a handle does
-            (ticket,) = job.engine.finish(ticket, [ticket.pages])
+        nonlocal reservation, over
+        if reservation is not None:  # it waits for its reader now, as a handle does
+            (reservation,) = job.engine.finish(reservation, [reservation.pages])
         if not task.cancelled():
             task.exception()  # a reader that still reads is told
         outputs.put_nowait(None)
@@ -105,9 +105,9 @@ async def stream(job: Job) -> AsyncGenerator[Chunk, None]:
     def free() -> None:
         """Free the request's memory, once it has ended and its reader has left, which may be cancelled in leaving."""
         if over and left and job.plan is not None:
-            job.engine.abandon(job.plan, ticket)
+            job.engine.abandon(job.plan, reservation)
 
-    running = asyncio.create_task(_follow(job, ticket, outputs), name="steercap stream")
+    running = asyncio.create_task(_follow(job, reservation, outputs), name="steercap stream")
     running.add_done_callback(ended)
     try:
         last, rows = Grown("", (), finished=False), 0
@@ -142,9 +142,9 @@ async def stream(job: Job) -> AsyncGenerator[Chunk, None]:
             await asyncio.wait([running])
 
 
-async def _follow(job: Job, ticket: Ticket | None, outputs: asyncio.Queue[Grown | None]) -> None:
+async def _follow(job: Job, reservation: Reservation | None, outputs: asyncio.Queue[Grown | None]) -> None:
     """Run a job of one sample, and check its edits with every output."""
-    async with planned(job) as complete, aclosing(outputs_of(job, complete, ticket, partial=True)) as found:
+    async with planned(job) as complete, aclosing(outputs_of(job, complete, reservation, partial=True)) as found:
         async for output in found:
             (sample,) = job.samples_of(output)
             reason = getattr(sample, "finish_reason", None)
@@ -156,8 +156,8 @@ async def _follow(job: Job, ticket: Ticket | None, outputs: asyncio.Queue[Grown 
 
 
 def _parts(job: Job, generated: Sequence[int], first: int) -> Sequence[Expected | None]:
-    """Return what must have come of a sequence from row number `first` on, in parts that fit in memory; None if its
-    rows are not handed over.
+    """Return the expected rows of a sequence from row number `first` on, in parts that fit in memory; None if
+    the user gets no rows.
     """
     if job.plan is None or job.plan.capture is None or not job.hands_over:
         return [None]

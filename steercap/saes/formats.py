@@ -189,10 +189,10 @@ def _hook(module: object, hook: object) -> object:
     return hook if module is None or (point_of(module) is None and point_of(hook) is not None) else module
 
 
-def _architecture(path: Path, said: Mapping[str, object]) -> tuple[str, int]:
+def _architecture(path: Path, config: Mapping[str, object]) -> tuple[str, int]:
     """Return the architecture and its `k`, 0 for architectures without one."""
-    architecture, response = said.get("architecture", "standard"), said.get("activation_fn", "relu")
-    kwargs = said.get("activation_fn_kwargs")
+    architecture, response = config.get("architecture", "standard"), config.get("activation_fn", "relu")
+    kwargs = config.get("activation_fn_kwargs")
     k = kwargs.get("k") if isinstance(kwargs, Mapping) else None
     if response == "topk" and architecture in ("standard", "topk"):
         architecture, response = "topk", "relu"
@@ -208,19 +208,19 @@ def _architecture(path: Path, said: Mapping[str, object]) -> tuple[str, int]:
         )
     if architecture != "topk":
         return architecture, 0
-    number = index_of(k if k is not None else said.get("k"))
+    number = index_of(k if k is not None else config.get("k"))
     if number is None or number < 1:
-        raise InvalidFile(f"{path}: a topk SAE with k={shown(said.get('k', k))}")
+        raise InvalidFile(f"{path}: a topk SAE with k={shown(config.get('k', k))}")
     return "topk", number
 
 
-def _centred(path: Path, said: Mapping[str, object], reads: Point | None, normalisation: Normalisation) -> bool:
+def _centred(path: Path, config: Mapping[str, object], reads: Point | None, normalisation: Normalisation) -> bool:
     """Return True if the SAE was trained on centred rows."""
-    kwargs = said.get("model_from_pretrained_kwargs")
+    kwargs = config.get("model_from_pretrained_kwargs")
     told = kwargs.get("center_writing_weights") if isinstance(kwargs, Mapping) else None
     if isinstance(told, bool):
         return told
-    model = str(said.get("model_name") or "")
+    model = str(config.get("model_name") or "")
     written = reads is not None and reads.site in WRITTEN and normalisation != "layer_norm"  # which centres rows itself
     if written and LAYER_NORMED.match(model):
         raise InvalidFile(
@@ -231,10 +231,10 @@ def _centred(path: Path, said: Mapping[str, object], reads: Point | None, normal
 
 
 def _normalisation(
-    path: Path, said: Mapping[str, object], scale: float | None, *, transcodes: bool
+    path: Path, config: Mapping[str, object], scale: float | None, *, transcodes: bool
 ) -> tuple[Normalisation, float]:
     """Return the normalisation of rows, and the factor that is multiplied into the weights."""
-    asked = said.get("normalize_activations")
+    asked = config.get("normalize_activations")
     if asked is None or isinstance(asked, bool):  # as the first files have it
         asked = AVERAGE if asked else "none"
     if asked != AVERAGE:
@@ -244,7 +244,7 @@ def _normalisation(
         if known is None or (transcodes and known != "none"):
             raise InvalidFile(f"{path}: normalize_activations={shown(asked)}, which steercap does not do here")
         return known, 1.0
-    factor = number_of(said.get("norm_scaling_factor") if scale is None else scale)
+    factor = number_of(config.get("norm_scaling_factor") if scale is None else scale)
     if transcodes or factor is None or not 0 < factor < float("inf"):
         raise InvalidFile(
             f"{path}: normalize_activations={AVERAGE!r} multiplies rows by a factor that the file does not hold; give "

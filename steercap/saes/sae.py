@@ -263,17 +263,17 @@ class SAE:
         return flat
 
 
-def _read(found: SAEFiles, source: str, scale: float | None, centred: bool | None) -> tuple[SAESettings, SAEParts]:
+def _read(files: SAEFiles, source: str, scale: float | None, centred: bool | None) -> tuple[SAESettings, SAEParts]:
     """Return the settings and the parts of an SAE, read from its files.
 
     Raises:
         InvalidFile: see `SAE.load`.
     """
-    layout, path = found.layout, found.weights
+    layout, path = files.layout, files.weights
     assert layout.recipe is not None
     reader = {".npz": read_npz, ".safetensors": read_safetensors}.get(path.suffix, read_pt_tensors)
     tensors = named(reader(path), layout.turned)
-    recipe = layout.recipe(SAEPlace(path, found.configuration, source, tensors, scale, flag_of(centred)))
+    recipe = layout.recipe(SAEPlace(path, files.configuration, source, tensors, scale, flag_of(centred)))
     if layout is not SAE_LENS and (centred or (scale is not None and recipe.scale != scale)):
         raise InvalidFile(
             f"{path}: files of {layout.name} already say how rows are scaled, and none takes centred rows; leave "

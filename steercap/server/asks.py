@@ -55,7 +55,7 @@ _ID: Final = re.compile(r"0|[1-9][0-9]{0,9}")
 _SLICE: Final = re.compile(r"(-?\d{1,99})?:(-?\d{1,99})?(?::(-?\d{1,99}))?")
 
 
-def asked_of(body: Any, library: Library, owner: str) -> SteercapField:
+def parsed_field(body: Any, library: Library, owner: str) -> SteercapField:
     """Parse the `steercap` field of a request of one owner.
 
     Raises:
@@ -81,26 +81,26 @@ def asked_of(body: Any, library: Library, owner: str) -> SteercapField:
         None if capture is None else capture_of(capture, library, owner),
         None if steering is None else steering_of(steering, library, owner),
         deliver,
-        monitors_asked(given.get("monitors"), library, owner),
-        sketches=_sketches_asked(given.get("sketches", [])),
+        monitors_of_json(given.get("monitors"), library, owner),
+        sketches=_sketch_ids(given.get("sketches", [])),
     )
 
 
-def _sketches_asked(asked: Any) -> tuple[str, ...]:
-    if not isinstance(asked, list) or not all(map(_is_name, asked)):
-        raise InvalidSpec(f"steercap.sketches={shown(asked)}; give a list of ids of sketches")
-    return tuple(dict.fromkeys(asked))
+def _sketch_ids(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(map(_is_name, value)):
+        raise InvalidSpec(f"steercap.sketches={shown(value)}; give a list of ids of sketches")
+    return tuple(dict.fromkeys(value))
 
 
-def capture_of(asked: Any, library: Library, owner: str) -> CaptureSpec:
+def capture_of(value: Any, library: Library, owner: str) -> CaptureSpec:
     """Parse a CaptureSpec from JSON.
 
     Raises:
         InvalidSpec: the JSON is invalid.
     """
-    if asked is True:
+    if value is True:
         return CaptureSpec()
-    given = dict(_object(asked, "steercap.capture", CAPTURE))
+    given = dict(_object(value, "steercap.capture", CAPTURE))
     for name in ("layers", "tokens"):
         if name in given:
             given[name] = ranges(given[name])
@@ -113,38 +113,38 @@ def capture_of(asked: Any, library: Library, owner: str) -> CaptureSpec:
     return CaptureSpec(**given)
 
 
-def steering_of(asked: Any, library: Library, owner: str) -> SteeringSpec:
+def steering_of(value: Any, library: Library, owner: str) -> SteeringSpec:
     """Parse a SteeringSpec from JSON: a name, an edit, a list of these, or an object with `edits`.
 
     Raises:
         InvalidSpec: the JSON is invalid.
     """
-    if isinstance(asked, Mapping) and "edits" in asked:
-        given = _object(asked, "steercap.steering", ("edits", "preserve_norm"))
+    if isinstance(value, Mapping) and "edits" in value:
+        given = _object(value, "steercap.steering", ("edits", "preserve_norm"))
         if not isinstance(given["edits"], list):
             raise InvalidSpec(f"steercap.steering.edits={shown(given['edits'])}; give a list")
         edits = [one for edit in given["edits"] for one in _edits_of(edit, library, owner)]
         return SteeringSpec(edits, preserve_norm=given.get("preserve_norm", False))
-    parts = asked if isinstance(asked, list) else [asked]
+    parts = value if isinstance(value, list) else [value]
     return SteeringSpec([one for part in parts for one in _edits_of(part, library, owner)])
 
 
-def monitors_asked(asked: Any, library: Library, owner: str) -> tuple[Monitor, ...]:
+def monitors_of_json(value: Any, library: Library, owner: str) -> tuple[Monitor, ...]:
     """Parse monitors from JSON: a list of objects, in which a probe is a list of numbers or the name of vectors.
 
     Raises:
         InvalidSpec: the JSON is invalid.
     """
-    if asked is None:
+    if value is None:
         return ()
-    if not isinstance(asked, list):
-        raise InvalidSpec(f"steercap.monitors={shown(asked)}; give a list of objects")
-    return monitors_of([_monitor_of(one, library, owner) for one in asked])
+    if not isinstance(value, list):
+        raise InvalidSpec(f"steercap.monitors={shown(value)}; give a list of objects")
+    return monitors_of([_monitor_of(one, library, owner) for one in value])
 
 
-def _monitor_of(asked: Any, library: Library, owner: str) -> Monitor:
+def _monitor_of(value: Any, library: Library, owner: str) -> Monitor:
     known = [one.name for one in dataclasses.fields(Monitor)]
-    given = dict(_object(asked, "a monitor", known))
+    given = dict(_object(value, "a monitor", known))
     if given.get("steering") is not None:
         given["steering"] = steering_of(given["steering"], library, owner)
     if "tokens" in given:
@@ -159,7 +159,7 @@ def _monitor_of(asked: Any, library: Library, owner: str) -> Monitor:
         if given.get("layer") not in list(vectors):
             raise InvalidSpec(f"a monitor with {_lacking(given.get('layer'), {'probe': name}, list(vectors))}")
         given["probe"] = vectors[given["layer"]]
-    return _made(Monitor, given)
+    return _constructed(Monitor, given)
 
 
 def _edits_of(asked: Any, library: Library, owner: str) -> Sequence[Edit | LogitBias | SteeringSpec]:
@@ -186,7 +186,7 @@ def _edits_of(asked: Any, library: Library, owner: str) -> Sequence[Edit | Logit
             given[name] = ranges(given[name])
     named = {name: given[name] for name in VECTORS if _is_name(given.get(name))}
     if not named:
-        return [_made(kind, given)]
+        return [_constructed(kind, given)]
     found = {name: layer_vectors(value, library, owner) for name, value in named.items()}
     site = next(iter(found.values())).site
     given.setdefault("site", site)
@@ -194,7 +194,7 @@ def _edits_of(asked: Any, library: Library, owner: str) -> Sequence[Edit | Logit
     for name in ("layer", "layers"):
         given.pop(name, None)
     return [
-        _made(
+        _constructed(
             kind,
             given | {"model": model, "layer": layer} | {name: vectors[layer] for name, vectors in found.items()},
         )
@@ -202,9 +202,9 @@ def _edits_of(asked: Any, library: Library, owner: str) -> Sequence[Edit | Logit
     ]
 
 
-def _bias_of(asked: Mapping[str, Any]) -> LogitBias:
+def _bias_of(value: Mapping[str, Any]) -> LogitBias:
     """Parse a logit bias, whose token ids are text in JSON."""
-    given = _object(asked, f"an edit {LOGIT_BIAS!r}", ("op", "bias", "tokens"))
+    given = _object(value, f"an edit {LOGIT_BIAS!r}", ("op", "bias", "tokens"))
     bias: Any = given.get("bias")
     if isinstance(bias, Mapping):
         bias = {int(one) if _ID.fullmatch(str(one)) else one: add for one, add in bias.items()}
@@ -234,7 +234,7 @@ def _lacking(layer: Any, named: Mapping[str, str], known: list[int]) -> str:
     return f"{what} and layer={shown(layer)}: there are vectors for layers {span(known)}{near}"
 
 
-def _made(kind: type[Made], given: Mapping[str, Any]) -> Made:
+def _constructed(kind: type[Made], given: Mapping[str, Any]) -> Made:
     try:
         made = kind(**given)
     except TypeError as error:  # something that it needs is missing
@@ -282,9 +282,9 @@ def directions_of(name: Any, library: Library, owner: str) -> LayerVectors | Dir
 
 def ranges(value: Any) -> Any:
     """Replace texts such as "4:12" and "::2" in a JSON value by slices."""
-    if isinstance(value, str) and (found := _SLICE.fullmatch(value)):
-        return slice(*(None if part is None else int(part) for part in found.groups()))
-    return [ranges(one) for one in value] if isinstance(value, list) else value
+    if isinstance(value, str) and (matched := _SLICE.fullmatch(value)):
+        return slice(*(None if part is None else int(part) for part in matched.groups()))
+    return [ranges(item) for item in value] if isinstance(value, list) else value
 
 
 def _is_name(value: Any) -> bool:

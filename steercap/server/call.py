@@ -167,7 +167,7 @@ class Numbers:
         self._call.live.append(Live(self._first + index, kind, content))
 
 
-def receipt_said(receipt: SteeringReceipt | None) -> dict[str, Any]:
+def receipt_json(receipt: SteeringReceipt | None) -> dict[str, Any]:
     """Return the field `steering` of a result; {} without a receipt."""
     if receipt is None:
         return {}
@@ -177,16 +177,16 @@ def receipt_said(receipt: SteeringReceipt | None) -> dict[str, Any]:
 
 @contextmanager
 def entered(sketches: Sequence[RunningSketch]) -> Iterator[None]:
-    """Let nobody trust these sketches if what follows fails: rows of a request that ends in an error have entered."""
+    """Mark sketches as broken if the block raises: rows of a request that ends in an error have entered them."""
     try:
         yield
     except (Exception, asyncio.CancelledError) as error:
         for one in sketches:
-            one.book.broken = one.book.broken or f"a request failed after its rows had entered it: {error!r}"
+            one.record.broken = one.record.broken or f"a request failed after its rows had entered it: {error!r}"
         raise
 
 
-def sketches_said(names: Sequence[str], sketches: Sequence[RunningSketch]) -> dict[str, Any]:
+def sketches_json(names: Sequence[str], sketches: Sequence[RunningSketch]) -> dict[str, Any]:
     """Return the field `sketches` of a result, the number of requests and rows in each by id; {} without any."""
     found = {name: {"requests": one.requests, "rows": one.rows} for name, one in zip(names, sketches, strict=True)}
     return {"sketches": found} if found else {}

@@ -38,15 +38,15 @@ from steercap.server.call import (
     described,
     entered,
     logits_of,
-    receipt_said,
-    sketches_said,
+    receipt_json,
+    sketches_json,
 )
 from steercap.server.folder import CaptureFolder, CaptureStore
 from steercap.server.recording import Recorder
 
 if TYPE_CHECKING:
     from steercap.adapters import RequestOutput
-    from steercap.core.budget import Ticket
+    from steercap.core.budget import Reservation
     from steercap.core.spec import CaptureSpec
     from steercap.model import SteerModel
 
@@ -98,7 +98,7 @@ class ServedEngine:
         call = CURRENT.get()
         recorded = self._recorder is not None and self._recorder.wants()
         if call is not None:
-            return self._asked(call, prompt, sampling_params, options, request_id if recorded else "")
+            return self._outputs_of(call, prompt, sampling_params, options, request_id if recorded else "")
         if recorded:
             return self._recorded(prompt, sampling_params, request_id, options)
         found: AsyncGenerator[RequestOutput, None] = self._llm.generate(prompt, sampling_params, request_id, **options)
@@ -142,7 +142,7 @@ class ServedEngine:
         """Check a request and compile it, with this capture.
 
         Raises:
-            InvalidRequest: it cannot be done.
+            InvalidRequest: as for `prepare`.
         """
         from steercap.adapters.prompts import rendered
 
@@ -165,7 +165,7 @@ class ServedEngine:
             self.failures[call.error] += 1
             raise self._translated(error) from error
 
-    def _asked(
+    def _outputs_of(
         self, call: SteercapRequest, prompt: Any, params: Any, options: dict[str, Any], recorded: str
     ) -> AsyncGenerator[RequestOutput, None]:
         """Return the outputs of a request that uses steercap; `recorded` is its id if it is to be recorded, else ""."""
@@ -190,13 +190,16 @@ class ServedEngine:
         """Yield the outputs of a job; the last one once its edits are confirmed and its rows are fetched, or are left
         to the recorder under the id `recorded`.
         """
-        ticket = await memory_for(job, object())
+        reservation = await memory_for(job, object())
         ours = job.plan is not None  # the workers hold state of the job that we must free
         texts: dict[int, str] = {}
         tokens: dict[int, list[int]] = {}
         numbers = Numbers(call, first, job)
         try:
-            async with planned(job) as complete, aclosing(outputs_of(job, complete, ticket, partial=None)) as outputs:
+            async with (
+                planned(job) as complete,
+                aclosing(outputs_of(job, complete, reservation, partial=None)) as outputs,
+            ):
                 async for output in outputs:
                     grown(output, job.params, texts, tokens)
                     samples = [(index, len(ids)) for index, ids in sorted(tokens.items())]
@@ -207,53 +210,53 @@ class ServedEngine:
                         ours = False
                         ended = [Sample(index, texts[index], ids) for index, ids in sorted(tokens.items())]
                         with entered(call.sketches):
-                            found = await self._handed_over(call, job, ended, ticket, receipts, recorded=recorded)
+                            found = await self._results_of(call, job, ended, reservation, receipts, recorded=recorded)
                         call.results += [
                             {"choice": first + sample.index} | one for sample, one in zip(ended, found, strict=True)
                         ]
                     yield output
         finally:
             if ours and job.plan is not None:
-                job.engine.abandon(job.plan, ticket)
+                job.engine.abandon(job.plan, reservation)
                 if recorded and self._recorder is not None:
                     self._recorder.drop("cancelled")
 
-    async def _handed_over(
+    async def _results_of(
         self,
         call: SteercapRequest,
         job: Job,
         samples: Sequence[Sample],
-        ticket: Ticket | None,
+        reservation: Reservation | None,
         receipts: Sequence[SteeringReceipt] | None,
         *,
         recorded: str,
     ) -> list[dict[str, Any]]:
         """Return the results of each sample for the answer; rows that are recorded are left to the recorder."""
-        entered = sketches_said(call.asked.sketches, call.sketches)
+        entered = sketches_json(call.asked.sketches, call.sketches)
         found: list[dict[str, Any]] = [
-            {**entered, **receipt_said(receipt)} for _, receipt in zip_longest(samples, receipts or ())
+            {**entered, **receipt_json(receipt)} for _, receipt in zip_longest(samples, receipts or ())
         ]
         if job.watch is not None:
             for one, sample in zip(found, samples, strict=True):
                 one["monitors"] = [msgspec.to_builtins(report) for report in job.watch.reports(sample.index)]
-        if ticket is None:
+        if reservation is None:
             return found
         if not job.hands_over:
             assert job.plan is not None
-            job.engine.done_with(job.plan, ticket)
+            job.engine.done_with(job.plan, reservation)
             return found
-        handles = handles_of(job, samples, ticket, receipts)
+        handles = handles_of(job, samples, reservation, receipts)
         if recorded and self._recorder is not None:
             self._recorder.take(handles, recorded)
             return found
         try:
             await self._model.fetch_captures_batch(handles)
-            for one, handle, place in zip(found, handles, await self._delivered(call, handles), strict=True):
+            for one, handle, place in zip(found, handles, await self._placed(call, handles), strict=True):
                 one["capture"] = described(handle, place)
                 if call.asked.logits:
                     async with self._unembedding:  # one at a time, for their memory
                         one["capture"]["_logits"] = await logits_of(
-                            handle, self._model.serving.here().vllm.vocabulary, partial(self._kept, call)
+                            handle, self._model.serving.here().vllm.vocabulary, partial(self._put_in_store, call)
                         )
         finally:
             for handle in handles:
@@ -264,14 +267,14 @@ class ServedEngine:
         """Return the store for the rows of a request."""
         return self._folder if self._folder is not None and call.asked.delivery == "folder" else self._captures
 
-    async def _delivered(self, call: SteercapRequest, handles: Sequence[CaptureHandle]) -> list[dict[str, Any]]:
+    async def _placed(self, call: SteercapRequest, handles: Sequence[CaptureHandle]) -> list[dict[str, Any]]:
         """Deliver the rows of each handle; return their places for the answer."""
         if isinstance(folder := self._room(call), CaptureFolder):
             written = await folder.write(handles, call.owner)
             return [{"file": one.file, "bytes": one.bytes, "sha256": one.sha256} for one in written]
-        return [self._handed(call, await asyncio.to_thread(files.encode, handle.as_saved())) for handle in handles]
+        return [self._put(call, await asyncio.to_thread(files.encode, handle.as_saved())) for handle in handles]
 
-    def _handed(self, call: SteercapRequest, content: bytes) -> dict[str, Any]:
+    def _put(self, call: SteercapRequest, content: bytes) -> dict[str, Any]:
         """Deliver a file in the answer if that is asked for, or by the store; return its place for the answer."""
         if call.asked.delivery == "inline":
             call.inline += len(content)
@@ -281,9 +284,9 @@ class ServedEngine:
                     "and fetch them, or keep fewer"
                 )
             return {"bytes": len(content), "data": base64.b64encode(content).decode()}
-        return self._kept(call, content)
+        return self._put_in_store(call, content)
 
-    def _kept(self, call: SteercapRequest, content: bytes) -> dict[str, Any]:
+    def _put_in_store(self, call: SteercapRequest, content: bytes) -> dict[str, Any]:
         """Put a file into the store, or raise CaptureMemoryFull; return its place for the answer."""
         place = self._captures.offer(content, call.owner)
         call.unsaid.append(partial(self._captures.remove, place["id"], call.owner))

@@ -157,9 +157,9 @@ class CaptureStore:
         self.sweep()
         return (one for one in tuple(self._waiting.values()) if one.owner == owner)
 
-    def expires_in(self, one: WaitingCapture) -> float:
+    def expires_in(self, capture: WaitingCapture) -> float:
         """Return the seconds until a capture expires."""
-        return max(0.0, one.until - self._clock())
+        return max(0.0, capture.until - self._clock())
 
     def sweep(self) -> None:
         """Remove expired captures."""

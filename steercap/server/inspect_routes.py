@@ -21,7 +21,7 @@ from steercap.lab.directions import extract
 from steercap.server.asks import layer_vectors
 from steercap.server.folder import CaptureStore, owner_of
 from steercap.server.library import NAME, Library
-from steercap.server.questions import asked, computing, rows_at, rows_of, top_of
+from steercap.server.questions import computing, read_body, rows_at, rows_of, top_of
 from steercap.steering.layers import LayerVectors
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ MOST_TEXTS: Final = 64
 SITE: Final = "resid_post"
 
 
-class Looking:
+class InspectRoutes:
     """Routes that analyse captured rows.
 
     Args:
@@ -65,7 +65,7 @@ class Looking:
 
         Its body is `{"directions": [...], "site": ...}`, both optional.
         """
-        given = await asked(request, ("directions", "site"))
+        given = await read_body(request, ("directions", "site"))
         site, names = given.get("site", SITE), given.get("directions", [])
         if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
             raise InvalidSpec(f"directions={shown(names)}; give a list of names")
@@ -85,7 +85,7 @@ class Looking:
         Raises:
             InvalidSpec: a layer was not captured, or too many rows are asked for.
         """
-        given = await asked(request, ("layers", "positions", "top", "site"))
+        given = await read_body(request, ("layers", "positions", "top", "site"))
         handle = await rows_of(request, self._captures)
         site, layers = given.get("site", SITE), given.get("layers", "all")
         known = _layers(handle, site)
@@ -111,7 +111,7 @@ class Looking:
     async def contrast(self, request: Request) -> Response:
         """Extract and store a direction that separates two kinds of texts: `{"more": [...], "less": [...]}`."""
         name, owner = request.path_params["name"], owner_of(request.headers.get("authorization", ""))
-        given = await asked(request, ("more", "less"))
+        given = await read_body(request, ("more", "less"))
         more, less = _texts("more", given.get("more")), _texts("less", given.get("less"))
         if not NAME.fullmatch(name):
             raise InvalidSpec(f"name={name[:80]!r}; give letters, digits, dots, dashes and underscores, 64 at most")

@@ -155,7 +155,7 @@ IDLE_END: Final = "no request for %g s: the server ends"
 class IdleClock:
     """ASGI wrapper that measures how long a server has had no request, and ends it after some time.
 
-    Requests that only look, those of `LOOKING`, do not count.
+    Requests that only read the server's state, those of `LOOKING`, do not count.
 
     Args:
         app: application to wrap.

@@ -16,7 +16,7 @@ import msgspec
 from steercap.client.connection import ERROR_HEADER
 from steercap.core.values import shown
 from steercap.errors import InvalidRequest, InvalidSpec, SteercapError
-from steercap.server.asks import asked_of
+from steercap.server.asks import parsed_field
 from steercap.server.call import CURRENT, OPTED_OUT, SteercapField, SteercapRequest
 from steercap.server.folder import owner_of
 from steercap.server.library import Library, Presets
@@ -167,7 +167,7 @@ class SteercapRoute:
             raise InvalidSpec(NO_TEXT)
         if store is not None or selectors is not None:
             field = _shorthand(field, store, selectors)
-        asked = SteercapField() if field is None else asked_of(field, self._library, owner)
+        asked = SteercapField() if field is None else parsed_field(field, self._library, owner)
         asked = replace(asked, logits=bool(store) and selectors is None)
         if steering is not None:
             both = steering if asked.steering is None else steering + asked.steering

@@ -39,7 +39,7 @@ STEERED: Final = (
 AT_REST: Final = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 
 
-class Elsewhere:
+class PassthroughRoute:
     """ASGI wrapper of a route of vLLM that does not support the `steercap` field.
 
     Args:

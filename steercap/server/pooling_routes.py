@@ -20,11 +20,11 @@ from steercap.captures.pooled import Encoded
 from steercap.core.values import choices, index_of, shown
 from steercap.errors import InvalidRequest, InvalidSpec, SteercapError
 from steercap.requests.context import joining
-from steercap.server.asks import asked_of
-from steercap.server.call import described, entered, receipt_said, sketches_said
+from steercap.server.asks import parsed_field
+from steercap.server.call import described, entered, receipt_json, sketches_json
 from steercap.server.folder import CaptureStore, owner_of
 from steercap.server.library import Library, Presets
-from steercap.server.questions import as_json, asked, computing
+from steercap.server.questions import as_json, computing, read_body
 from steercap.server.sketch_store import SketchStore
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ class PoolingRoutes:
     async def encode(self, request: Request) -> Response:
         """Answer with the pooled output of `prompt`, a text or token ids, as base64 of a safetensors file."""
         owner = owner_of(request.headers.get("authorization", ""))
-        given = await asked(request, FIELDS)
-        field = asked_of(given.get("steercap") or {}, self._library, owner)
+        given = await read_body(request, FIELDS)
+        field = parsed_field(given.get("steercap") or {}, self._library, owner)
         if field.monitors or field.delivery != "fetch":
             raise InvalidSpec("a pooling model has no monitors=, and its rows are fetched: leave deliver= out")
         arguments = self._arguments(given, field)
@@ -88,11 +88,11 @@ class PoolingRoutes:
                 found: Any = await self._model.encode(_prompt(given), given.get("pooling"), **arguments)
                 encoded, handle = found if field.capture is not None else (found, None)
                 with entered(sketches):
-                    result = {"choice": 0, **receipt_said(encoded.steering), **sketches_said(field.sketches, sketches)}
+                    result = {"choice": 0, **receipt_json(encoded.steering), **sketches_json(field.sketches, sketches)}
                     async with handle or nullcontext():
-                        said = await asyncio.to_thread(_said, encoded)
+                        said = await asyncio.to_thread(_as_json, encoded)
                         if handle is not None:
-                            result["capture"] = await self._delivered(handle, owner)
+                            result["capture"] = await self._stored(handle, owner)
         choice = {"index": 0, "text": "", "token_ids": [], "prompt_token_ids": list(encoded.prompt_token_ids)}
         return as_json({"choices": [choice], "steercap": {"results": [result]}, "encoded": said})
 
@@ -127,8 +127,8 @@ class PoolingRoutes:
             "priority": priority,
         }
 
-    async def _delivered(self, handle: CaptureHandle, owner: str) -> dict[str, Any]:
-        """Put a file of fetched rows into the store; return what the answer says of them."""
+    async def _stored(self, handle: CaptureHandle, owner: str) -> dict[str, Any]:
+        """Put fetched rows into the store, as a file; return their description for the answer."""
         content = await asyncio.to_thread(partial(files.encode, handle.as_saved()))
         return described(handle, self._captures.offer(content, owner))
 
@@ -141,7 +141,7 @@ def _prompt(given: Mapping[str, Any]) -> Any:
     return named if salt is None else {**named, "cache_salt": salt}
 
 
-def _said(encoded: Encoded) -> dict[str, Any]:
+def _as_json(encoded: Encoded) -> dict[str, Any]:
     """Return the pooled output as JSON.
 
     Raises:

@@ -123,7 +123,7 @@ async def _body(request: Request, most: int) -> bytes:
     return b"".join(parts)
 
 
-async def asked(request: Request, known: Sequence[str]) -> Mapping[str, Any]:
+async def read_body(request: Request, known: Sequence[str]) -> Mapping[str, Any]:
     """Return the body, which must be an object with known fields.
 
     Raises:
@@ -151,7 +151,7 @@ async def rows_of(request: Request, captures: CaptureStore) -> CaptureHandle:
     one = captures.get(request.path_params["name"], owner)
     if one is None:
         raise NotThereError
-    handle = await asyncio.to_thread(_read, one.content)
+    handle = await asyncio.to_thread(_loaded_handle, one.content)
     if handle.directions or handle.receipt.reduce:
         raise InvalidRequest("the capture holds projections or reductions, not the rows of its tokens")
     return handle
@@ -185,7 +185,7 @@ def top_of(given: Any, most: int = MOST_TOP) -> int:
     return top
 
 
-def _read(content: bytes) -> CaptureHandle:
+def _loaded_handle(content: bytes) -> CaptureHandle:
     with tempfile.NamedTemporaryFile(prefix="steercap-look-", suffix=".safetensors") as file:
         file.write(content)
         file.flush()

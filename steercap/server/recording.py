@@ -1,4 +1,4 @@
-"""Recorder of a server: captures requests that ask for nothing, and writes their rows behind their back.
+"""Recorder of a server: captures requests that do not use steercap, and writes their rows in the background.
 
 A request never waits, nor fails, for its recording: what has no room is left out, counted by reason, and logged. Rows
 of ended requests wait in a bounded queue, which one daemon thread writes; a stalled disk stops that thread alone.
@@ -140,7 +140,7 @@ class Recorder:
         return False
 
     def refused(self, error: Exception) -> None:
-        """Count a request whose capture is refused: for want of rows, as "generated" of one token has none, or else."""
+        """Count a request whose capture is refused: it has no rows (`tokens="generated"` of one token), or other."""
         _ = self._skip("no_rows") if isinstance(error, EmptySelection) else self.drop("unsupported", error)
 
     def _skip(self, reason: str) -> bool:
@@ -149,7 +149,7 @@ class Recorder:
 
     def take(self, handles: Sequence[CaptureHandle], answer_id: str) -> None:
         """Take over the handles of a request that has ended; never waits."""
-        size, rows = sum(map(_held, handles)), [_source(handle).expected.rows for handle in handles]
+        size, rows = sum(map(_memory_held, handles)), [_source(handle).expected.rows for handle in handles]
         chunked = size > self.settings.queue_bytes // LARGE or any(map(_leaves, handles))
         size = min(size, self.settings.queue_bytes // LARGE)
         with self._lock:
@@ -182,12 +182,12 @@ class Recorder:
         places = enumerate(zip(self._coming, accumulate(one.size for one in self._coming), strict=True))
         return [one for place, (one, size) in places if not place or size <= FETCH_BYTES]
 
-    def _weighed(self, one: _Ended) -> _Ended:
+    def _weighed(self, ended: _Ended) -> _Ended:
         """Return fetched rows with the bytes that they have; in the workers they may hold room for many more."""
-        size = sum(size_of(handle.as_saved()) for handle in one.handles)
+        size = sum(size_of(handle.as_saved()) for handle in ended.handles)
         with self._lock:
-            self.pending += size - one.size
-        return one._replace(size=size)
+            self.pending += size - ended.size
+        return ended._replace(size=size)
 
     def _write(self) -> None:
         """Write what is queued, until None comes; runs on a thread of its own."""
@@ -200,7 +200,7 @@ class Recorder:
             if one is None:
                 self.folder.close()
                 return
-            self._done(one, *self._written(one))
+            self._done(one, *self._write_request(one))
 
     def _tidy(self) -> None:
         try:
@@ -208,19 +208,19 @@ class Recorder:
         except (OSError, SteercapError):
             _LOG.exception("old recordings cannot be removed from %s", self.folder.path)
 
-    def _written(self, one: _Ended) -> tuple[str, Exception | None]:
+    def _write_request(self, ended: _Ended) -> tuple[str, Exception | None]:
         """Write a request; return the reason and the error if it cannot be written, else ""."""
-        rows = sum(one.rows or [len(handle.receipt.positions) for handle in one.handles])
+        rows = sum(ended.rows or [len(handle.receipt.positions) for handle in ended.handles])
         codecs, prompts = self.settings.codecs, self.settings.prompts
         try:
-            if one.rows:
+            if ended.rows:
                 found = [
                     codecs.parted_chunks(self._chunks(handle), count, self.folder.path, prompts=prompts)
-                    for handle, count in zip(one.handles, one.rows, strict=True)
+                    for handle, count in zip(ended.handles, ended.rows, strict=True)
                 ]
             else:
-                found = [codecs.parted(handle, prompts=prompts) for handle in one.handles]
-            size = self.folder.add([part for parts in found for part in parts], one.answer_id)
+                found = [codecs.parted(handle, prompts=prompts) for handle in ended.handles]
+            size = self.folder.add([part for parts in found for part in parts], ended.answer_id)
         except CaptureMemoryFull:
             return "quota", None
         except OSError as error:
@@ -242,12 +242,12 @@ class Recorder:
         while (chunk := asyncio.run_coroutine_threadsafe(following(), self._loop).result()) is not None:
             yield chunk
 
-    def _done(self, one: _Ended, reason: str, error: Exception | None = None) -> None:
-        """Let go of a request; count it if it was not written."""
-        for handle in one.handles:
+    def _done(self, ended: _Ended, reason: str, error: Exception | None = None) -> None:
+        """Forget a request; count it if it was not written."""
+        for handle in ended.handles:
             handle.release()
         with self._lock:
-            self.pending -= one.size
+            self.pending -= ended.size
         if reason:
             self.drop(reason, error)
 
@@ -257,7 +257,7 @@ class Recorder:
         return self
 
     async def __aexit__(self, *_error: object) -> None:
-        """Write what is queued, if the disk takes it within `END_SECONDS`; the rest is dropped, and said."""
+        """Write the queued requests that the disk takes within `END_SECONDS`; drop and report the others."""
         self._closed = True
         if self._fetching is not None:
             await asyncio.wait([self._fetching], timeout=END_SECONDS)
@@ -272,7 +272,7 @@ class Recorder:
         _LOG.info("recorded %s, dropped %s, skipped %s", *map(dict, (self.recorded, self.dropped, self.skipped)))
 
     def _give_up(self) -> None:
-        """Drop what is queued behind a request that the disk does not take."""
+        """Drop the queued requests, since the disk does not take the one before them."""
         with suppress(Empty):
             while (one := self._queue.get_nowait()) is not None:
                 self._done(one, "ended")
@@ -286,10 +286,10 @@ def _source(handle: CaptureHandle) -> Source:
     return source
 
 
-def _held(handle: CaptureHandle) -> int:
+def _memory_held(handle: CaptureHandle) -> int:
     """Return the bytes of the capture memory that the rows of an ended request hold."""
     source = _source(handle)
-    return source.ticket.pages * source.engine.admission.page_bytes
+    return source.reservation.pages * source.engine.admission.page_bytes
 
 
 def _leaves(handle: CaptureHandle) -> bool:

@@ -61,7 +61,7 @@ class Routes:
         aliases: model names that stand for steering.
         folder: folder that rows are written to, None if the operator gave none.
         identity: the model's identity when it was opened; its files may change while it is served.
-        said: what else of the model does not change, see `client.compiling.said_of`.
+        description: other constant properties of the model, see `client.compiling.engine_description`.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class Routes:
         folder: CaptureFolder | None = None,
         *,
         identity: Mapping[str, str],
-        said: Mapping[str, Any] = MappingProxyType({}),
+        description: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self._identity, self._said = identity, said
+        self._identity, self._description = identity, description
         self._model = model
         self._captures = captures
         self._library = library
@@ -109,7 +109,7 @@ class Routes:
                 "model": model.serving.model,
                 **model.origin,
                 "identity": dict(self._identity),
-                **self._said,
+                **self._description,
                 "num_layers": model.num_layers,
                 "hidden_size": model.hidden_size,
                 "points": points,
@@ -238,9 +238,9 @@ def _named(request: Request) -> tuple[str, str]:
     return request.path_params["name"], owner_of(request.headers.get("authorization", ""))
 
 
-def _range(asked: str, size: int) -> tuple[int, int] | None:
+def _range(header: str, size: int) -> tuple[int, int] | None:
     """Return start and stop of a byte range; None if it is invalid or empty."""
-    found = _RANGE.fullmatch(asked.strip())
+    found = _RANGE.fullmatch(header.strip())
     if found is None or not any(found.groups()):
         return None
     first, last = (int(part) if part else None for part in found.groups())

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from steercap.adapters.entry import quieten
 from steercap.adapters.launch import QUIET
 from steercap.adapters.releases import importing
-from steercap.client.compiling import said_of
+from steercap.client.compiling import engine_description
 from steercap.concurrency.heartbeat import watching
 from steercap.core.display import span
 from steercap.core.extras import extra
@@ -33,7 +33,7 @@ from steercap.server.folder import MOST_BYTES as FOLDER_BYTES
 from steercap.server.folder import MOST_BYTES_OF_A_KEY as FOLDER_BYTES_OF_A_KEY
 from steercap.server.library import NAME, OPERATOR, Library, Presets
 from steercap.server.middleware import PATHS, Keyless, OptOut, SteercapRoute
-from steercap.server.passthrough_routes import Elsewhere
+from steercap.server.passthrough_routes import PassthroughRoute
 from steercap.server.record_settings import RecordSettings
 from steercap.server.recording import Recorder
 from steercap.server.sketch_store import SketchStore
@@ -62,7 +62,7 @@ class ServerSettings:
         folder: folder for rows that requests ask to be written; None for none.
         folder_bytes: maximum bytes of files in it.
         folder_bytes_of_a_key: maximum bytes that requests of one API key write to it.
-        record: what is recorded of requests that ask for nothing; None for nothing.
+        record: settings of the recorder of requests that do not use steercap; None to record nothing.
         idle_seconds: seconds without a request after which the server ends; None for never.
         warm: digest of options to announce with a warm engine, which listens on its socket alone; None for a server
             that others do not find. See `steercap.files.warm`.
@@ -163,7 +163,7 @@ async def application(
     _require_no_restart(model)
     with extra("cuda", "cpu"), importing():
         from steercap.adapters import server
-        from steercap.server.inspect_routes import Looking
+        from steercap.server.inspect_routes import InspectRoutes
         from steercap.server.metrics import Metrics
         from steercap.server.pooling_routes import ENCODE, PoolingRoutes
         from steercap.server.routes import Routes, explorer_routes
@@ -189,15 +189,15 @@ async def application(
         served,
         () if pools else PATHS,
         lambda route: SteercapRoute(route, library, presets, sketches=sketches),
-        lambda route: Elsewhere(route, presets, (ENCODE,) if pools else PATHS),
+        lambda route: PassthroughRoute(route, presets, (ENCODE,) if pools else PATHS),
     )
     identity = await asyncio.to_thread(model.identity)
-    said = await asyncio.to_thread(said_of, model.serving.here())
-    routes = Routes(model, captures, library, presets.aliases, folder, identity=identity, said=said)
+    description = await asyncio.to_thread(engine_description, model.serving.here())
+    routes = Routes(model, captures, library, presets.aliases, folder, identity=identity, description=description)
     app.router.routes.extend(routes.routes)
-    looking = [*Looking(model, captures, library).routes, *FeaturesOfRows(captures, library.saes).routes]
+    inspecting = [*InspectRoutes(model, captures, library).routes, *FeaturesOfRows(captures, library.saes).routes]
     pooling = PoolingRoutes(model, captures, library, presets, sketches, failures=engine.failures)
-    app.router.routes.extend([*looking, *pooling.routes, *SketchRoutes(model, library, sketches).routes])
+    app.router.routes.extend([*inspecting, *pooling.routes, *SketchRoutes(model, library, sketches).routes])
     app.router.routes.extend(explorer_routes())
     app.router.middleware_stack = Metrics(app.router.middleware_stack, model, captures, engine.failures, recorder)
     if not server.tells_clients_apart(flags):

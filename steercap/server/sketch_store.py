@@ -78,15 +78,15 @@ class SketchStore:
         return one
 
     @contextmanager
-    def using(self, one: HeldSketch) -> Iterator[None]:
+    def using(self, sketch: HeldSketch) -> Iterator[None]:
         """Keep a sketch from expiring while the block runs."""
-        one.users += 1
+        sketch.users += 1
         try:
             yield
         finally:
-            one.users -= 1
-            one.until = self._clock() + self.time_to_live
-            self._sweep_later(one)
+            sketch.users -= 1
+            sketch.until = self._clock() + self.time_to_live
+            self._sweep_later(sketch)
 
     @contextmanager
     def joined(self, names: Sequence[str], owner: str) -> Iterator[tuple[RunningSketch, ...]]:
@@ -104,15 +104,15 @@ class SketchStore:
                 uses.enter_context(self.using(one))
             yield tuple(one.running for one in found)
 
-    async def close(self, one: HeldSketch) -> None:
+    async def close(self, sketch: HeldSketch) -> None:
         """Free a sketch; requests that still run in it fail."""
-        self._held.pop(one.name, None)
-        await one.running.aclose()
+        self._held.pop(sketch.name, None)
+        await sketch.running.aclose()
 
-    def _sweep_later(self, one: HeldSketch) -> None:
-        if one.timer is not None:
-            one.timer.cancel()
-        one.timer = asyncio.get_running_loop().call_later(self.time_to_live + 1, self.sweep)
+    def _sweep_later(self, sketch: HeldSketch) -> None:
+        if sketch.timer is not None:
+            sketch.timer.cancel()
+        sketch.timer = asyncio.get_running_loop().call_later(self.time_to_live + 1, self.sweep)
 
     def sweep(self) -> None:
         """Free sketches that have expired, without waiting for it."""

@@ -17,12 +17,12 @@ from steercap.captures.sketch import Sketch
 from steercap.core.spec import Point
 from steercap.core.values import choices, shown
 from steercap.errors import InvalidSpec
-from steercap.requests.sketching import EngineSketches, RunningSketch, begun
+from steercap.requests.sketching import EngineSketches, RunningSketch, open_sketch
 from steercap.saes import SAE
 from steercap.server.asks import capture_of
 from steercap.server.folder import CaptureStore, owner_of
 from steercap.server.library import NAME, Library
-from steercap.server.questions import MOST_TOP, answering, asked, computing, rows_at, rows_of, top_of
+from steercap.server.questions import MOST_TOP, answering, computing, read_body, rows_at, rows_of, top_of
 from steercap.server.sketch_store import SketchStore
 
 if TYPE_CHECKING:
@@ -58,10 +58,10 @@ class SketchRoutes:
 
     async def open(self, request: Request) -> Response:
         """Open a sketch: `{"kind": "moments", "size": ..., "layers": ..., "sites": ..., "tokens": ...}`."""
-        given, owner = await asked(request, ("kind", "size", *ROWS)), _owner(request)
+        given, owner = await read_body(request, ("kind", "size", *ROWS)), _owner(request)
         rows = {name: given[name] for name in ROWS if name in given}
         spec = capture_of({**rows, "codec": "raw"}, self._library, owner)
-        running = await begun(self._model.serving.here(), given.get("kind", "moments"), given.get("size"), spec)
+        running = await open_sketch(self._model.serving.here(), given.get("kind", "moments"), given.get("size"), spec)
         one = self._store.keep(running, owner)
         return JSONResponse({"id": one.name, "points": [list(point) for point in running.points]}, 201)
 
@@ -72,7 +72,7 @@ class SketchRoutes:
         async with AsyncExitStack() as held:
             held.enter_context(self._store.using(one))
             await held.enter_async_context(one.turn)
-            one.running.book.require()
+            one.running.record.require()
             found = await EngineSketches(self._model.serving.here()).fetch(one.running, points)
             file, size = await asyncio.to_thread(written, found)
             held.callback(file.close)
@@ -86,7 +86,7 @@ class SketchRoutes:
 
 
 class _SketchFile(StreamingResponse):
-    """Answer with a file, which is closed and let go of however the answer ends."""
+    """Answer that sends a file; the file is closed and its holder released however the sending ends."""
 
     def __init__(self, file: IO[bytes], size: int, held: AsyncExitStack) -> None:
         super().__init__(iter(lambda: file.read(_PART), b""), 200, {"content-length": str(size)})
@@ -180,7 +180,7 @@ class FeaturesOfRows:
 
     async def features(self, request: Request) -> Response:
         """Answer with the most active features of rows: `{"sae": name, "positions": [...], "top": 8}`."""
-        given = await asked(request, ("sae", "positions", "top"))
+        given = await read_body(request, ("sae", "positions", "top"))
         name = given.get("sae")
         sae = self._saes.get(name) if isinstance(name, str) else None
         if sae is None:
@@ -203,10 +203,10 @@ class FeaturesOfRows:
         return JSONResponse(said | described(found))
 
 
-def described(found: Features) -> dict[str, Any]:
+def described(features: Features) -> dict[str, Any]:
     """Return each row's features as pairs of index and activation, greatest first, and its number of active ones."""
     pairs = [
         [[feature, float(f"{value:.6g}")] for feature, value in zip(ids, values, strict=True) if feature >= 0]
-        for ids, values in zip(found.ids.tolist(), found.values.tolist(), strict=True)
+        for ids, values in zip(features.ids.tolist(), features.values.tolist(), strict=True)
     ]
-    return {"features": pairs, "active": found.active.tolist()}
+    return {"features": pairs, "active": features.active.tolist()}

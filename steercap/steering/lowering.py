@@ -395,14 +395,14 @@ def _parts(
     return [_within(one, place * width, count * width) for place in chosen for one in lowered]
 
 
-def _within(one: RankOne, start: int, width: int) -> RankOne:
-    """Return a rank-one edit of a part as one of rows of `width` elements, in which the part begins at `start`."""
+def _within(edit: RankOne, start: int, width: int) -> RankOne:
+    """Pad a rank-one edit of a part of a row to rows of `width` elements, in which the part begins at `start`."""
 
-    def whole(vector: torch.Tensor) -> torch.Tensor:
-        beside = HOLE if one.replaces else 0.0
-        return torch.nn.functional.pad(vector, (start, width - start - vector.shape[-1]), value=beside)
+    def padded(vector: torch.Tensor) -> torch.Tensor:
+        fill = HOLE if edit.replaces else 0.0
+        return torch.nn.functional.pad(vector, (start, width - start - vector.shape[-1]), value=fill)
 
-    return one._replace(write=whole(one.write), read=None if one.read is None else whole(one.read))
+    return edit._replace(write=padded(edit.write), read=None if edit.read is None else padded(edit.read))
 
 
 def _check_fits(edit: Edit, part: RankOne, point: Point, schema: PointSchema, *, keeps_norm: bool) -> None:

@@ -59,7 +59,7 @@ class SketchingTwin(Bridged[Model_co]):
             The errors of `steercap.SteerModel.sketch`.
         """
         spec = CaptureSpec(layers=layers, sites=sites, tokens=tokens, codec="raw", before_edits=before_edits)
-        running = self.bridge.run(self.awaited._backend.begun(kind, size, spec))  # noqa: SLF001 -- of its twin
+        running = self.bridge.run(self.awaited._backend.open_sketch(kind, size, spec))  # noqa: SLF001 -- of its twin
         try:
             with joining(self.awaited, running):
                 yield RunningSketch(running, self.bridge.run)

@@ -100,16 +100,17 @@ class Assembly:
             records = flat.view(rows, -1) if rows else flat.view(0, self._shape.lines * LINE_BYTES)
             spans = zip(self._shape.offsets, self._shape.sizes, strict=True)
             each = zip(self._schemas, spans, strict=True)
-            return [one for schema, (at, size) in each for one in self._kept(records[:, at : at + size], schema, 1)]
+            parts = (self._in_client_form(records[:, at : at + size], schema, 1) for schema, (at, size) in each)
+            return [kept for part in parts for kept in part]
         found, first = [], 0
         for (schema, size, padded), group in groupby(zip(self._schemas, self._shape.sizes, self._padded, strict=True)):
             count = len(list(group))
             stored = flat[first : first + count * rows * padded].view(count * rows, padded)[:, :size]
-            found += self._kept(stored, schema, count)
+            found += self._in_client_form(stored, schema, count)
             first += count * rows * padded
         return found
 
-    def _kept(self, stored: torch.Tensor, schema: PointSchema, count: int) -> list[torch.Tensor | CodedRows]:
+    def _in_client_form(self, stored: torch.Tensor, schema: PointSchema, count: int) -> list[torch.Tensor | CodedRows]:
         """Convert the rows of points with equal schemas, uint8 [points * rows, row bytes], to the client's form.
 
         Copies are made for all of them at once, so that threads that gather hold the GIL only briefly.

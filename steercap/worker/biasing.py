@@ -160,7 +160,7 @@ class Biasing:
         """Wait until the wanted positions are verified; do not wait for later passes."""
         last = next((pending for pending in reversed(self._pending) if pending.of(wanted)), None)
         if last is not None:
-            while self._pending and self._take_in(self._pending.popleft()) is not last:
+            while self._pending and self._verify(self._pending.popleft()) is not last:
                 pass
 
     def _choose(self, batch: BatchRows, counts: Ints, vocabulary: int) -> list[Biased]:
@@ -181,19 +181,19 @@ class Biasing:
 
     def _writes(self, chosen: Sequence[Biased]) -> tuple[Writes, torch.Tensor]:
         """Return the additions to make, and the indices of all biased rows, int64 on the device."""
-        key = [(one.row, one.mask, id(one.steered.slot)) for one in chosen]
+        key = [(biased.row, biased.mask, id(biased.steered.slot)) for biased in chosen]
         if self._last is None or self._last[0] != key:
-            slots = tuple(one.steered.slot for one in chosen)
-            self._last = key, slots, self._new_writes(chosen), self._moved(np.array([one.row for one in chosen]))
+            slots = tuple(biased.steered.slot for biased in chosen)
+            self._last = key, slots, self._new_writes(chosen), self._moved(np.array([biased.row for biased in chosen]))
         return self._last[2:]
 
     def _new_writes(self, chosen: Sequence[Biased]) -> Writes:
         groups: dict[tuple[int, int], tuple[Addend, list[int]]] = {}
-        for one in chosen:
-            key = id(one.steered.slot), one.mask
+        for biased in chosen:
+            key = id(biased.steered.slot), biased.mask
             if key not in groups:
-                groups[key] = self._addend(one), []
-            groups[key][1].append(one.row)
+                groups[key] = self._addend(biased), []
+            groups[key][1].append(biased.row)
         writes: Writes = []
         small = [group for group in groups.values() if group[0].entries < _LARGE]
         for addend, rows in groups.values():
@@ -206,13 +206,13 @@ class Biasing:
             writes.append((self._moved(rows_of_all), ids, values))
         return writes
 
-    def _addend(self, one: Biased) -> Addend:
+    def _addend(self, biased: Biased) -> Addend:
         """Return the total bias of a row; cached in the slot that holds the biases."""
-        slot = one.steered.slot
+        slot = biased.steered.slot
         assert slot is not None, "a request whose slot holds something else was never entered"
-        if (addend := slot.addends.get(one.mask)) is None:
-            ids, values = combined(slot.configuration.biases, one.mask)
-            addend = slot.addends[one.mask] = Addend(self._moved(ids), self._moved(values), len(ids))
+        if (addend := slot.addends.get(biased.mask)) is None:
+            ids, values = combined(slot.configuration.biases, biased.mask)
+            addend = slot.addends[biased.mask] = Addend(self._moved(ids), self._moved(values), len(ids))
         return cast("Addend", addend)
 
     def _moved(self, array: np.ndarray) -> torch.Tensor:
@@ -229,9 +229,9 @@ class Biasing:
 
     def _complete(self, ready: Callable[[_Pending], bool]) -> None:
         while self._pending and ready(self._pending[0]):
-            self._take_in(self._pending.popleft())
+            self._verify(self._pending.popleft())
 
-    def _take_in(self, pending: _Pending) -> _Pending:
+    def _verify(self, pending: _Pending) -> _Pending:
         """Verify the positions of a pass, and record how many logits were biased at each."""
         if pending.ready is not None:
             pending.ready.synchronize()

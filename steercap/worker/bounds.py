@@ -19,11 +19,11 @@ from steercap.worker.taps import TapSizes
 _FLOAT_BYTES: Final = 4
 
 
-def check_configure(asked: Configure, sizes: TapSizes, width: int) -> None:
+def check_configure(message: Configure, sizes: TapSizes, width: int) -> None:
     """Check that vectors and configurations fit the bank, the slots and each other.
 
     Args:
-        asked: the vectors and configurations to write.
+        message: the vectors and configurations to write.
         sizes: sizes of this rank's tables.
         width: elements of a row of the bank.
 
@@ -31,8 +31,8 @@ def check_configure(asked: Configure, sizes: TapSizes, width: int) -> None:
         WorkerFailure: they do not fit.
     """
     wrong = chain(
-        (reason for vectors in asked.vectors for reason in _vectors(vectors, sizes, width)),
-        (reason for placed in asked.configurations for reason in _placed(placed, sizes)),
+        (reason for vectors in message.vectors for reason in _vectors(vectors, sizes, width)),
+        (reason for placed in message.configurations for reason in _placed(placed, sizes)),
     )
     if reason := next(wrong, None):
         raise WorkerFailure(f"a configuration is not valid: {reason}")
@@ -84,22 +84,22 @@ def _placed(placed: Placed, sizes: TapSizes) -> Iterator[str]:
     yield from _configuration(placed.configuration, sizes)
 
 
-def _configuration(found: Configuration, sizes: TapSizes) -> Iterator[str]:
-    if found.scopes > MAX_SCOPES or found.replacements > MAX_REPLACEMENTS:
-        yield f"{found.scopes} scopes and {found.replacements} replacements"
-    blobs, counts = len(found.blobs), dict[int, int]()
-    for entry in found.entries:
-        if max(entry.read, entry.write) >= blobs or entry.scope >= found.scopes:
+def _configuration(configuration: Configuration, sizes: TapSizes) -> Iterator[str]:
+    if configuration.scopes > MAX_SCOPES or configuration.replacements > MAX_REPLACEMENTS:
+        yield f"{configuration.scopes} scopes and {configuration.replacements} replacements"
+    blobs, counts = len(configuration.blobs), dict[int, int]()
+    for entry in configuration.entries:
+        if max(entry.read, entry.write) >= blobs or entry.scope >= configuration.scopes:
             yield "an entry that names a blob or scope that does not exist"
-        if entry.replacement >= found.replacements:
+        if entry.replacement >= configuration.replacements:
             yield "an entry that names a replacement that does not exist"
         for point in set(entry.points):
             counts[point] = counts.get(point, 0) + 1
     if counts and max(counts.values()) > sizes.entries:
         yield f"{max(counts.values())} entries at a point that has room for {sizes.entries}"
-    if found.reads and (blobs != 1 or found.blobs[0].rows % len(found.reads)):
+    if configuration.reads and (blobs != 1 or configuration.blobs[0].rows % len(configuration.reads)):
         yield "points whose vectors are not in one blob with equal counts"
-    for bias in found.biases:
+    for bias in configuration.biases:
         if bias.scope >= MAX_SCOPES or not bias.ids or len(bias.ids) % 4 or len(bias.ids) != len(bias.values):
             yield "a bias with unequal numbers of ids and values"
 
@@ -109,7 +109,7 @@ def _plan(plan: Plan, longest: int) -> Iterator[str]:
         yield f"{plan.limit} tokens, {plan.prompt_len} of them of the prompt, in a context of {longest}"
     if (kept := plan.capture) is not None:
         yield from _stored(kept)
-        if not kept.ranges or not any(map(_holds, kept.ranges)):
+        if not kept.ranges or not any(map(_nonempty, kept.ranges)):
             yield "no token is kept"
         if kept.attention is not None:
             yield from _attention(kept, kept.attention)
@@ -122,10 +122,10 @@ def _plan(plan: Plan, longest: int) -> Iterator[str]:
             yield "a replacement after the end"
 
 
-def _attention(kept: CapturePlan, asked: AttentionPlan) -> Iterator[str]:
-    if kept.coding != RAW or kept.reduce is not None or not 1 <= asked.top <= MOST_TARGETS:
-        yield f"attention={asked.top} of rows as {kept.coding}, reduce={kept.reduce}"
-    points = [point for _, *pair in asked.layers for point in pair]
+def _attention(kept: CapturePlan, plan: AttentionPlan) -> Iterator[str]:
+    if kept.coding != RAW or kept.reduce is not None or not 1 <= plan.top <= MOST_TARGETS:
+        yield f"attention={plan.top} of rows as {kept.coding}, reduce={kept.reduce}"
+    points = [point for _, *pair in plan.layers for point in pair]
     if sorted(points) != sorted(kept.points):
         yield f"attention of points {points}, but points {kept.points} are captured"
 
@@ -140,5 +140,5 @@ def _stored(kept: CapturePlan) -> Iterator[str]:
         yield f"reduce={kept.reduce} of rows as {coding}"
 
 
-def _holds(one: Range) -> bool:
-    return one.stop is None or one.stop > one.start
+def _nonempty(positions: Range) -> bool:
+    return positions.stop is None or positions.stop > positions.start

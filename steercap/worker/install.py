@@ -66,11 +66,11 @@ def _called(module: Any, rows: torch.Tensor) -> torch.Tensor:
     return first
 
 
-def projected(project: Projecting | None, asked: Project, device: torch.device) -> Projected | NotCapturing:
+def projected(project: Projecting | None, request: Project, device: torch.device) -> Projected | NotCapturing:
     """Answer a `Project` call on one rank; rows are projected one by one, see `architectures.decoder`."""
     if project is None:
         return NotCapturing()
-    found = [project(asked.layer, asked.site, row[None]) for row in rows_of(asked, device)]
+    found = [project(request.layer, request.site, row[None]) for row in rows_of(request, device)]
     made = [one.float().cpu() for one in found if one is not None]
     return Projected(torch.cat(made).numpy().tobytes()) if made else NotCapturing()
 
@@ -81,13 +81,13 @@ def projected(project: Projecting | None, asked: Project, device: torch.device) 
 Choosing: TypeAlias = "Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]"
 
 
-def chosen(choose: Choosing | None, asked: Choose, device: torch.device) -> Chosen | NotCapturing:
+def chosen(choose: Choosing | None, request: Choose, device: torch.device) -> Chosen | NotCapturing:
     """Answer a `Choose` call on one rank; every rank of a layer's pipeline stage has its whole router."""
     if choose is None:
         return NotCapturing()
-    logits = rows_of(asked, device)
+    logits = rows_of(request, device)
     try:
-        found = choose(asked.layer, logits)
+        found = choose(request.layer, logits)
         if found is None:
             return NotCapturing()
         ids, weights = checked(*found, logits.shape[1])
@@ -160,7 +160,7 @@ def install_taps(
         index, schema = local[number], schemas[number]
         tap = Tap(at[number], kinds[installed.kind_of(schema)], len(schema.shape))
         norm = norm_after(armed[index], decoder, family, armed, num_layers)
-        if norms is not None and type(norm) is norms and _plain(norm, dtype):
+        if norms is not None and type(norm) is norms and _is_plain_norm(norm, dtype):
             norm_tap(norm, tap)
         else:
             SITES[armed[index].site].attach(decoder.holder(armed[index]), family, tap)
@@ -190,7 +190,7 @@ def norm_after(
     return getattr(holder, path, None)
 
 
-def _plain(norm: Any, dtype: torch.dtype) -> bool:
+def _is_plain_norm(norm: Any, dtype: torch.dtype) -> bool:
     """Check that one of vLLM's RMSNorm norms whole rows, with weights of the model's dtype."""
     whole = norm.has_weight and norm.variance_size_override is None
     return whole and norm.weight.dtype == dtype and hasattr(norm, "_forward_method")

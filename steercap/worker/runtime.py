@@ -227,10 +227,10 @@ class Runtime:
     def _take_completed(self, through: Step | None = None) -> None:
         """Process the passes that are known to be completed; wait for those up to `through`, if given."""
         for steps, report in self.taps.completed(through):
-            self._take_in(steps, report)
+            self._verify(steps, report)
             self._request_table.complete(len(steps))
 
-    def _take_in(self, steps: Sequence[Step], report: StepReport) -> None:
+    def _verify(self, steps: Sequence[Step], report: StepReport) -> None:
         """Take in the report of finished passes: label their rows with token ids, and note which are not finite.
 
         Requests whose positions, edits or copies differ from a step, or whose edited rows overflowed, fail; all of
@@ -345,7 +345,7 @@ class Runtime:
                 return Collected(tuple(map(self._seal, wanted)))
             case PrepareSketch(joining):
                 self._wait_for([one.wanted for one in joining])
-                return Collected(tuple(map(self._weigh, joining)))
+                return Collected(tuple(map(self._prepare_sketch, joining)))
             case OpenSketch() | CommitSketch() | ReadSketch() | CloseSketch():
                 return self._sketches.answer(call.question)
             case OpenSAE() | CloseSAE():
@@ -426,7 +426,7 @@ class Runtime:
         if tracked is not None and tracked.capture_buffer is not None and tracked.capture_buffer.layout == NONE:
             self._request_table.look_again(tracked)
 
-    def _weigh(self, joining: Joining) -> CapturedRows | Unknown:
+    def _prepare_sketch(self, joining: Joining) -> CapturedRows | Unknown:
         captured_rows = self._seal(joining.wanted)
         if isinstance(captured_rows, Unknown) or captured_rows.failure or captured_rows.nonfinite:
             return captured_rows  # and the client refuses it
@@ -434,15 +434,15 @@ class Runtime:
         if not isinstance(rows, ArenaBuffer) or rows.capture.sent != RAW:
             refused: str | None = "its rows are not kept unchanged, as a sketch needs"
         else:
-            refused = self._sketches.weigh(joining, rows)
+            refused = self._sketches.prepare(joining, rows)
         return msgspec.structs.replace(captured_rows, failure=refused)
 
-    def _attach(self, asked: Attach) -> Answer:
+    def _attach(self, message: Attach) -> Answer:
         if self._arena is None:
             with torch.inference_mode(mode=False):  # or its lines could be written in inference mode alone
-                self._arena = Arena(self._shape, asked.capture_bytes, self.device)
-                if asked.spill_folder:
-                    self._arena.add_file(Path(asked.spill_folder), asked.spill_bytes)
+                self._arena = Arena(self._shape, message.capture_bytes, self.device)
+                if message.spill_folder:
+                    self._arena.add_file(Path(message.spill_folder), message.spill_bytes)
                 self.taps.use(self._arena)
         points = self.taps.layouts.points(self.taps.points)
         return Attached(

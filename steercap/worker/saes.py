@@ -40,7 +40,7 @@ class SAEs:
     def __init__(self, layouts: Layouts, device: torch.device) -> None:
         self._layouts, self._device = layouts, device
         self._held: dict[Key, Encoder] = {}
-        self._coming: dict[Key, _Coming] = {}
+        self._coming: dict[Key, _LoadingEncoder] = {}
         self._all: WeakSet[Encoder] = WeakSet()  # includes closed ones that running requests still use
 
     def __len__(self) -> int:
@@ -60,7 +60,7 @@ class SAEs:
         return tuple((point, self._held[digest, point]) for digest, point in wanted)
 
     def answer(self, question: OpenSAE | CloseSAE) -> SAEOpened:
-        """Answer a call of the client."""
+        """Load or free an encoder, as the client's message asks."""
         match question:
             case OpenSAE():
                 return self._open(question)
@@ -69,13 +69,13 @@ class SAEs:
                 self._coming.pop((digest, point), None)
                 return HERE
 
-    def _open(self, asked: OpenSAE) -> SAEOpened:
-        key = asked.digest, asked.point
-        if key in self._held or not self._layouts.points([asked.point]):
+    def _open(self, message: OpenSAE) -> SAEOpened:
+        key = message.digest, message.point
+        if key in self._held or not self._layouts.points([message.point]):
             return HERE
         coming = self._coming.get(key)
         if coming is None:
-            return self._begin(asked)
+            return self._begin(message)
         if coming.thread.is_alive():
             return COMING
         del self._coming[key]
@@ -85,31 +85,31 @@ class SAEs:
         self._all.add(coming.encoder)
         return HERE
 
-    def _begin(self, asked: OpenSAE) -> SAEOpened:
-        wanted, used = image_bytes(asked.shape), self.nbytes
-        if used + wanted > asked.most_bytes:
-            return SAEOpened(full=f"it needs {wanted:,} bytes, and {used:,} of {asked.most_bytes:,} are in use")
+    def _begin(self, message: OpenSAE) -> SAEOpened:
+        wanted, used = image_bytes(message.shape), self.nbytes
+        if used + wanted > message.most_bytes:
+            return SAEOpened(full=f"it needs {wanted:,} bytes, and {used:,} of {message.most_bytes:,} are in use")
         try:
-            segment = SharedSegment.open(asked.path, asked.nonce)
+            segment = SharedSegment.open(message.path, message.nonce)
         except MemoryNotShared as error:
             return SAEOpened(unreachable=str(error))
         if len(segment.memory) < HEADER_BYTES + wanted:
             return SAEOpened(refused=f"it needs {wanted:,} bytes, and the client shares {len(segment.memory):,}")
         image = torch.frombuffer(segment.memory, dtype=torch.uint8, count=wanted, offset=HEADER_BYTES)
         try:
-            coming = _Coming(asked, image, self._device)
+            coming = _LoadingEncoder(message, image, self._device)
         except torch.OutOfMemoryError:
             return SAEOpened(full=f"it needs {wanted:,} bytes, more than the device has left")
-        self._coming[asked.digest, asked.point] = coming
+        self._coming[message.digest, message.point] = coming
         coming.thread.start()
         return COMING
 
 
-class _Coming:
+class _LoadingEncoder:
     """Encoder that is being loaded on a thread.
 
     Args:
-        asked: the client's call, with digest and shape.
+        message: the client's call, with digest and shape.
         image: bytes of the encoder, in memory of the client.
         device: device to load it to.
 
@@ -117,11 +117,11 @@ class _Coming:
         torch.OutOfMemoryError: the device has no room for it.
     """
 
-    def __init__(self, asked: OpenSAE, image: torch.Tensor, device: torch.device) -> None:
+    def __init__(self, message: OpenSAE, image: torch.Tensor, device: torch.device) -> None:
         self.encoder: Encoder | None = None
         self.reason = ""
         self.nbytes = len(image)
-        self._asked, self._image, self._device = asked, image, device
+        self._message, self._image, self._device = message, image, device
         self._there, self._free = image, None
         if device.type == "cuda":
             # Allocated here, for the model's stream, which may still use this memory for something else.
@@ -137,7 +137,7 @@ class _Coming:
             self.reason = f"{type(error).__name__}: {error}"
 
     def _brought(self, free: Any) -> Encoder | None:
-        if Encoder.read(self._asked.shape, self._image).digest() != self._asked.digest:
+        if Encoder.read(self._message.shape, self._image).digest() != self._message.digest:
             self.reason = "the client's memory does not hold the SAE that it announced"
             return None
         if free is not None:
@@ -146,4 +146,4 @@ class _Coming:
             with torch.cuda.stream(stream):
                 self._there.copy_(self._image)
             stream.synchronize()
-        return Encoder.read(self._asked.shape, self._there)
+        return Encoder.read(self._message.shape, self._there)

@@ -1,8 +1,8 @@
 """Sketches on this rank: statistics of the rows of finished requests, updated on the model's device.
 
-A request is added in two steps, since it must be added on every rank or on none. First it is weighed: its rows are
-checked, and room for their squares is set aside. Then it is folded in, which cannot fail for any value of the rows.
-A request is remembered from the first step until it is released, so that it is folded once.
+A request is added in two steps, since it must be added on every rank or on none. First it is prepared: its rows are
+checked, and room for their squares is set aside. Then it is committed, which cannot fail for any value of the rows.
+A request is remembered from the first step until it is released, so that it is committed once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from steercap.worker.capture_buffer import ArenaBuffer
 
 
 @dataclass(frozen=True)
-class Weighed:
+class PreparedRows:
     """Rows of a request that were checked for a sketch.
 
     Args:
@@ -52,27 +52,27 @@ class Held:
     Args:
         kind: kind of the sketch.
         states: state of each point, by its index among the engine's armed points.
-        weighed: requests that were weighed and not folded yet.
-        folded: number of rows of each request that was folded, until it is released.
+        prepared: requests that were prepared and not committed yet.
+        committed: number of rows of each request that was committed, until it is released.
     """
 
     kind: Kind
     states: dict[int, SketchState]
-    weighed: dict[Owner, Weighed] = field(default_factory=dict)
-    folded: dict[Owner, int] = field(default_factory=dict)
+    prepared: dict[Owner, PreparedRows] = field(default_factory=dict)
+    committed: dict[Owner, int] = field(default_factory=dict)
 
     def knows(self, owner: Owner) -> bool:
-        """Return whether a request was weighed and not released since."""
-        return owner in self.weighed or owner in self.folded
+        """Return whether a request was prepared and not released since."""
+        return owner in self.prepared or owner in self.committed
 
     def refusal(self, squares: Mapping[int, float]) -> str | None:
-        """Return the reason why rows cannot be added besides all rows that were weighed before; None if they can.
+        """Return the reason why rows cannot be added besides all rows that were prepared before; None if they can.
 
         Args:
             squares: sum of the squares of the rows, by the index of their point.
         """
         for point, state in self.states.items():
-            promised = sum(other.squares[point] for other in self.weighed.values())
+            promised = sum(other.squares[point] for other in self.prepared.values())
             if reason := self.kind.refusal(state.squares + promised + squares[point]):
                 return reason
         return None
@@ -82,12 +82,12 @@ class Held:
         for point, state in self.states.items():
             self.kind.take(state, block[point])
 
-    def took(self, owner: Owner) -> None:
+    def mark_committed(self, owner: Owner) -> None:
         """Record that all rows of a request were added."""
-        weighed = self.weighed.pop(owner)
-        self.folded[owner] = weighed.rows
+        prepared = self.prepared.pop(owner)
+        self.committed[owner] = prepared.rows
         for point, state in self.states.items():
-            state.squares += weighed.squares[point]
+            state.squares += prepared.squares[point]
 
 
 class Sketches:
@@ -121,31 +121,31 @@ class Sketches:
             case OpenSketch():
                 return SketchOpened(self.open(question))
             case CommitSketch(joining):
-                return Folded(tuple(map(self.fold, joining)))
+                return Folded(tuple(map(self.commit, joining)))
             case ReadSketch():
                 return self.read(question)
             case CloseSketch(name):
                 self._held.pop(name, None)
                 return SketchOpened("")
 
-    def open(self, asked: OpenSketch) -> str:
+    def open(self, message: OpenSketch) -> str:
         """Create a sketch, unless there is one of the name; return the reason why it cannot be created, or ""."""
-        if asked.name in self._held:
+        if message.name in self._held:
             return ""
-        kind, points = SKETCHES[asked.kind], self._layouts.points(asked.points)
+        kind, points = SKETCHES[message.kind], self._layouts.points(message.points)
         widths = [schema.shard_width for schema in self._layouts.schemas(points)]
-        wanted = sum(kind.nbytes(width, asked.size) for width in widths)
-        if self.nbytes + wanted > asked.most_bytes:
+        wanted = sum(kind.nbytes(width, message.size) for width in widths)
+        if self.nbytes + wanted > message.most_bytes:
             used = f"{self.nbytes:,} of them in use"
-            return f"it needs {wanted:,} bytes, and sketches may use {asked.most_bytes:,}, {used}"
+            return f"it needs {wanted:,} bytes, and sketches may use {message.most_bytes:,}, {used}"
         try:
-            states = [kind.empty(width, asked.size, self._device) for width in widths]
+            states = [kind.empty(width, message.size, self._device) for width in widths]
         except torch.OutOfMemoryError:
             return f"it needs {wanted:,} bytes, more than the device has left"
-        self._held[asked.name] = Held(kind, dict(zip(points, states, strict=True)))
+        self._held[message.name] = Held(kind, dict(zip(points, states, strict=True)))
         return ""
 
-    def weigh(self, joining: Joining, capture_buffer: ArenaBuffer) -> str | None:
+    def prepare(self, joining: Joining, capture_buffer: ArenaBuffer) -> str | None:
         """Check rows and reserve room for them; return the reason why they cannot be added, or None. Idempotent."""
         owner = joining.wanted.owner
         if missing := [name for name in joining.sketches if name not in self._held]:
@@ -156,55 +156,55 @@ class Sketches:
         squares = torch.zeros(len(points), dtype=torch.float64, device=self._device)
         for block in capture_buffer.blocks(rows):
             squares += torch.stack([squares_of(block[point]) for point in points]) if points else 0
-        weighed = dict(zip(points, squares.tolist(), strict=True))
+        prepared = dict(zip(points, squares.tolist(), strict=True))
         for held in sketches:
-            if reason := held.refusal(weighed):
+            if reason := held.refusal(prepared):
                 return f"its rows cannot be taken into a sketch: {reason}"
         for held in sketches:
-            held.weighed[owner] = Weighed(capture_buffer, rows, weighed)
+            held.prepared[owner] = PreparedRows(capture_buffer, rows, prepared)
         return None
 
-    def fold(self, joining: Joining) -> int:
-        """Add rows that were weighed, unless they were added before; return their number, or -1 if not weighed."""
+    def commit(self, joining: Joining) -> int:
+        """Add rows that were prepared, unless they were added before; return their number, or -1 if not prepared."""
         owner = joining.wanted.owner
         sketches = [held for name in joining.sketches if (held := self._held.get(name)) and held.knows(owner)]
         if not sketches or len(sketches) != len(joining.sketches):
             return -1
-        waiting = [held for held in sketches if owner in held.weighed]
+        waiting = [held for held in sketches if owner in held.prepared]
         if waiting:
-            one = waiting[0].weighed[owner]
+            one = waiting[0].prepared[owner]
             for block in one.capture_buffer.blocks(one.rows):
                 for held in waiting:
                     held.take(block)
         for held in waiting:
-            held.took(owner)
+            held.mark_committed(owner)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # after the answer, the rows' memory may be reused
-        return sketches[0].folded[owner]
+        return sketches[0].committed[owner]
 
     def forget(self, owners: Sequence[Owner]) -> None:
         """Forget requests whose rows were released."""
         for held in self._held.values():
             for owner in owners:
-                held.weighed.pop(owner, None)
-                held.folded.pop(owner, None)
+                held.prepared.pop(owner, None)
+                held.committed.pop(owner, None)
 
-    def read(self, asked: ReadSketch) -> SketchPart:
+    def read(self, message: ReadSketch) -> SketchPart:
         """Return a byte range of a sketch's tensors at a point.
 
         Raises:
             WorkerFailure: there is no such sketch.
         """
-        held = self._held.get(asked.name)
+        held = self._held.get(message.name)
         if held is None:
-            raise WorkerFailure(f"there is no sketch {asked.name} here")
-        state = held.states.get(asked.point)
+            raise WorkerFailure(f"there is no sketch {message.name} here")
+        state = held.states.get(message.point)
         if state is None:
             return SketchPart(kept=False, rows=0, squares=0.0, filled=0, data=b"")
         parts, before = [], 0
         for tensor in state.tensors.values():
             stored = tensor.view(-1).view(torch.uint8)
-            part = stored[max(asked.start - before, 0) : max(asked.stop - before, 0)]
+            part = stored[max(message.start - before, 0) : max(message.stop - before, 0)]
             parts.append(part.cpu().numpy().tobytes())
             before += len(stored)
         return SketchPart(kept=True, rows=state.rows, squares=state.squares, filled=state.filled, data=b"".join(parts))

@@ -327,7 +327,7 @@ class Steering:
 
 
 def _replacements(slot: Slot, steering: SteeringPlan) -> dict[int, Ints]:
-    """Return the bank row of each replacement at a position, NONE for none: int64 [replacements] by position."""
+    """Return, by token position, the bank row of each replacement: int64 [replacements], NONE if it skips it."""
     found: dict[int, Ints] = {}
     blobs = {entry.replacement: entry.write for entry in slot.configuration.entries if entry.replacement != NONE}
     for number, positions in enumerate(steering.replaced):

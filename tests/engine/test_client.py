@@ -921,13 +921,13 @@ async def test_a_sketch_belongs_to_its_key_and_goes_with_its_connection(url: str
     """Nobody else joins, reads or closes it; a request that ran when it was closed fails; a lost client's is freed."""
     async with SteerModel.connect(url, api_key="mine") as mine, SteerModel.connect(url, api_key="yours") as yours:
         async with mine.sketch(layers=1) as running, yours.sketch(layers=1) as other:
-            name, other.book.name = other.book.name, running.book.name
+            name, other.record.name = other.record.name, running.record.name
             with pytest.raises(errors.SketchClosed, match="it is not yours"):
                 await yours.generate("Hello", GREEDY)
             for method in ("GET", "DELETE"):
                 with pytest.raises(errors.SketchClosed, match="it is not yours"):
-                    await yours.connection.ask(method, f"/v1/steercap/sketches/{running.book.name}")
-            other.book.name = name
+                    await yours.connection.ask(method, f"/v1/steercap/sketches/{running.record.name}")
+            other.record.name = name
             late = asyncio.ensure_future(mine.generate("Hello", {**GREEDY, "max_tokens": 200}))
             while not (await tiny.stats()).handles_held:
                 await asyncio.sleep(0.01)

@@ -118,7 +118,7 @@ async def test_patience_that_ends_for_one_lets_the_next_run(little) -> None:
         await large
     _, handle = await small
     budget = little.serving.engine.admission.budget
-    assert budget.reserved == sum(ticket.pages for ticket in budget._held)
+    assert budget.reserved == sum(reservation.pages for reservation in budget._held)
     assert len(budget._held) == 4
     await little.fetch_captures_batch([*held, handle])
     assert await settled(little) == (0, 0, 0)

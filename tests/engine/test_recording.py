@@ -273,9 +273,9 @@ async def test_what_has_no_room_in_the_workers_is_answered_unrecorded(tiny: Stee
     """
     engine, prompt = tiny.serving.here(), random_prompt(24, 8)
     async with recording(tiny, folder=tmp_path) as served:
-        ticket = await engine.admit(engine.admission.budget.pages // 2 + 1, object())
+        reservation = await engine.admit(engine.admission.budget.pages // 2 + 1, object())
         answer = await served.openai.completions.create(model="tiny", prompt=prompt, **GREEDY)
-        engine.admission.release(ticket)
+        engine.admission.release(reservation)
         assert answer.choices[0].finish_reason == "length"
         stream = await served.openai.completions.create(
             model="tiny", prompt=prompt, stream=True, **{**GREEDY, "max_tokens": 60}

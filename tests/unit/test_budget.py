@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from steercap.config import Settings
-from steercap.core.budget import Budget, Ticket
+from steercap.core.budget import Budget, Reservation
 from steercap.core.schema import RAW
 from steercap.engine.admission import Admission
 from steercap.errors import CaptureMemoryFull
@@ -24,27 +24,28 @@ class BudgetMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.budget = Budget(PAGES, ENGINES, REDUCTIONS)
-        self.waiting: list[Ticket] = []
-        self.running: list[Ticket] = []
-        self.finished: list[Ticket] = []
-        self.demanded: dict[Ticket, int | None] = {}
+        self.waiting: list[Reservation] = []
+        self.running: list[Reservation] = []
+        self.finished: list[Reservation] = []
+        self.demanded: dict[Reservation, int | None] = {}
 
-    def admitted(self, tickets: list[Ticket]) -> None:
+    def admitted(self, reservations: list[Reservation]) -> None:
         """Admission is in order of arrival, where it was demanded."""
-        assert tickets == self.waiting[: len(tickets)]
+        assert reservations == self.waiting[: len(reservations)]
         assert all(
-            ticket.engine in {self.demanded[ticket]} - {None} or self.demanded[ticket] is None for ticket in tickets
+            reservation.engine in {self.demanded[reservation]} - {None} or self.demanded[reservation] is None
+            for reservation in reservations
         )
-        del self.waiting[: len(tickets)]
-        self.running += tickets
+        del self.waiting[: len(reservations)]
+        self.running += reservations
 
     def claimed(self, engine: int) -> int:
         """Pages of this engine that are held."""
-        return sum(ticket.pages for ticket in self.running + self.finished if ticket.engine == engine)
+        return sum(reservation.pages for reservation in self.running + self.finished if reservation.engine == engine)
 
     def reducing(self, engine: int) -> int:
         """Reductions that run on this engine."""
-        return sum(ticket.reductions for ticket in self.running if ticket.engine == engine)
+        return sum(reservation.reductions for reservation in self.running if reservation.engine == engine)
 
     @rule(
         pages=st.integers(0, PAGES),
@@ -53,18 +54,18 @@ class BudgetMachine(RuleBasedStateMachine):
         reductions=st.integers(0, REDUCTIONS),
     )
     def claim(self, pages: int, call: int, engine: int | None, reductions: int) -> None:
-        ticket = Ticket(pages, call, engine=engine, reductions=reductions)
-        self.demanded[ticket] = engine
-        self.waiting.append(ticket)
-        self.admitted(self.budget.claim(ticket))
+        reservation = Reservation(pages, call, engine=engine, reductions=reductions)
+        self.demanded[reservation] = engine
+        self.waiting.append(reservation)
+        self.admitted(self.budget.claim(reservation))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def finish(self, data) -> None:
-        ticket = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        kept = data.draw(st.integers(0, ticket.pages))
-        handles, admitted = self.budget.finish(ticket, [kept, ticket.pages - kept])
-        assert {handle.engine for handle in handles} == {ticket.engine}
+        reservation = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        kept = data.draw(st.integers(0, reservation.pages))
+        handles, admitted = self.budget.finish(reservation, [kept, reservation.pages - kept])
+        assert {handle.engine for handle in handles} == {reservation.engine}
         self.finished += handles
         self.admitted(admitted)
 
@@ -72,9 +73,9 @@ class BudgetMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data) -> None:
         pool = data.draw(st.sampled_from([pool for pool in (self.finished, self.waiting) if pool]))
-        ticket = pool.pop(data.draw(st.integers(0, len(pool) - 1)))
-        self.admitted(self.budget.release(ticket))
-        assert self.budget.release(ticket) == []
+        reservation = pool.pop(data.draw(st.integers(0, len(pool) - 1)))
+        self.admitted(self.budget.release(reservation))
+        assert self.budget.release(reservation) == []
 
     @invariant()
     def never_over_the_limit(self) -> None:
@@ -101,8 +102,12 @@ class BudgetMachine(RuleBasedStateMachine):
             assert not self.running
             assert head is self.waiting[0]
             for engine in range(ENGINES) if head.engine is None else [head.engine]:
-                held = [ticket for ticket in self.finished if ticket.engine == engine and ticket.call == head.call]
-                assert head.pages + sum(ticket.pages for ticket in held) > PAGES
+                held = [
+                    reservation
+                    for reservation in self.finished
+                    if reservation.engine == engine and reservation.call == head.call
+                ]
+                assert head.pages + sum(reservation.pages for reservation in held) > PAGES
 
 
 BudgetMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
@@ -112,12 +117,12 @@ TestBudget = BudgetMachine.TestCase
 def test_requests_spread_over_engines() -> None:
     """N arenas hold N times one: claims go where fewest run, and wait only when no engine has room."""
     budget = Budget(PAGES, ENGINES)
-    tickets = [Ticket(PAGES // 2, call=0) for _ in range(2 * ENGINES + 1)]
-    for ticket in tickets:
-        budget.claim(ticket)
-    assert [ticket.engine for ticket in tickets] == [0, 1, 2, 0, 1, 2, None]
-    budget.release(tickets[4])
-    assert tickets[-1].engine == 1
+    reservations = [Reservation(PAGES // 2, call=0) for _ in range(2 * ENGINES + 1)]
+    for reservation in reservations:
+        budget.claim(reservation)
+    assert [reservation.engine for reservation in reservations] == [0, 1, 2, 0, 1, 2, None]
+    budget.release(reservations[4])
+    assert reservations[-1].engine == 1
 
 
 def test_a_finished_request_pays_for_what_ran_past_its_end() -> None:

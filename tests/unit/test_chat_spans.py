@@ -15,7 +15,7 @@ from steercap.captures.handle import CaptureHandle
 from steercap.captures.lifecycle import Lifecycle
 from steercap.captures.rows import Captures, Found
 from steercap.client.chats import templated as served
-from steercap.core.chat import LEFT_OUT, UNCLEAR, said_in
+from steercap.core.chat import LEFT_OUT, UNCLEAR, content_text
 from steercap.core.prompts import templated
 from steercap.core.receipt import Receipt
 from steercap.core.spec import Point
@@ -452,7 +452,7 @@ def test_a_part_that_is_no_text_is_refused_where_texts_are_read() -> None:
         templated(Characters(TEXTS_ALONE), talk, {}, spans=False)
     for wrong in (3, {"text": "a"}):
         with pytest.raises(InvalidPrompt, match=r"content=.* of a message; give text, or a list of parts"):
-            said_in({"role": "user", "content": wrong})
+            content_text({"role": "user", "content": wrong})
 
 
 def handle_of(name: str, talk) -> CaptureHandle:

@@ -41,10 +41,10 @@ from steercap import (
 )
 from steercap.captures import files
 from steercap.client import RemoteModel
-from steercap.client.asks import MOST_NUMBERS, NotAsJSON, capture_asked, require_specs, steering_asked
+from steercap.client.asks import MOST_NUMBERS, NotAsJSON, capture_json, require_specs, steering_json
 from steercap.client.connection import ERROR_HEADER
 from steercap.client.model import LACKING
-from steercap.client.sampling import DEFAULTS, sampling_asked
+from steercap.client.sampling import DEFAULTS, sampling_json
 from steercap.client.uploads import encoded
 from steercap.core.attention import AttentionRule
 from steercap.errors import (
@@ -134,7 +134,7 @@ captures = st.one_of(
 
 @given(captures)
 def test_a_capture_is_read_as_what_was_said(spec) -> None:
-    found = capture_of(told(capture_asked(spec, None)), Library(), ME)
+    found = capture_of(told(capture_json(spec, None)), Library(), ME)
     assert found == (spec if spec.at is not None else dataclasses.replace(spec, layers=meant(spec.layers)))
 
 
@@ -173,7 +173,7 @@ edits = st.one_of(
 def test_steering_is_read_as_what_was_said(given_, keeps) -> None:
     """As JSON, and as a file."""
     spec = SteeringSpec(given_, preserve_norm=keeps and not all(isinstance(edit, LogitBias) for edit in given_))
-    alike(spec, steering_of(told(steering_asked(spec)), Library(), ME))
+    alike(spec, steering_of(told(steering_json(spec)), Library(), ME))
 
 
 @pytest.mark.parametrize("far", [10**9, 2**31, sys.maxsize, 10**30])
@@ -181,11 +181,11 @@ def test_slices_reach_as_far_as_they_do_here(far) -> None:
     """Bounds beyond every sequence and model, as `slice(0, sys.maxsize)`, are those of an ordinary slice."""
     for part in (slice(0, far), slice(-far, None), slice(None, None, far)):
         for spec in (CaptureSpec(layers=part), CaptureSpec(layers=[1], tokens=[part, 3])):
-            assert capture_of(told(capture_asked(spec, None)), Library(), ME) == spec
+            assert capture_of(told(capture_json(spec, None)), Library(), ME) == spec
         spec = SteeringSpec([Add(torch.ones(4), layers=part, tokens=part), LogitBias({3: 1.0}, part)])
-        alike(spec, steering_of(told(steering_asked(spec)), Library(), ME))
+        alike(spec, steering_of(told(steering_json(spec)), Library(), ME))
         rows = SteeringSpec([Replace(torch.ones(2, 4), [3, 1], elements=part, layer=1)])
-        alike(rows, steering_of(told(steering_asked(rows)), Library(), ME))
+        alike(rows, steering_of(told(steering_json(rows)), Library(), ME))
 
 
 def test_what_json_does_not_hold_is_a_file() -> None:
@@ -199,12 +199,12 @@ def test_what_json_does_not_hold_is_a_file() -> None:
         SteeringSpec([LogitBias(torch.randn(9))]),
     ):
         with pytest.raises(NotAsJSON):
-            steering_asked(spec)
+            steering_json(spec)
         alike(spec, read(encoded(spec)))
     flat = SteeringSpec(
         [SteeringSpec([Add(torch.randn(8), layer=1)]), Ablate(torch.randn(8), layer=2)], preserve_norm=True
     )
-    assert len(steering_asked(flat)["edits"]) == 2
+    assert len(steering_json(flat)["edits"]) == 2
     for content in (CALM, DirectionSet({"warm": CALM, "cold": -1 * CALM})):
         assert type(read(encoded(content))) is type(content)
     with pytest.raises(InvalidSpec, match="cannot be uploaded"):
@@ -238,11 +238,11 @@ def test_each_field_of_a_capture_is_said_or_refused() -> None:
 def test_parameters_left_out_are_vllms_own() -> None:
     from vllm import SamplingParams
 
-    assert sampling_asked(None) == DEFAULTS
+    assert sampling_json(None) == DEFAULTS
     plain = SamplingParams()
     assert {name: getattr(plain, name) for name in DEFAULTS} == DEFAULTS
-    assert sampling_asked(SamplingParams()) == DEFAULTS
-    asked = sampling_asked(SamplingParams(temperature=0.5, stop=["a"], logit_bias={3: 1.5}, n=2, seed=4))
+    assert sampling_json(SamplingParams()) == DEFAULTS
+    asked = sampling_json(SamplingParams(temperature=0.5, stop=["a"], logit_bias={3: 1.5}, n=2, seed=4))
     assert {name: value for name, value in asked.items() if DEFAULTS.get(name) != value} == {
         "temperature": 0.5,
         "stop": ["a"],
@@ -250,7 +250,7 @@ def test_parameters_left_out_are_vllms_own() -> None:
         "n": 2,
         "seed": 4,
     }
-    assert sampling_asked({"max_tokens": None})["max_tokens"] is None
+    assert sampling_json({"max_tokens": None})["max_tokens"] is None
     for wrong, says in (
         ({"temprature": 1.0}, "did you mean 'temperature'"),
         ({"extra_args": {}}, "'extra_args' cannot be sent to a server"),
@@ -259,7 +259,7 @@ def test_parameters_left_out_are_vllms_own() -> None:
         (3, "give vLLM's SamplingParams, or a dict"),
     ):
         with pytest.raises(InvalidRequest, match=says):
-            sampling_asked(wrong)
+            sampling_json(wrong)
 
 
 def test_a_bias_that_a_server_would_bound_is_refused() -> None:
@@ -267,11 +267,11 @@ def test_a_bias_that_a_server_would_bound_is_refused() -> None:
     from vllm import SamplingParams
 
     assert SamplingParams.from_optional(logit_bias={3: 500.0, 4: -math.inf}).logit_bias == {3: 100.0, 4: -100.0}
-    assert sampling_asked({"logit_bias": {3: 100, 4: -100.0}})["logit_bias"] == {3: 100, 4: -100.0}
+    assert sampling_json({"logit_bias": {3: 100, 4: -100.0}})["logit_bias"] == {3: 100, 4: -100.0}
     for wrong in (100.5, -500, math.inf, -math.inf, math.nan, np.float32(1e6)):
         for given_ in ({"logit_bias": {3: 1.0, 7: wrong}}, SamplingParams(logit_bias={3: 1.0, 7: wrong})):
             with pytest.raises(InvalidRequest, match=r"logit_bias\[7\]=.*steering=LogitBias"):
-                sampling_asked(given_)
+                sampling_json(given_)
 
 
 # Answers

@@ -15,7 +15,7 @@ from steercap.core.spec import Point
 from steercap.engine.configurations import Configurations
 from steercap.engine.workers import Batcher
 from steercap.errors import ModelClosed, SteeringSlotsFull, TooManyEdits, WorkerFailure
-from steercap.requests.context import FROM_CONTEXT, by_word_or_context, in_force, steered
+from steercap.requests.context import FROM_CONTEXT, effective_steering, in_force, steered
 from steercap.steering.lowering import lower
 
 WIDTH = 8
@@ -213,13 +213,13 @@ async def test_a_batch_with_too_few_answers_fails_loudly() -> None:
 async def test_what_is_in_force_is_that_of_the_model_and_the_place() -> None:
     """Contexts are a model's own, nest by appending, and a call's own word goes before them."""
     one, other, a, b = object(), object(), spec("add", WIDTH, layer=0), spec("cap", WIDTH, layer=0)
-    assert by_word_or_context(one, FROM_CONTEXT) is None
+    assert effective_steering(one, FROM_CONTEXT) is None
     with steered(one, a):
         assert in_force(one) is a
         assert in_force(other) is None
         with steered(one, b) as both:
             assert both.flat() == a.flat() + b.flat()
-            assert by_word_or_context(one, FROM_CONTEXT) is both
-            assert by_word_or_context(one, None) is None
+            assert effective_steering(one, FROM_CONTEXT) is both
+            assert effective_steering(one, None) is None
         assert in_force(one) is a
     assert in_force(one) is None

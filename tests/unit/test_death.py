@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from steercap.adapters import process_exit as death
-from steercap.adapters.process_exit import FOLDER, left_behind
+from steercap.adapters.process_exit import FOLDER, recorded_error
 
 
 def _until(condition) -> float:
@@ -110,6 +110,6 @@ def test_an_engine_core_that_ends_says_why(tmp_path, monkeypatch) -> None:
     assert processes.how({"EngineCore_DP0": -9}).startswith("EngineCore_DP0 was killed by SIGKILL (")
     assert processes.how({"EngineCore_DP0": 1}) == "EngineCore_DP0 ended with exit code 1"
     assert processes.how({"EngineCore_DP0": -34}) == "EngineCore_DP0 was killed by SIGRTMIN"
-    with pytest.raises(KeyError), left_behind():
+    with pytest.raises(KeyError), recorded_error():
         raise KeyError("x")
     assert processes.how({"EngineCore_DP0": 1}) == "EngineCore_DP0 ended with KeyError: 'x'"

@@ -19,7 +19,7 @@ from steercap import SteerModel, errors
 from steercap.adapters import hardware, process_exit
 from steercap.adapters.gpus import Gpu, GpuProcess
 from steercap.adapters.hardware import BIND, NEEDS
-from steercap.adapters.process_exit import REFUSAL, left_behind, refusal
+from steercap.adapters.process_exit import STARTUP_ERROR, recorded_error, startup_error
 from steercap.engine.checkpoint import look_up
 from steercap.errors import InvalidSetting, ModelNotLoaded
 
@@ -84,18 +84,18 @@ def test_every_kind_that_is_tested_says_the_same() -> None:
 def test_an_engine_that_died_of_a_missing_kernel_says_so(tmp_path, monkeypatch) -> None:
     """Of a model that no table knows; other errors are given as they were."""
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path))
-    with pytest.raises(AttributeError), left_behind():
+    with pytest.raises(AttributeError), recorded_error():
         torch.ops._C.no_such_kernel  # noqa: B018
-    found = refusal(tmp_path, "the engine did not start")
+    found = startup_error(tmp_path, "the engine did not start")
     assert isinstance(found, ModelNotLoaded)
     if current_platform.is_cpu():
         assert "has no kernel 'no_such_kernel'" in str(found)
         assert "OpNamespace" not in str(found)
-    (tmp_path / REFUSAL).write_text(json.dumps(["AttributeError", "'X' object has no attribute 'y'"]))
+    (tmp_path / STARTUP_ERROR).write_text(json.dumps(["AttributeError", "'X' object has no attribute 'y'"]))
     says = "the engine did not start: AttributeError: 'X' object has no attribute 'y'"
-    assert str(refusal(tmp_path, "the engine did not start")) == says
-    (tmp_path / REFUSAL).write_text(json.dumps(["UnsupportedModel", "says"]))
-    assert isinstance(refusal(tmp_path, ""), errors.UnsupportedModel)
+    assert str(startup_error(tmp_path, "the engine did not start")) == says
+    (tmp_path / STARTUP_ERROR).write_text(json.dumps(["UnsupportedModel", "says"]))
+    assert isinstance(startup_error(tmp_path, ""), errors.UnsupportedModel)
 
 
 def test_an_engine_without_memory_names_who_holds_it(tmp_path, monkeypatch) -> None:
@@ -105,8 +105,8 @@ def test_an_engine_without_memory_names_who_holds_it(tmp_path, monkeypatch) -> N
     monkeypatch.setattr(process_exit, "gather_processes", lambda: (GpuProcess("GPU-0", 77, "python", 129 * 10**9),))
     says = "Free memory on device cuda:0 (5.2/139.8 GiB) on startup is less than desired GPU memory utilization"
     for error, more in ((says, "; process 77 (python) holds 129.0 GB of GPU 0"), ("no such file", "")):
-        (tmp_path / REFUSAL).write_text(json.dumps(["ValueError", error]))
-        assert str(refusal(tmp_path, "no start")) == f"no start: ValueError: {error}{more}"
+        (tmp_path / STARTUP_ERROR).write_text(json.dumps(["ValueError", error]))
+        assert str(startup_error(tmp_path, "no start")) == f"no start: ValueError: {error}{more}"
 
 
 def topology(folder: Path, siblings: list[list[int]]) -> Path:

@@ -14,7 +14,7 @@ from shards import definition_of, folder_of
 from support.rows import TINY_ENGINE
 
 from steercap.adapters.entry import find_folder
-from steercap.adapters.process_exit import FOLDER, left_behind, refusal
+from steercap.adapters.process_exit import FOLDER, recorded_error, startup_error
 from steercap.core.spec import CaptureSpec
 from steercap.errors import InvalidSetting, MemoryNotShared, RunDiffers, UnsupportedModel
 from steercap.lab.datasets.collecting import RayActors
@@ -123,8 +123,8 @@ def test_what_a_task_of_rays_raised_keeps_its_words(monkeypatch, tmp_path) -> No
     exceptions = pytest.importorskip("ray.exceptions")
     monkeypatch.setenv(FOLDER, str(tmp_path))
     raised = exceptions.RayTaskError("work", "Traceback ...", UnsupportedModel("no such site")).as_instanceof_cause()
-    with pytest.raises(UnsupportedModel), left_behind():
+    with pytest.raises(UnsupportedModel), recorded_error():
         raise raised
-    found = refusal(tmp_path, "the engine did not start")
+    found = startup_error(tmp_path, "the engine did not start")
     assert type(found) is UnsupportedModel
     assert str(found) == "no such site"

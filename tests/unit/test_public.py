@@ -23,7 +23,7 @@ from steercap import (
 from steercap.architectures.families import FAMILIES, family_of
 from steercap.architectures.sites import SITES
 from steercap.captures.handle import CaptureHandle
-from steercap.client.sampling import sampling_asked
+from steercap.client.sampling import sampling_json
 from steercap.config import CPU, Settings
 from steercap.config.environment import SETTINGS
 from steercap.core.spec import Point, check_armed
@@ -183,7 +183,7 @@ DIRECTIONS = DirectionSet({name: LayerVectors({1: [1.0, 2.0]}) for name in ("opt
         (lambda: DIRECTIONS.select(["Optimistic"]), "optimistic"),
         (lambda: Settings(overflow="eror"), "error"),
         (lambda: SteerModel("m", preset="cpu "), "cpu"),
-        (lambda: sampling_asked({"temprature": 1.0}), "temperature"),
+        (lambda: sampling_json({"temprature": 1.0}), "temperature"),
         (lambda: settings_of({"batchsize": 4}), "batch_size"),
         (lambda: persona.PersonaSettings(traits=("poetc",)).resolved(), "poetic"),
         (lambda: experiments.MEASURES["score"]("poetc"), "poetic"),

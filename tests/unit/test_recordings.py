@@ -296,7 +296,7 @@ async def test_requests_that_end_together_leave_the_workers_together(tmp_path, m
     monkeypatch.setattr(recording, "fetch_all", fetch_all)
     whole = SimpleNamespace(expected=SimpleNamespace(rows=1, plan=SimpleNamespace(capture=None)))
     monkeypatch.setattr(recording, "_source", lambda _: whole)
-    monkeypatch.setattr(recording, "_held", lambda _: 1 << 20)
+    monkeypatch.setattr(recording, "_memory_held", lambda _: 1 << 20)
     async with Recorder(RecordSettings(tmp_path), opened(tmp_path)) as recorder:
         for number, handle in enumerate(handles):
             recorder.take([handle], str(number))

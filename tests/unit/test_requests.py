@@ -127,7 +127,7 @@ def test_whole_numbers_of_any_kind_are_token_ids(ids) -> None:
 @given(st.binary(max_size=12), st.text(max_size=6))
 def test_a_prompt_that_ends_within_a_character_stays_out_of_the_text(tail, reply) -> None:
     """Whatever bytes a prompt ends with, the text is what the generated tokens say by themselves."""
-    detokenizer.mend()
+    detokenizer.patch()
     tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint("qwen3"))
     prompt = tokenizer.encode("Hello ") + [byte_ids(tokenizer)[byte] for byte in tail]
     generated = tokenizer.encode(reply)
@@ -201,7 +201,7 @@ def test_inputs_of_one_token_are_strided_as_those_of_more() -> None:
     """On CPU, vLLM's convolution refuses any other stride between tokens than the number of channels."""
     for tokens in (1, 2):
         x = sliced(tokens, 128)
-        given = cpu.of_lone_tokens(lambda *, x: x)(x=x)
+        given = cpu.for_single_tokens(lambda *, x: x)(x=x)
         assert given.stride() == (1, 128)
         assert torch.equal(given, x)
 

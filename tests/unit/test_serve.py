@@ -31,13 +31,13 @@ from steercap.client.connection import ERROR_HEADER
 from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidRequest, InvalidSpec, SketchClosed
 from steercap.requests.sketching import EngineSketches, RunningSketch, book_of
 from steercap.requests.stats import Stats
-from steercap.server.asks import asked_of, capture_of, ranges, steering_of
+from steercap.server.asks import capture_of, parsed_field, ranges, steering_of
 from steercap.server.call import CURRENT, described, logits_of
 from steercap.server.folder import CaptureStore, owner_of
-from steercap.server.inspect_routes import Looking
+from steercap.server.inspect_routes import InspectRoutes
 from steercap.server.library import OPERATOR, Library
 from steercap.server.middleware import SteercapRoute
-from steercap.server.passthrough_routes import AT_REST, STEERED, Elsewhere, Presets
+from steercap.server.passthrough_routes import AT_REST, STEERED, PassthroughRoute, Presets
 from steercap.server.pooling_routes import PoolingRoutes
 from steercap.server.routes import Routes
 from steercap.server.server import Names, ServerSettings
@@ -151,7 +151,7 @@ def test_a_name_of_one_direction_stands_wherever_a_name_does(place, name, librar
     field = place.partition(".")[0].partition(",")[0]
     said = PLACES[place](name)
     body = {"capture" if field == "project" else field if field == "monitors" else "steering": said}
-    found = asked_of(body, library, ME)
+    found = parsed_field(body, library, ME)
     if field == "project":
         assert found.capture is not None
         project = found.capture.project
@@ -180,7 +180,7 @@ def test_a_name_of_one_direction_stands_wherever_a_name_does(place, name, librar
 def test_a_name_that_means_no_vector_is_told_what_would(place, name, says, library) -> None:
     body = {"monitors" if place == "monitors" else "steering": PLACES[place](name)}
     with pytest.raises(InvalidSpec, match=re.escape(says)):
-        asked_of(body, library, ME)
+        parsed_field(body, library, ME)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_a_name_that_means_no_vector_is_told_what_would(place, name, says, libra
 )
 def test_what_means_nothing_is_refused_by_name(body, says, library) -> None:
     with pytest.raises(InvalidRequest, match=says):
-        asked_of(body, library, ME)
+        parsed_field(body, library, ME)
 
 
 json_values = st.recursive(
@@ -279,7 +279,7 @@ def test_no_body_is_an_error_of_ours(body) -> None:
     """Whatever is asked is a request, or one of the errors that clients are told of."""
     library = Library()
     try:
-        asked_of(body, library, ME)
+        parsed_field(body, library, ME)
     except InvalidRequest as error:
         assert len(str(error)) < 2000
 
@@ -627,7 +627,7 @@ async def test_a_client_that_goes_in_the_middle_of_its_body_asks_nothing(library
 async def test_other_routes_steer_by_presets_or_refuse(path, library) -> None:
     """A preset is never answered by the plain model, and a field of ours never without being done."""
     inner = Inner()
-    app = Elsewhere(inner, Presets(["m"], {"calm": steering_of("calm", library, OPERATOR)}))
+    app = PassthroughRoute(inner, Presets(["m"], {"calm": steering_of("calm", library, OPERATOR)}))
     steered: list[Any] = []
 
     async def watched(scope: Any, receive: Any, send: Any) -> None:
@@ -656,7 +656,7 @@ async def test_a_body_that_a_route_cannot_unfold_is_the_clients_doing() -> None:
         json.loads((await receive())["body"])
 
     async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(Elsewhere(unfolds, Presets([], {}))), base_url="http://test"
+        transport=httpx.ASGITransport(PassthroughRoute(unfolds, Presets([], {}))), base_url="http://test"
     ) as client:
         assert (await client.post("/invocations", content=b"[" * 100_000)).status_code == 400
 
@@ -726,7 +726,7 @@ async def test_work_ends_when_its_client_has_gone(asks, body, library) -> None:
         "sketch": sketches.keep(running, owner_of("")).name,
     }
     served = (
-        Looking(model, store, library),
+        InspectRoutes(model, store, library),
         PoolingRoutes(model, store, library, Presets([], {}), sketches, failures=Counter()),
         SketchRoutes(model, library, sketches),
     )

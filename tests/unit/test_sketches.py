@@ -46,7 +46,7 @@ from steercap.core.schema import RAW, PointSchema
 from steercap.core.spec import CaptureSpec, Point
 from steercap.core.tokens import Range, TokenSelection
 from steercap.engine import sketching
-from steercap.engine.sketching import Book, Sketching
+from steercap.engine.sketching import Sketching, SketchRecord
 from steercap.errors import (
     CaptureMemoryFull,
     InvalidFile,
@@ -411,13 +411,13 @@ class Bench:
         assert isinstance(answer, SketchOpened)
         return answer.refused
 
-    def weigh(self, name: str, total: int, *sketches: str) -> str | None:
+    def prepare(self, name: str, total: int, *sketches: str) -> str | None:
         answer = self.ask(PrepareSketch((Joining(Wanted(Owner(name, 0), total), sketches or ("s",)),)))
         assert isinstance(answer, Collected)
         (captured_rows,) = answer.shares
         return "unknown" if isinstance(captured_rows, Unknown) else captured_rows.failure
 
-    def fold(self, name: str, total: int, *sketches: str) -> int:
+    def commit(self, name: str, total: int, *sketches: str) -> int:
         answer = self.ask(CommitSketch((Joining(Wanted(Owner(name, 0), total), sketches or ("s",)),)))
         assert isinstance(answer, Folded)
         return answer.rows[0]
@@ -445,9 +445,9 @@ def test_rows_are_folded_where_they_lie(bench) -> None:
     bench.step(("r1", 0, 20), ("r2", 0, 3))
     bench.step(("r1", 15, 30), ("r3", 0, 50))  # preempted, or drafts that were rejected
     for name, total in (("r1", 41), ("r2", 3), ("r1", 41)):
-        assert bench.weigh(name, total, "s", "short") is None
-        assert [bench.fold(name, total, "s", "short") for _ in range(2)] == [total] * 2
-    assert bench.weigh("r3", 50, "s") is None
+        assert bench.prepare(name, total, "s", "short") is None
+        assert [bench.commit(name, total, "s", "short") for _ in range(2)] == [total] * 2
+    assert bench.prepare("r3", 50, "s") is None
     for point in range(2):
         rows = bench.known(point, r1=41, r2=3)
         moments_agree(bench.state(point), rows)
@@ -463,11 +463,11 @@ def test_rows_are_folded_where_they_lie(bench) -> None:
     bench.ask(CloseSketch("s"))
     assert bench.ask(GetStats()).sketches == 1
     assert isinstance(bench.ask(ReadSketch("s", 0, 0, 8)), Failed)
-    assert bench.weigh("r3", 50, "s") == "there is no sketch s here"
+    assert bench.prepare("r3", 50, "s") == "there is no sketch s here"
 
 
 def test_what_may_not_enter_does_not(bench) -> None:
-    """Rows that are missing, wrong or not finite, requests nobody knows, or that were given back or never weighed."""
+    """Rows that are missing, wrong or not finite, requests nobody knows, or that were given back or never prepared."""
     bench.open()
     bench.begin("r1", "r2", "r3", "r4", "r5", "r6")
     bench.step(("r1", 0, 5))
@@ -475,20 +475,20 @@ def test_what_may_not_enter_does_not(bench) -> None:
     bench.step(("r3", 0, 5), scale=1e20)
     bench.step(("r4", 0, 5), ("r5", 0, 5))
     bench.step(("r6", 0, 5), scale=math.inf)
-    assert "never computed" in bench.weigh("r1", 7)
-    assert "once" in bench.weigh("r2", 5)
-    assert "would add up to" in bench.weigh("r3", 5)
-    assert bench.weigh("r9", 5) == "unknown"
-    assert bench.weigh("r6", 5) is None  # it says where, beside, and is not weighed
-    assert [bench.fold(name, 5) for name in ("r1", "r2", "r3", "r4", "r6", "r9")] == [NONE] * 6
-    assert bench.weigh("r4", 5) is None
+    assert "never computed" in bench.prepare("r1", 7)
+    assert "once" in bench.prepare("r2", 5)
+    assert "would add up to" in bench.prepare("r3", 5)
+    assert bench.prepare("r9", 5) == "unknown"
+    assert bench.prepare("r6", 5) is None  # it says where, beside, and is not prepared
+    assert [bench.commit(name, 5) for name in ("r1", "r2", "r3", "r4", "r6", "r9")] == [NONE] * 6
+    assert bench.prepare("r4", 5) is None
     bench.ask(GetStats(), (Owner("r4", 0),))
-    assert bench.fold("r4", 5) == NONE
+    assert bench.commit("r4", 5) == NONE
     assert bench.state(0).rows == 0
-    assert bench.weigh("r5", 5) is None
-    assert bench.fold("r5", 5) == 5
+    assert bench.prepare("r5", 5) is None
+    assert bench.commit("r5", 5) == 5
     bench.ask(GetStats(), (Owner("r5", 0),))
-    assert bench.fold("r5", 5) == NONE
+    assert bench.commit("r5", 5) == NONE
     moments_agree(bench.state(1), bench.known(1, r5=5))
 
 
@@ -497,10 +497,10 @@ def test_what_was_weighed_together_fits_together(bench) -> None:
     bench.open()
     bench.begin("r1", "r2")
     bench.step(("r1", 0, 2), ("r2", 0, 2), scale=4e16)
-    assert bench.weigh("r1", 2) is None
-    assert "would add up to" in bench.weigh("r2", 2)
+    assert bench.prepare("r1", 2) is None
+    assert "would add up to" in bench.prepare("r2", 2)
     bench.ask(GetStats(), (Owner("r1", 0),))
-    assert bench.weigh("r2", 2) is None
+    assert bench.prepare("r2", 2) is None
 
 
 def test_room_for_sketches_is_bounded(bench) -> None:
@@ -519,8 +519,8 @@ def test_a_rank_without_the_points_takes_part(kind) -> None:
     bench.open(kind="variances")
     bench.begin("r1")
     bench.step(("r1", 0, 9))
-    assert bench.weigh("r1", 9) is None
-    assert bench.fold("r1", 9) == 9
+    assert bench.prepare("r1", 9) is None
+    assert bench.commit("r1", 9) == 9
     assert not bench.ask(ReadSketch("s", 0, 0, 1 << 20)).kept
     state = bench.state(1, "variances")
     torch.testing.assert_close(state.tensors["mean"], bench.known(1, r1=9).double().mean(0))
@@ -561,8 +561,8 @@ class Backend:
         return answer
 
 
-def a_book(**fields) -> Book:
-    return Book("s", "variances", 0, {Point(0, "z"): 0}, **fields)
+def a_book(**fields) -> SketchRecord:
+    return SketchRecord("s", "variances", 0, {Point(0, "z"): 0}, **fields)
 
 
 JOINING = Joining(Wanted(Owner("r", 0), 5), ("s",))
@@ -580,24 +580,24 @@ JOINING = Joining(Wanted(Owner("r", 0), 5), ("s",))
 )
 async def test_a_request_enters_on_all_workers_of_one_engine_or_breaks_the_sketch(answers, rows, broken) -> None:
     """What nobody can vouch for is never handed out."""
-    made, book = Sketching(Backend(answers), (), 1 << 20), a_book()
-    found = await made.fold(JOINING, [book])
-    assert bool(book.broken) == broken
+    made, record = Sketching(Backend(answers), (), 1 << 20), a_book()
+    found = await made.commit(JOINING, [record])
+    assert bool(record.broken) == broken
     if not broken:
         assert found == rows
-        assert (book.requests, book.rows) == ((1, 5) if rows > 0 else (0, 0))
+        assert (record.requests, record.rows) == ((1, 5) if rows > 0 else (0, 0))
     else:
         with pytest.raises(SketchIncomplete, match="begin another"):
-            await made.states(book, [Point(0, "z")])
+            await made.states(record, [Point(0, "z")])
 
 
 async def test_an_answer_that_never_came_breaks_the_sketch() -> None:
     """Whether rows entered is not known, so nothing that was added up is either."""
-    made, book = Sketching(Backend(SketchIncomplete("lost")), (), 1 << 20), a_book()
+    made, record = Sketching(Backend(SketchIncomplete("lost")), (), 1 << 20), a_book()
     with pytest.raises(SketchIncomplete, match="lost"):
-        await made.fold(JOINING, [book])
+        await made.commit(JOINING, [record])
     with pytest.raises(SketchIncomplete, match="it is unknown whether rows"):
-        book.require()
+        record.require()
 
 
 async def test_a_refused_sketch_is_freed_where_there_was_room() -> None:
@@ -610,20 +610,22 @@ async def test_a_refused_sketch_is_freed_where_there_was_room() -> None:
 
 def test_a_sketch_at_a_server_knows_what_failed_on_its_way() -> None:
     """An answer of the server says what it did; a request that had none may have entered or not."""
-    running = RunningSketch(Book("s", "moments", 0, {}), CaptureSpec(layers=[0]), cast("Any", None))
+    running = RunningSketch(SketchRecord("s", "moments", 0, {}), CaptureSpec(layers=[0]), cast("Any", None))
     for error in (asyncio.CancelledError(), TimeoutError(), ServerFailure("gone"), ModelClosed("closed")):
         with pytest.raises(type(error)), entering([running]):
             raise error
-    assert running.book.unsure == 4
+    assert running.record.unsure == 4
     with pytest.raises(InvalidRequest), entering([running]):
         raise InvalidRequest("refused")
     count([running], [{"sketches": {"s": {"requests": 9, "rows": 7}}}], "url")
-    assert (running.book.unsure, running.requests, running.rows) == (4, 1, 7)
+    assert (running.record.unsure, running.requests, running.rows) == (4, 1, 7)
 
 
 async def test_a_sketch_at_a_server_with_rows_of_a_failed_request_is_refused(monkeypatch) -> None:
     connection: Any = SimpleNamespace(url="http://there", run=lambda work: work())
-    running = RunningSketch(Book("s", "moments", 0, {}), CaptureSpec(layers=[0]), ServerSketch(connection, "/s"))
+    running = RunningSketch(
+        SketchRecord("s", "moments", 0, {}), CaptureSpec(layers=[0]), ServerSketch(connection, "/s")
+    )
     sent = SimpleNamespace(kind="moments", size=0, points=(), tokens=running.tokens, before_edits=False, rows=9)
 
     async def written(*_: Any) -> int:
@@ -631,16 +633,16 @@ async def test_a_sketch_at_a_server_with_rows_of_a_failed_request_is_refused(mon
 
     monkeypatch.setattr(of_client, "downloaded", written)
     monkeypatch.setattr(of_client.Sketch, "load", lambda _path: sent)
-    running.book.requests, running.book.rows, sent.requests = 2, 9, 3
+    running.record.requests, running.record.rows, sent.requests = 2, 9, 3
     assert await running.fetch() is sent  # requests of others that end meanwhile
-    running.book.unsure = 1
+    running.record.unsure = 1
     with pytest.raises(SketchIncomplete, match="of 3 requests, and 2 ended here: rows of 1 that failed"):
         await running.fetch()
 
 
 def test_an_answer_that_fails_after_its_rows_entered_breaks_the_sketch() -> None:
-    running = RunningSketch(Book("s", "moments", 0, {}), CaptureSpec(layers=[0]), cast("Any", None))
+    running = RunningSketch(SketchRecord("s", "moments", 0, {}), CaptureSpec(layers=[0]), cast("Any", None))
     with pytest.raises(CaptureMemoryFull), entered([running]):
         raise CaptureMemoryFull("no room for its file")
     with pytest.raises(SketchIncomplete, match="after its rows had entered it: CaptureMemoryFull"):
-        running.book.require()
+        running.record.require()

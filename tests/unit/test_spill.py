@@ -29,7 +29,7 @@ from steercap.captures.lifecycle import Lifecycle, Stage
 from steercap.captures.rows import Captures, Found
 from steercap.captures.spilled import Spilled
 from steercap.config import Settings
-from steercap.core.budget import Budget, Ticket
+from steercap.core.budget import Budget, Reservation
 from steercap.core.receipt import Receipt
 from steercap.core.schema import Coding, PointSchema
 from steercap.core.spec import Point
@@ -310,18 +310,18 @@ def tensors_of(captures: Captures) -> list[torch.Tensor]:
     most=st.integers(1, 20),
 )
 def test_the_oldest_are_moved_until_there_is_room(held, wanted, engine, most) -> None:
-    """Finished tickets of one engine alone, in the order of their ends, no more than is needed or moved at once."""
+    """Finished reservations of one engine alone, in the order of their ends, no more than is needed or moved at once."""
     budget = Budget(20, 3)
-    kept: list[tuple[Ticket, bool]] = []
+    kept: list[tuple[Reservation, bool]] = []
     for pages, phase, of, movable in held:
-        ticket = Ticket(pages, 0, phase, of)
+        reservation = Reservation(pages, 0, phase, of)
         if pages <= budget.free(of):
-            budget._hold(ticket)
-            kept.append((ticket, movable))
-    head = Ticket(wanted, 1, engine=engine)
+            budget._hold(reservation)
+            kept.append((reservation, movable))
+    head = Reservation(wanted, 1, engine=engine)
     admitted = budget.claim(head)
     free = {one: budget.free(one) for one in range(3)}
-    allowed = {ticket for ticket, movable in kept if movable}
+    allowed = {reservation for reservation, movable in kept if movable}
     found = budget.movable(allowed.__contains__, most)
     if admitted:
         assert found == []
@@ -329,22 +329,22 @@ def test_the_oldest_are_moved_until_there_is_room(held, wanted, engine, most) ->
     engines = range(3) if engine is None else [engine]
     oldest = {
         one: [
-            ticket
-            for ticket, movable in kept
-            if movable and ticket.phase == "finished" and ticket.engine == one and ticket.pages
+            reservation
+            for reservation, movable in kept
+            if movable and reservation.phase == "finished" and reservation.engine == one and reservation.pages
         ]
         for one in engines
     }
     if not found:
         assert not any(oldest.values())
         return
-    (of,) = {ticket.engine for ticket in found}
+    (of,) = {reservation.engine for reservation in found}
     assert found == oldest[of][: len(found)]
-    assert sum(ticket.pages for ticket in found[:-1]) < max(wanted - free[of], min(wanted, most))
-    enough = [one for one in engines if free[one] + sum(ticket.pages for ticket in oldest[one]) >= wanted]
+    assert sum(reservation.pages for reservation in found[:-1]) < max(wanted - free[of], min(wanted, most))
+    enough = [one for one in engines if free[one] + sum(reservation.pages for reservation in oldest[one]) >= wanted]
     if enough:
-        for ticket in found:
-            admitted += budget.release(ticket)
+        for reservation in found:
+            admitted += budget.release(reservation)
         assert admitted == [head]
 
 
@@ -357,7 +357,7 @@ class Arena(Keeper):
     def __init__(self, pages: int, settings: Settings) -> None:
         super().__init__()
         self.admission = Admission(pages, BLOCK_BYTES, settings)
-        self.given_back: list[Ticket] = []
+        self.given_back: list[Reservation] = []
         self.right = True
         self.collected = 0
         self.gate = asyncio.Event()
@@ -377,13 +377,13 @@ class Arena(Keeper):
         while self.given_back:
             self.admission.release(self.given_back.pop())
 
-    def give_back(self, owner, ticket) -> None:
-        super().give_back(owner, ticket)
-        self.given_back.append(ticket)
+    def give_back(self, owner, reservation) -> None:
+        super().give_back(owner, reservation)
+        self.given_back.append(reservation)
         asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(self.flush()))
 
-    def give_back_from_any_thread(self, owner, ticket) -> None:
-        self.spilling._home.call(lambda: self.give_back(owner, ticket))
+    def give_back_from_any_thread(self, owner, reservation) -> None:
+        self.spilling._home.call(lambda: self.give_back(owner, reservation))
 
     async def read_spilled(self, work: Callable[[], Any]) -> Any:
         return await self.spilling.read(work)
@@ -393,9 +393,9 @@ class Arena(Keeper):
 
     async def handle(self, call: object = None) -> Lifecycle:
         """A request that ran, and ended."""
-        ticket = await self.admission.claim(1, call or object())
+        reservation = await self.admission.claim(1, call or object())
         await asyncio.sleep(0.005)  # longer than whoever made room takes to end
-        (own,) = self.admission.finish(ticket, [1])
+        (own,) = self.admission.finish(reservation, [1])
         life = kept(self, own)
         self.spilling.offer(own, life)
         return life

@@ -44,13 +44,13 @@ from stored_runs import (
 )
 
 from steercap import Add, Calibration, CaptureHandle, LowRank, Manifest, Sketch, SteeringSpec, errors
-from steercap.adapters.process_exit import REFUSAL
+from steercap.adapters.process_exit import STARTUP_ERROR
 from steercap.architectures.sites import SITES
 from steercap.captures import files, manifest
 from steercap.captures import sketch as sketches
 from steercap.captures.quantisation import Codes, Quantiser, _codes_kind
 from steercap.captures.quantisation import _kind as _quantiser_kind
-from steercap.cli.captured import asked_before
+from steercap.cli.captured import arguments_of_call
 from steercap.client.connection import ERROR_HEADER
 from steercap.core.biases import Bias
 from steercap.core.framing import HEADER
@@ -501,7 +501,7 @@ ERRORS = [
 def test_errors_keep_their_names() -> None:
     """A client raises what a server's header names, and a start what its engine left word of; further ones may come."""
     assert ERROR_HEADER == "x-steercap-error"
-    assert REFUSAL == "refusal.json"
+    assert STARTUP_ERROR == "refusal.json"
     assert [name for name in ERRORS if getattr(getattr(errors, name, None), "__name__", "") != name] == []
 
 
@@ -704,7 +704,7 @@ def test_settings_are_described_alike() -> None:
         "read_system": True,
         "read_together": 1,
     }
-    assert asked_before(PROMPTS, dict(GREEDY), CAPTURE) == {
+    assert arguments_of_call(PROMPTS, dict(GREEDY), CAPTURE) == {
         "prompts": "5bf010b555271c0769007621bd379858193a0855c29add9383bb7adba904eeb2",
         "sampling": {"temperature": 0.0, "ignore_eos": True, "max_tokens": 4},
         "layers": "(0, 2)",

@@ -160,7 +160,7 @@ class ProvedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not self.rows:
             return None
         found = self.rows.values()
-        return Same(min(one.cosine for one in found), max(one.error for one in found))
+        return Same(min(record.cosine for record in found), max(record.error for record in found))
 
 
 @cache
@@ -175,7 +175,7 @@ def verified(code: Mapping[str, str]) -> bool:
     Args:
         code: fingerprint of the `forward` of each class of layers, by class as families name it.
     """
-    known = {pair for one in records() if one.against_transformers for pair in one.code.items()}
+    known = {pair for record in records() if record.against_transformers for pair in record.code.items()}
     return bool(code) and all(code.values()) and set(code.items()) <= known
 
 
@@ -195,9 +195,9 @@ def columns(record: ProvedModel) -> tuple[str, ...]:
 TITLES: Final = ("architecture", "layers", "family", "sites", "rows", "edits", "lens", "dtype", "vLLM")
 
 
-def markdown(found: Sequence[ProvedModel]) -> str:
+def markdown(models: Sequence[ProvedModel]) -> str:
     """Format records as Markdown tables: models that can be served, then the others with the reason."""
-    served, refused = _parted(found)
+    served, refused = _parted(models)
     lines = ["| " + " | ".join(TITLES) + " |", "|" + "---|" * len(TITLES)]
     lines += ["| " + " | ".join(columns(one)) + " |" for one in served]
     if refused:
@@ -206,9 +206,9 @@ def markdown(found: Sequence[ProvedModel]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _parted(found: Iterable[ProvedModel]) -> tuple[list[ProvedModel], list[ProvedModel]]:
-    ordered = sorted(found, key=lambda one: (one.architecture.lower(), one.name, one.device))
-    return [one for one in ordered if not one.refused], [one for one in ordered if one.refused]
+def _parted(models: Iterable[ProvedModel]) -> tuple[list[ProvedModel], list[ProvedModel]]:
+    ordered = sorted(models, key=lambda model: (model.architecture.lower(), model.name, model.device))
+    return [model for model in ordered if not model.refused], [model for model in ordered if model.refused]
 
 
 def _in_a_cell(text: str) -> str:

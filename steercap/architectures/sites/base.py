@@ -115,7 +115,7 @@ class Site(ABC):
     per_key_head: ClassVar[bool] = False
 
     def placed(self, layer: int, num_layers: int) -> int:
-        """Return the layer number of a point requested at `layer`: that of the model for a site that exists once."""
+        """Return the layer number of a point requested at `layer`: always the same for a site that a model has once."""
         return layer if self.of_model is None else self.of_model % num_layers
 
     def exists(self, family: Family, config: Any, layer: int) -> bool:

@@ -194,20 +194,19 @@ class Streams(OfBlock):
     def hook(
         self, operator: Operator, pre: Operator, weights: torch.Tensor, see: Callable[[torch.Tensor], None]
     ) -> Removable:
-        """Edit the streams before the operator if it takes them.
+        """Edit the streams before an operator that takes them; or after one that makes them.
 
-        If it makes them, its results for the rows that an edit changed are computed again; the others stay, bit for
-        bit.
+        Then its results for the edited rows are recomputed, and the others stay bit for bit.
         """
 
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            given = operator.given(args, kwargs)
-            if given["fn"] is weights:
-                see(given["residual"])
+            arguments = operator.given(args, kwargs)
+            if arguments["fn"] is weights:
+                see(arguments["residual"])
 
-        def after(_module: nn.Module, args: Any, kwargs: Any, made: Any) -> Any:
-            given = operator.given(args, kwargs)
-            return _again(pre, given, made, see) if given["fn"] is weights else made
+        def after(_module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
+            arguments = operator.given(args, kwargs)
+            return _again(pre, arguments, outputs, see) if arguments["fn"] is weights else outputs
 
         if operator.makes:
             return operator.module.register_forward_hook(after, with_kwargs=True)
@@ -221,21 +220,21 @@ class Streams(OfBlock):
 
 
 def _again(
-    pre: Operator, given: Mapping[str, Any], made: Sequence[Any], see: Callable[[torch.Tensor], None]
+    pre: Operator, arguments: Mapping[str, Any], outputs: Sequence[Any], see: Callable[[torch.Tensor], None]
 ) -> tuple[Any, ...]:
     """Return an operator's results, recomputed for the rows whose streams an edit changed.
 
     Args:
         pre: operator that takes streams.
-        given: arguments of the operator.
-        made: its results: the streams, then the others.
+        arguments: arguments of the operator.
+        outputs: its results: the streams, then the others.
         see: function that taps the streams.
     """
-    streams, *before = made
+    streams, *before = outputs
     clean = streams.clone()
     see(streams)
     changed = (streams != clean).flatten(1).any(1)
-    same = {name: given[name] for name in pre.arguments if name in given}
+    same = {name: arguments[name] for name in pre.arguments if name in arguments}
     renewed = pre.module.forward(**{**same, "residual": streams})
     pairs = zip(renewed, before, strict=True)
     return streams, *(new.where(changed.view(-1, *[1] * (old.dim() - 1)), old) for new, old in pairs)
@@ -269,9 +268,9 @@ class Coefficients(OfBlock):
     ) -> Removable:
         at = self.output + operator.makes
 
-        def after(_module: nn.Module, args: Any, kwargs: Any, made: Any) -> None:
+        def after(_module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
             if operator.given(args, kwargs)["fn"] is weights:
-                see(made[at])
+                see(outputs[at])
 
         return operator.module.register_forward_hook(after, with_kwargs=True)
 

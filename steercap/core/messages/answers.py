@@ -7,7 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from steercap.core.attention import AttentionRule
-from steercap.core.framing import Data, Digest, Label, Large, Told, Whole, WholeOrNone
+from steercap.core.framing import BoundedText, Data, Digest, Label, Large, Whole, WholeOrNone
 from steercap.core.messages.base import LineRange, Loaded, Message, Owner, TableBytes
 from steercap.core.schema import Coding, PointSchema
 
@@ -53,11 +53,11 @@ class Attached(Message, frozen=True, tag="Attached"):
     bank_width: Whole
     reductions: Whole
     held: Whole
-    path: Told
+    path: BoundedText
     nonce: Data
     loaded: Loaded = Loaded()
     attention: dict[Whole, AttentionRule] = msgspec.field(default_factory=dict)
-    file: Told = ""
+    file: BoundedText = ""
     file_lines: Large = 0
 
 
@@ -99,7 +99,7 @@ class Chosen(Message, frozen=True, tag="Chosen"):
 
     ids: Data = b""
     weights: Data = b""
-    refused: Told = ""
+    refused: BoundedText = ""
 
 
 class CapturedRows(Message, frozen=True, tag="Parcel"):
@@ -126,7 +126,7 @@ class CapturedRows(Message, frozen=True, tag="Parcel"):
     positions: Data
     token_ids: Data
     writes: Large
-    failure: Told | None
+    failure: BoundedText | None
     nonfinite: tuple[Whole, Whole] | None = None
 
 
@@ -141,7 +141,7 @@ class Collected(Message, frozen=True, tag="Collected"):
 
     Args:
         shares: rows of each request.
-        unfinished: True if there is work left on rows before they can leave, and no share is there: ask again.
+        unfinished: True if rows are not ready yet and `shares` is empty: ask again.
     """
 
     shares: tuple[CapturedRows | Unknown, ...] = msgspec.field(name="parcels")
@@ -204,7 +204,7 @@ class SteeringRecord(Message, frozen=True, tag="SteeringRecord"):
     owner: Owner
     computed: Data
     rows: tuple[Large, ...]
-    failure: Told | None
+    failure: BoundedText | None
     primary: bool
     biased: Data | None = None
     entries: Large = 0
@@ -225,7 +225,7 @@ class Engaged(Message, frozen=True, tag="Engaged"):
 class SketchOpened(Message, frozen=True, tag="SketchOpened"):
     """Answer to OpenSketch and CloseSketch: the reason why there is no room for the sketch, or ""."""
 
-    refused: Told
+    refused: BoundedText
 
 
 class Folded(Message, frozen=True, tag="Folded"):
@@ -261,21 +261,21 @@ class SAEOpened(Message, frozen=True, tag="SAEOpened"):
     """
 
     coming: bool = False
-    full: Told = ""
-    unreachable: Told = ""
-    refused: Told = ""
+    full: BoundedText = ""
+    unreachable: BoundedText = ""
+    refused: BoundedText = ""
 
 
 class Failed(Message, frozen=True, tag="Failed"):
     """Answer of a worker that failed to answer, with the reason."""
 
-    reason: Told
+    reason: BoundedText
 
 
 class Unhooked(Message, frozen=True, tag="Unhooked"):
     """Answer of a worker whose model runner no adapter could hook, with the reason."""
 
-    reason: Told
+    reason: BoundedText
 
 
 Answer: TypeAlias = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from steercap.core.framing import Data, Digest, Label, Large, Told, Whole
+from steercap.core.framing import BoundedText, Data, Digest, Label, Large, Whole
 from steercap.core.program import Configuration
 
 
@@ -86,7 +86,7 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True):
     family: Label = ""
     code: dict[Label, Label] = {}
     candidates: Whole = 1
-    refused: dict[Label, Told] = {}
+    refused: dict[Label, BoundedText] = {}
 
 
 class EncoderShape(msgspec.Struct, frozen=True, array_like=True):

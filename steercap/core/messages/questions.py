@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from steercap.core.framing import Data, Digest, Label, Large, Told, Whole
+from steercap.core.framing import BoundedText, Data, Digest, Label, Large, Whole
 from steercap.core.messages.base import EncoderShape, Joining, LineRange, Message, Owner, Placed, Vectors, Wanted
 
 
@@ -18,7 +18,7 @@ class Attach(Message, frozen=True, tag="Attach"):
     """
 
     capture_bytes: Large
-    spill_folder: Told = ""
+    spill_folder: BoundedText = ""
     spill_bytes: Large = 0
 
 
@@ -185,7 +185,7 @@ class OpenSAE(Message, frozen=True, tag="OpenSAE"):
     digest: Digest
     point: Whole
     shape: EncoderShape
-    path: Told
+    path: BoundedText
     nonce: Data
     most_bytes: Large
 

@@ -79,7 +79,7 @@ class CodedRows:
 
     @property
     def terms(self) -> str:
-        """Description of the numbers of a row; rows of equal terms can be compared."""
+        """Width and projection of the rows, as text; rows whose texts are equal can be compared."""
         seeded = f", projected with k={self.coding.k}, seed={self.coding.seed}" if self._codec.seeded else ""
         return f"of {self.schema.width} elements{seeded}" + ("" if self.shard is None else f", shard {self.shard}")
 

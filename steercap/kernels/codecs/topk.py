@@ -95,7 +95,7 @@ def rows_at_once(reads: Reading | None, width: int) -> int:
 
 
 def read(rows: torch.Tensor, reads: Reading | None, k: int) -> torch.Tensor:
-    """Encode rows of the model as features: uint8 [rows, row bytes]."""
+    """Encode the `k` strongest features of rows, or their elements without an SAE: uint8 [rows, row bytes]."""
     return strongest(rows if reads is None else reads.activations(rows), k)
 
 

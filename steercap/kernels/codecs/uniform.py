@@ -138,7 +138,7 @@ class Int4(Codec):
     """
 
     def row_bytes(self, schema: PointSchema, coding: Coding) -> int:
-        return 8 * _groups(schema) + -(-schema.shard_width // 2)
+        return 8 * _group_count(schema) + -(-schema.shard_width // 2)
 
     def encode(
         self, rows: torch.Tensor, schema: PointSchema, coding: Coding, vectors: torch.Tensor | None
@@ -150,7 +150,7 @@ class Int4(Codec):
         return torch.cat([heads(scale, zero), flat[:, ::2] + 16 * flat[:, 1::2]], dim=1)
 
     def parts(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> dict[str, torch.Tensor]:
-        groups = _groups(schema)
+        groups = _group_count(schema)
         scale, zero = columns_of(floats(stored, 0, 2 * groups).view(-1, groups, 2))
         return {"q": packed(stored[:, 8 * groups :]), "scale": scale, "zero": zero}
 
@@ -169,7 +169,7 @@ class Int4(Codec):
         launch_int4(ring.view(dtype_of(alike.schema)), ring, records, alike.points, alike.schema.shard_width)
 
 
-def _groups(schema: PointSchema) -> int:
+def _group_count(schema: PointSchema) -> int:
     return -(-schema.shard_width // GROUP)
 
 

@@ -71,8 +71,9 @@ class Blocks:
 
     @staticmethod
     def of(edges: NDArray[np.int64], *, whole: bool) -> Blocks:
-        """Return the blocks of shards whose rows lie between `edges`, int64 [shards + 1], ascending from 0; one a shard
-        if `whole`.
+        """Return the blocks of shards, whose rows lie between `edges`: int64 [shards + 1], ascending from 0.
+
+        Blocks have at most `BLOCK` rows, or are whole shards if `whole`.
         """
         shards = [(int(start), int(stop)) for start, stop in pairwise(edges)]
         parts = [np.arange(start, stop, max(1, stop - start) if whole else BLOCK) for start, stop in shards]
@@ -97,7 +98,7 @@ class Gathering(Protocol):
         """Return rows by their numbers, in that order."""
 
     def foresee(self, start: int, stop: int) -> None:
-        """Ask the system to read rows [start, stop) ahead."""
+        """Ask the operating system to read rows [start, stop) ahead."""
 
 
 class Epoch:
@@ -247,7 +248,7 @@ class ActivationBatches(IterableDataset["Rows | Labelled"]):
         return len(range(self.order.rank, self.order.batches(self._blocks.rows), self.order.world_size))
 
     def _foresee(self, epoch: Epoch, window: int, foreseen: int) -> int:
-        """Ask the system to read this window and the next ahead, unless it was asked before."""
+        """Ask the operating system to read this window and the next ahead, unless that was done before."""
         for ahead in range(max(window, foreseen + 1), window + 2):
             for start, stop in epoch.blocks(ahead):
                 self._data.foresee(start, stop)

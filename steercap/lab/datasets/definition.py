@@ -137,13 +137,13 @@ class PointFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @lru_cache(maxsize=1024)
-def _shape(known: PointFormat) -> tuple[int, ...]:
-    return tuple(known.rows_of(known.nothing()).shape[1:])
+def _shape(point: PointFormat) -> tuple[int, ...]:
+    return tuple(point.rows_of(point.nothing()).shape[1:])
 
 
 @lru_cache(maxsize=1024)
-def _tensors(known: PointFormat) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-    return MappingProxyType({name: (tuple(part.shape[1:]), part.dtype) for name, part in known.nothing().items()})
+def _tensors(point: PointFormat) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+    return MappingProxyType({name: (tuple(part.shape[1:]), part.dtype) for name, part in point.nothing().items()})
 
 
 class Definition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -259,18 +259,18 @@ def decode(content: bytes, path: str) -> Definition:
     return DATASET.decode(content, path)
 
 
-def _differing(found: Definition, wanted: Definition) -> list[str]:
+def _differing(stored: Definition, expected: Definition) -> list[str]:
     """Return the differences in what determines the rows."""
     was, now = (
         {
-            "model": {name: one.model.get(name) for name in wanted.model},
+            "model": {name: one.model.get(name) for name in expected.model},
             "points": _points(one),
             "documents_per_shard": one.documents_per_shard,
             "statistics_every": one.statistics_every,
         }
-        for one in (found, wanted)
+        for one in (stored, expected)
     )
-    return differences(was, now) + differences(found.asked, wanted.asked, none_is_unset=True)
+    return differences(was, now) + differences(stored.asked, expected.asked, none_is_unset=True)
 
 
 def _points(definition: Definition) -> str:

@@ -393,10 +393,10 @@ def verify(where: str | Path, *, content: bool = True, **options: Any) -> Totals
     return totals
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return True if two tensors are bit-identical."""
-    kinds = (one.dtype, one.shape) == (other.dtype, other.shape)
-    return kinds and one.numpy().tobytes() == other.numpy().tobytes()
+    kinds = (first.dtype, first.shape) == (second.dtype, second.shape)
+    return kinds and first.numpy().tobytes() == second.numpy().tobytes()
 
 
 def _decode(content: bytes, kind: type[Document], path: str) -> Document:

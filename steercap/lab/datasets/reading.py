@@ -149,9 +149,9 @@ def _at(definition: Definition, at: At | Sequence[At]) -> tuple[PointFormat, ...
     return tuple(dict.fromkeys(found))
 
 
-def _lacking(definition: Definition, asked: str) -> LayerOutOfRange:
+def _lacking(definition: Definition, wanted: str) -> LayerOutOfRange:
     return LayerOutOfRange(
-        f"{asked}: it was not collected; collected: {', '.join(str(p.point) for p in definition.points)}"
+        f"{wanted}: it was not collected; collected: {', '.join(str(p.point) for p in definition.points)}"
     )
 
 

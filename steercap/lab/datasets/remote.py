@@ -53,14 +53,14 @@ class RemoteFolder(Storage):
         scratch = target if self._puts else f"{folder}/.{last}.{uuid4().hex}{SCRATCH}"
         try:
             with _as_os_error():
-                return self._written(scratch, target, chunks)
+                return self._upload(scratch, target, chunks)
         except BaseException:
             if not self._puts and self._system.exists(scratch):
                 self._system.rm_file(scratch)
             raise
 
     def read(self, name: str) -> bytes:
-        return self._asked(name, lambda: bytes(self._system.cat_file(self._at(name))))
+        return self._request(name, lambda: bytes(self._system.cat_file(self._at(name))))
 
     def sizes(self, folder: str = "") -> dict[str, int]:
         at = self._at(folder)
@@ -79,7 +79,7 @@ class RemoteFolder(Storage):
             with self._system.open(self._at(name), "rb") as file:
                 return _digest_of(file)
 
-        return self._asked(name, hashed)
+        return self._request(name, hashed)
 
     def remove(self, name: str) -> None:
         with _as_os_error():
@@ -89,7 +89,7 @@ class RemoteFolder(Storage):
     @contextmanager
     def fetched(self, name: str) -> Iterator[Path]:
         with tempfile.NamedTemporaryFile(prefix="steercap-") as there:
-            self._asked(name, lambda: self._system.get_file(self._at(name), there.name))
+            self._request(name, lambda: self._system.get_file(self._at(name), there.name))
             yield Path(there.name)
 
     def sweep(self) -> None:
@@ -120,7 +120,7 @@ class RemoteFolder(Storage):
             self._connect()
         return self._reached
 
-    def _written(self, scratch: str, target: str, chunks: Iterable[Buffer]) -> FileReceipt:
+    def _upload(self, scratch: str, target: str, chunks: Iterable[Buffer]) -> FileReceipt:
         if not self._puts:
             self._system.makedirs(target.rpartition("/")[0], exist_ok=True)
         file = self._system.open(scratch, "wb")
@@ -138,7 +138,7 @@ class RemoteFolder(Storage):
             self._system.mv(scratch, target)
         return receipt
 
-    def _asked(self, name: str, what: Callable[[], Found]) -> Found:
+    def _request(self, name: str, what: Callable[[], Found]) -> Found:
         try:
             with _as_os_error():
                 return what()

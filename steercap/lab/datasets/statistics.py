@@ -121,7 +121,7 @@ def statistics_of(pieces: Sequence[Whole], width: int, chosen: NDArray[np.int64]
     ascending, see `drawn`; None for all.
     """
     running = _Running(width)
-    looked_at = pieces if chosen is None else _of(pieces, chosen)
+    looked_at = pieces if chosen is None else _picked(pieces, chosen)
     for block in _blocks(looked_at, max(1, BLOCK_ELEMENTS // width)):
         running.add(block)
     return running.statistics()
@@ -149,14 +149,14 @@ def no_rows(width: int) -> PointStatistics:
     return PointStatistics(none, none, line, line, zero, zero + math.inf, zero, counts, zero, zero)
 
 
-def _of(pieces: Sequence[Whole], chosen: NDArray[np.int64]) -> Iterator[Whole]:
-    """Yield the sampled rows of pieces."""
+def _picked(pieces: Sequence[Whole], chosen: NDArray[np.int64]) -> Iterator[Whole]:
+    """Yield rows of consecutive pieces; `chosen` are their numbers over all pieces, ascending."""
     ends = np.cumsum([0, *map(len, pieces)])
     edges = np.searchsorted(chosen, ends)
     for number, piece in enumerate(pieces):
-        mine = chosen[edges[number] : edges[number + 1]]
-        if len(mine):
-            yield piece[torch.from_numpy(mine - ends[number])]
+        here = chosen[edges[number] : edges[number + 1]]
+        if len(here):
+            yield piece[torch.from_numpy(here - ends[number])]
 
 
 def _blocks(pieces: Iterable[Whole], size: int) -> Iterator[NDArray[np.float32]]:
@@ -168,13 +168,13 @@ def _blocks(pieces: Iterable[Whole], size: int) -> Iterator[NDArray[np.float32]]
             waiting.append(piece)
             held += len(piece)
         while held >= size:
-            yield _taken(waiting, size)
+            yield _take_rows(waiting, size)
             held -= size
     if held:
-        yield _taken(waiting, held)
+        yield _take_rows(waiting, held)
 
 
-def _taken(waiting: deque[Whole], count: int) -> NDArray[np.float32]:
+def _take_rows(waiting: deque[Whole], count: int) -> NDArray[np.float32]:
     """Remove and return the first `count` rows of the pieces."""
     found: list[Whole] = []
     while count:
@@ -184,7 +184,7 @@ def _taken(waiting: deque[Whole], count: int) -> NDArray[np.float32]:
             piece = piece[:count]
         found.append(piece)
         count -= len(piece)
-    return _plain(_together(found))
+    return _decoded(_together(found))
 
 
 def _together(pieces: Sequence[Whole]) -> Whole:
@@ -203,10 +203,10 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([as_numpy(one) for one in tensors])).view(tensors[0].dtype)
 
 
-def _plain(rows: Whole) -> NDArray[np.float32]:
+def _decoded(rows: Whole) -> NDArray[np.float32]:
     """Return rows, decoded, as float32 [rows, width]."""
-    whole = rows.decoded() if isinstance(rows, CodedRows) else rows
-    flat = whole.flatten(1)
+    decoded = rows.decoded() if isinstance(rows, CodedRows) else rows
+    flat = decoded.flatten(1)
     if flat.dtype == torch.bfloat16:  # the upper half of a float32
         return (as_numpy(flat).astype(np.uint32) << 16).view(np.float32)
     return flat.numpy().astype(np.float32, copy=False)
@@ -282,9 +282,9 @@ def _number(value: float) -> Float[torch.Tensor, ""]:
     return torch.tensor(value, dtype=torch.float64)
 
 
-def named_tensors(end: str, found: PointStatistics) -> dict[str, torch.Tensor]:
+def named_tensors(end: str, statistics: PointStatistics) -> dict[str, torch.Tensor]:
     """Return the statistics as tensors by their names in a file: field name plus the point's suffix."""
-    return {f"{name}{end}": tensor for name, tensor in _tensors(found).items()}
+    return {f"{name}{end}": tensor for name, tensor in _tensors(statistics).items()}
 
 
 def read_named(end: str, tensors: Mapping[str, torch.Tensor]) -> PointStatistics:
@@ -296,5 +296,5 @@ def read_named(end: str, tensors: Mapping[str, torch.Tensor]) -> PointStatistics
     return PointStatistics(**{field.name: tensors[f"{field.name}{end}"] for field in fields(PointStatistics)})
 
 
-def _tensors(found: PointStatistics) -> dict[str, torch.Tensor]:
-    return {field.name: getattr(found, field.name) for field in fields(found)}
+def _tensors(statistics: PointStatistics) -> dict[str, torch.Tensor]:
+    return {field.name: getattr(statistics, field.name) for field in fields(statistics)}

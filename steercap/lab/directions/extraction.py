@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 from steercap.concurrency.loops import each_of
 from steercap.core.display import brief
-from steercap.core.prompts import repeating, special_asked, tokens_of, warn_of_doubled
+from steercap.core.prompts import checked_special, repeating, tokens_of, warn_of_doubled
 from steercap.core.protocols import ReadingModel, SketchingModel
 from steercap.core.spec import CaptureSpec, Layers, Reduction
 from steercap.core.tokens import BUT_THE_FIRST, Tokens, TokenSelection
@@ -169,7 +169,7 @@ async def mean_rows(
     if not texts:
         raise InvalidSpec("no texts to read; give at least one")
     selection = TokenSelection.parse(tokens)
-    asked = await asked_of(model, texts, selection, special_asked(add_special_tokens))
+    asked = await prompts_and_rows(model, texts, selection, checked_special(add_special_tokens))
     finished = 0
     captured: set[int] = set()  # of all layers, those that have the site
 
@@ -236,7 +236,7 @@ def sha_of(ids: Sequence[int]) -> bytes:
     return hashlib.sha256(torch.tensor(ids, dtype=torch.int64).numpy().tobytes()).digest()
 
 
-async def asked_of(
+async def prompts_and_rows(
     model: ReadingModel, texts: Sequence[Text], selection: TokenSelection, special: bool | None = None
 ) -> list[tuple[list[int], TokenSelection]]:
     """Return the token ids to read of each text, and the selection of its rows.
@@ -268,7 +268,7 @@ async def asked_of(
 
 
 def ids_of(tokenizer: Any, texts: Sequence[Text], special: bool | None = None) -> list[list[int]]:
-    """Return the token ids of texts; for an exchange, those of prompt and response. `special` is as for `asked_of`.
+    """Return the token ids of texts; for an exchange, those of both parts. `special` is as for `prompts_and_rows`.
 
     Raises:
         InvalidSpec: an exchange has an empty response, or an entry is not a text.
@@ -342,7 +342,7 @@ async def calibrate(
     check_texts(texts)
     if not texts:
         raise InvalidSpec("no texts to read; give at least one")
-    asked = ids_of(model.tokenizer, texts, special_asked(add_special_tokens))
+    asked = ids_of(model.tokenizer, texts, checked_special(add_special_tokens))
     finished = 0
 
     async def read(part: Sequence[list[int]]) -> None:

@@ -23,7 +23,7 @@ from steercap.core.tokens import BUT_THE_FIRST, TokenSelection
 from steercap.core.values import number_of, shown
 from steercap.errors import InvalidRequest, InvalidSpec
 from steercap.files.fingerprint import model_name
-from steercap.lab.directions.extraction import Text, asked_of, check_texts
+from steercap.lab.directions.extraction import Text, check_texts, prompts_and_rows
 from steercap.lab.mechanism.codec_judge import (
     FEW_ROWS,
     LEAST_ROWS,
@@ -217,7 +217,7 @@ async def check_codecs(
         most_rows=most_rows,
         seed=seed,
     )
-    prompts = await asked_of(model, texts, TokenSelection.parse(BUT_THE_FIRST))
+    prompts = await prompts_and_rows(model, texts, TokenSelection.parse(BUT_THE_FIRST))
     found: list[CodecMeasure] = []
     notes: dict[str, str] = {}
     taken: list[int] = []
@@ -239,7 +239,7 @@ async def check_codecs(
 
 
 async def _read(
-    model: ReadingModel, prompts: Sequence[Any], taken: Sequence[int], layer: int, asked: CheckAsked
+    model: ReadingModel, prompts: Sequence[Any], taken: Sequence[int], layer: int, check: CheckAsked
 ) -> dict[int, dict[str, torch.Tensor]]:
     """Read texts until there are enough rows: rows by site, by the number of the text; texts without rows are left out.
 
@@ -248,33 +248,33 @@ async def _read(
         prompts: token ids and selection of each text.
         taken: numbers of the texts to read; all if there are none.
         layer: layer of the rows.
-        asked: arguments of the check.
+        check: arguments of the check.
     """
     numbers, found, count = list(taken or range(len(prompts))), dict[int, dict[str, torch.Tensor]](), 0
-    while numbers and count < asked.most_rows:
+    while numbers and count < check.most_rows:
         part, numbers = numbers[:CALL_TEXTS], numbers[CALL_TEXTS:]
-        specs = [CaptureSpec(layers=[layer], sites=asked.sites, tokens=prompts[one][1], codec="raw") for one in part]
+        specs = [CaptureSpec(layers=[layer], sites=check.sites, tokens=prompts[one][1], codec="raw") for one in part]
         asking = [{"prompt_token_ids": prompts[one][0]} for one in part]
         handles = await model.read(asking, capture=specs, steering=None)
         await model.fetch_captures_batch(handles)
         for number, handle in zip(part, handles, strict=True):
-            rows = {site: handle.captures[layer, site].clone() for site in asked.sites}
-            if len(rows[asked.sites[0]]) and count < asked.most_rows:
+            rows = {site: handle.captures[layer, site].clone() for site in check.sites}
+            if len(rows[check.sites[0]]) and count < check.most_rows:
                 found[number] = rows
-                count += len(rows[asked.sites[0]])
+                count += len(rows[check.sites[0]])
     return found
 
 
 def _groups(
-    rows: Mapping[int, Mapping[str, torch.Tensor]], texts: int, asked: CheckAsked, notes: dict[str, str]
+    rows: Mapping[int, Mapping[str, torch.Tensor]], texts: int, check: CheckAsked, notes: dict[str, str]
 ) -> npt.NDArray[np.int64]:
     """Return the number of each row's text, and note texts that were left out.
 
     Raises:
         InvalidRequest: too few rows.
     """
-    counts = [len(one[asked.sites[0]]) for one in rows.values()]
-    found = np.repeat(np.arange(len(counts)), counts)[: asked.most_rows]
+    counts = [len(one[check.sites[0]]) for one in rows.values()]
+    found = np.repeat(np.arange(len(counts)), counts)[: check.most_rows]
     if len(found) < LEAST_ROWS:
         raise InvalidRequest(f"the texts have {len(found)} rows; give texts of {FEW_ROWS:,} to {MOST_ROWS:,} tokens")
     if len(found) < FEW_ROWS:

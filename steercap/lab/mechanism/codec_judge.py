@@ -110,14 +110,14 @@ class CheckAsked:
 
 @dataclass(frozen=True, eq=False)
 class CodecJudge:
-    """Rows of one point, and what is asked of them.
+    """Comparison of codecs on the rows of one point.
 
     Args:
         point: the point.
         rows: raw rows, [rows, *shape of the point], in the model's dtype.
-        texts: number of each row's text, ascending from 0.
-        labels: numbers by concept, one for each of these texts.
-        asked: arguments of the check.
+        texts: index of each row's text, ascending from 0.
+        labels: labels of these texts, by concept.
+        asked: arguments of `check_codecs`.
     """
 
     point: Point
@@ -127,7 +127,7 @@ class CodecJudge:
     asked: CheckAsked
 
     def measures(self, notes: dict[str, str]) -> list[CodecMeasure]:
-        """Judge every candidate; those that are left out go to `notes`.
+        """Measure every codec; add to `notes` the reason why one is left out.
 
         Raises:
             InvalidRequest: all rows are equal, so that any codec would pass.
@@ -152,7 +152,7 @@ class CodecJudge:
             }
             for measure, name, value, bar in (
                 *self._judged(raw, kept, directions, coding),
-                *self._told(raw, kept, coding),
+                *self._reported(raw, kept, coding),
             ):
                 known = first.setdefault((measure, name), value)
                 shown_value = _less(value, known) if measure.endswith("_delta") else value
@@ -164,7 +164,7 @@ class CodecJudge:
         return found
 
     def _kept(self, coding: Coding, raw: measured.CheckedRows) -> measured.CheckedRows | str:
-        """Return the rows as a codec gives them back; or the reason why captures refuse it there."""
+        """Return the rows, encoded and decoded; or the reason why captures refuse the codec there."""
         if coding.k > raw.rows.shape[1]:
             return f"k is above the {raw.rows.shape[1]:,} elements of a row"
         kept = measured.CheckedRows.of(self.rows, coding)
@@ -205,7 +205,7 @@ class CodecJudge:
             yield "rounding", "", group, ROUNDING_BAR
             yield "rounding_by_number", "", number, None
 
-    def _told(
+    def _reported(
         self, raw: measured.CheckedRows, kept: measured.CheckedRows, coding: Coding
     ) -> Iterator[tuple[str, str, float | None, float | None]]:
         """Yield measures without a bar. Deltas are of the raw rows' values, which are subtracted by the caller."""
@@ -229,6 +229,7 @@ class CodecJudge:
     def _probed(
         self, measure: str, sae: SAE, rows: measured.Floats | None
     ) -> Iterator[tuple[str, str, float | None, float | None]]:
+        """Yield (measure, concept, correlation of a concept probe on SAE features, None) for each concept."""
         features = None if rows is None else measured.features_of(sae, rows, self.texts)
         of_each = np.arange(len(np.unique(self.texts)))
         for name, labels in self.labels.items():

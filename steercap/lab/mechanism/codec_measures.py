@@ -42,7 +42,7 @@ BATCH: Final = 256
 
 @dataclass(frozen=True, eq=False)
 class CheckedRows:
-    """Rows of one point as a codec gives them back.
+    """Rows of one point, encoded by a codec and decoded.
 
     Args:
         rows: decoded rows, [rows, width], or [rows, k] if they are projected.

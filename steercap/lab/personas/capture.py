@@ -251,7 +251,7 @@ def vectors(
     folder.begin("vectors")
     count, found = Count("vectors", len(names), 0, report), []
     for name in names:
-        found.append(_one(model, settings, folder, {sign: records.kept_of(name, sign) for sign in SIGNS}))
+        found.append(_trait_vectors(model, settings, folder, {sign: records.kept_of(name, sign) for sign in SIGNS}))
         count.add()
     directions = functools.reduce(operator.or_, found)
     directions.save(path)
@@ -259,14 +259,14 @@ def vectors(
     return directions
 
 
-def _one(
-    model: SteerModel, settings: PersonaSettings, folder: StageFolder, mine: Mapping[Sign, Sequence[Kept]]
+def _trait_vectors(
+    model: SteerModel, settings: PersonaSettings, folder: StageFolder, kept: Mapping[Sign, Sequence[Kept]]
 ) -> DirectionSet:
-    name = mine["positive"][0].trait
+    name = kept["positive"][0].trait
     header, rows = load_rows(rows_file(folder, name))
     places = {one: place for place, one in enumerate(header.ids)}
-    used = {sign: rows[[places[one.id] for one in mine[sign]]] for sign in SIGNS}
-    groups = {sign: [one.question for one in mine[sign]] for sign in SIGNS}
+    used = {sign: rows[[places[one.id] for one in kept[sign]]] for sign in SIGNS}
+    groups = {sign: [one.question for one in kept[sign]] for sign in SIGNS}
     contrast = Contrast(used["positive"], used["negative"], groups["positive"], groups["negative"])
     found = directions_of(
         name,
@@ -277,5 +277,5 @@ def _one(
         held_out=settings.held_out,
         seed=settings.seed,
     )
-    digests = [bytes.fromhex(header.prompts[places[one.id]]) for sign in SIGNS for one in mine[sign]]
+    digests = [bytes.fromhex(header.prompts[places[one.id]]) for sign in SIGNS for one in kept[sign]]
     return labelled(found, model, prompts={name: digest_of(digests)}, tokens="response", reduce="mean")

@@ -209,13 +209,13 @@ def check_same(path: str | Path, settings: PersonaSettings) -> None:
     RUN.check_same(path, lambda found: _State(VERSION, found.model, described(settings)))
 
 
-def _differing(found: _State, wanted: _State) -> list[str]:
+def _differing(stored: _State, expected: _State) -> list[str]:
     """Return the differences that affect answers; where only later settings differ, later stages are repeated."""
-    (common, mine), (others, theirs) = (stage_settings(one.settings, "generate") for one in (wanted, found))
+    (common, mine), (others, theirs) = (stage_settings(one.settings, "generate") for one in (expected, stored))
     shared = [name for name in mine if name in theirs]
     return differences(
-        {**others, "traits": {name: theirs[name] for name in shared}, "model": found.model},
-        {**common, "traits": {name: mine[name] for name in shared}, "model": wanted.model},
+        {**others, "traits": {name: theirs[name] for name in shared}, "model": stored.model},
+        {**common, "traits": {name: mine[name] for name in shared}, "model": expected.model},
     )
 
 

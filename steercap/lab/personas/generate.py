@@ -118,7 +118,7 @@ async def answer_groups(
         generation = await model.run(messages, sampling_of(settings, request.seed), steering=None)
         (sample,) = generation.samples
         finish, told = str(sample.finish_reason), msgspec.structs.asdict(request)
-        token_ids = said(sample.token_ids, ends(), finish, sample.stop_reason)
+        token_ids = answer_ids(sample.token_ids, ends(), finish, sample.stop_reason)
         group.parts.add(kind(**told, answer=sample.text, token_ids=token_ids, finish=finish))
         lacking[group] -= 1
         if not lacking[group]:
@@ -141,7 +141,7 @@ def _finish(group: AnswerGroup[AnyResponse]) -> None:
     group.finish([found[request.id] for request in group.requests])
 
 
-def said(token_ids: Sequence[int], ends: Ends, finish: str, stop_reason: object) -> tuple[int, ...]:
+def answer_ids(token_ids: Sequence[int], ends: Ends, finish: str, stop_reason: object) -> tuple[int, ...]:
     """Strip the end-of-turn token and trailing special tokens from an answer.
 
     That token is not part of an answer, and in the paper its row is not part of the mean. It ended the answer where

@@ -202,8 +202,8 @@ def _table(directions: DirectionSet, results: Mapping[str, Outcome]) -> Iterator
     yield f"\n`directions.safetensors` holds them: layers {first} to {last} of {directions.site}.\n"
 
 
-def _means(one: Outcome) -> str:
-    return " / ".join("none" if math.isnan(mean) else f"{mean:.0f}" for mean in one.mean_scores)
+def _means(outcome: Outcome) -> str:
+    return " / ".join("none" if math.isnan(mean) else f"{mean:.0f}" for mean in outcome.mean_scores)
 
 
 def _pair(numbers: tuple[int, int]) -> str:

@@ -107,7 +107,7 @@ def keep(
         if response.id in shown and (value := said[response.id]) is not None
     ]
     names = [trait.name for trait in settings.resolved()]
-    told = {name: _lack(settings, name, responses, scores, kept=kept, full=full) for name in names}
+    told = {name: _too_few(settings, name, responses, scores, kept=kept, full=full) for name in names}
     left_out = {name: why for name, why in told.items() if why}
     if len(left_out) == len(names):
         raise TooFewKept("; ".join(f"{name}: {why}" for name, why in left_out.items()))
@@ -120,7 +120,7 @@ def _shown(settings: PersonaSettings, response: Response, value: float | None) -
     return value >= settings.threshold_high if response.sign == "positive" else value <= settings.threshold_low
 
 
-def _lack(
+def _too_few(
     settings: PersonaSettings,
     trait: str,
     responses: Sequence[Response],

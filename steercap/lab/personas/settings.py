@@ -239,9 +239,9 @@ def stage_settings(plain: Mapping[str, Any], stage: str) -> tuple[dict[str, Any]
     return common, {name: {field: trait[field] for field in fields} for name, trait in plain["traits"].items()}
 
 
-def digest_of(told: Any) -> str:
+def digest_of(value: Any) -> str:
     """Return the SHA-256 of plain values, in hexadecimal."""
-    return hashlib.sha256(msgspec.json.encode(told, order="deterministic")).hexdigest()
+    return hashlib.sha256(msgspec.json.encode(value, order="deterministic")).hexdigest()
 
 
 def layers_of(layers: Any) -> str | int | tuple[int, ...]:

@@ -175,39 +175,41 @@ class _Rollouts:
     tell: Callable[[str, str, int, int], None]
     judging: asyncio.Lock
 
-    async def roll(self, one: RolloutSet) -> RolloutSummary:
+    async def roll(self, rollouts: RolloutSet) -> RolloutSummary:
         """Have a data set answered, scored and judged, and write its tables."""
-        folder = self.out / one.name
+        folder = self.out / rollouts.name
         with locked(folder):
             results = await evaluate(
                 self.model,
-                one.evaluation,
+                rollouts.evaluation,
                 out=folder,
-                measures=[one.classifier, "refusal"],
+                measures=[rollouts.classifier, "refusal"],
                 tasks=[],
                 concurrent=self.concurrent,
-                progress=partial(self.tell, one.name),
+                progress=partial(self.tell, rollouts.name),
             )
-            self.tell(one.name, "answers", len(results.answers), len(results.answers))  # those of a call before, too
+            self.tell(
+                rollouts.name, "answers", len(results.answers), len(results.answers)
+            )  # those of a call before, too
             values = zip(results.values["minilm"], results.values["refusal"], strict=True)
             verdicts = [Verdict(None if math.isnan(score) else score / 100, bool(refused)) for score, refused in values]
-            minilm = save_tables(folder, "minilm", results, one.conditions, verdicts)
+            minilm = save_tables(folder, "minilm", results, rollouts.conditions, verdicts)
             if self.judge is None:
-                remove_stale(folder, results, one.conditions)
-            judged = None if self.judge is None else await self._judge(self.judge, one, results)
-        return RolloutSummary(one.name, minilm, judged)
+                remove_stale(folder, results, rollouts.conditions)
+            judged = None if self.judge is None else await self._judge(self.judge, rollouts, results)
+        return RolloutSummary(rollouts.name, minilm, judged)
 
-    async def _judge(self, judge: Judge, one: RolloutSet, results: EvaluationResults) -> dict[str, VariantScore]:
+    async def _judge(self, judge: Judge, rollouts: RolloutSet, results: EvaluationResults) -> dict[str, VariantScore]:
         """Have the answers of a data set judged, and write the judge's tables."""
-        rows = await self._judged(judge, one, results)
-        save_judge_scores(self.out / one.name, results, one.conditions, rows)
+        rows = await self._judged(judge, rollouts, results)
+        save_judge_scores(self.out / rollouts.name, results, rollouts.conditions, rows)
         verdicts = [Verdict(row.score, row.refused) for row in rows]
-        return save_tables(self.out / one.name, "judge", results, one.conditions, verdicts)
+        return save_tables(self.out / rollouts.name, "judge", results, rollouts.conditions, verdicts)
 
-    async def _judged(self, judge: Judge, one: RolloutSet, results: EvaluationResults) -> list[JudgeRow]:
+    async def _judged(self, judge: Judge, rollouts: RolloutSet, results: EvaluationResults) -> list[JudgeRow]:
         """Return the judgement of each answer, asking for those that are missing, of one data set at a time."""
-        known = (judge.base_url, judge.model, judge.logprobs, one.rubric)
-        kept = Table(self.out / one.name / "judgements" / folder_of("judge", known), JudgeRow)
+        known = (judge.base_url, judge.model, judge.logprobs, rollouts.rubric)
+        kept = Table(self.out / rollouts.name / "judgements" / folder_of("judge", known), JudgeRow)
         # Under one number an evaluation has one answer for good: its digest is of steering, and its seed is its own.
         missing = [answer for answer in results.answers if answer.number not in kept.rows]
         done = len(results.answers) - len(missing)
@@ -215,14 +217,14 @@ class _Rollouts:
             for first in range(0, len(missing), JUDGED):
                 part = missing[first : first + JUDGED]
                 async with self.judging:
-                    found = await judge.judge(one.rubric, [Scored(answer.prompt, answer.text) for answer in part])
+                    found = await judge.judge(rollouts.rubric, [Scored(answer.prompt, answer.text) for answer in part])
                 pairs = zip(part, found, strict=True)
                 kept.add(JudgeRow(answer.number, got.score, got.refused, got.reply) for answer, got in pairs)
-                self.tell(one.name, "judge", done + first + len(part), len(results.answers))
+                self.tell(rollouts.name, "judge", done + first + len(part), len(results.answers))
         finally:
             kept.flush()
         kept.join()
-        self.tell(one.name, "judge", len(results.answers), len(results.answers))
+        self.tell(rollouts.name, "judge", len(results.answers), len(results.answers))
         return [kept.rows[answer.number] for answer in results.answers]
 
 

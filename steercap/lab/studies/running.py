@@ -130,18 +130,18 @@ def measures_of(given: Iterable[str | Measure], columns: Sequence[str]) -> tuple
         columns: column names of the table of answers, which labels must not repeat.
 
     Raises:
-        UnknownName: no measure has a name.
-        InvalidSpec: an entry is not a measure, or needs arguments; two have one label; or a label is a column of every
-            such table, as "text" is of a sweep's.
+        UnknownName: a name is not in `MEASURES`.
+        InvalidSpec: an entry is neither a name nor a measure, or a named measure needs arguments; two measures have
+            the same label; or a label is in `columns`.
     """
-    found = chosen(given, MEASURES, Measure)
-    for measure in found:
+    measures = chosen(given, MEASURES, Measure)
+    for measure in measures:
         if measure.label in columns:
             raise InvalidSpec(
                 f"{measure!r} would be column {measure.label!r}, which the table uses for something else; give it a "
                 f"name other than {', '.join(columns)}"
             )
-    return found
+    return measures
 
 
 def chosen(given: Iterable[Any], known: Mapping[str, type[Any]], kind: type[Any]) -> tuple[Any, ...]:
@@ -158,7 +158,7 @@ def chosen(given: Iterable[Any], known: Mapping[str, type[Any]], kind: type[Any]
     """
     noun, found = kind.__name__.lower(), dict[str, Any]()
     for one in given:
-        made = _made(one, known[one], noun) if isinstance(one, str) else one
+        made = _make_member(one, known[one], noun) if isinstance(one, str) else one
         if not isinstance(made, kind):
             raise InvalidSpec(f"{shown(one)} is not a {noun}; give a name from {list(known)}, or a {kind.__name__}")
         if made.label in found:
@@ -167,7 +167,7 @@ def chosen(given: Iterable[Any], known: Mapping[str, type[Any]], kind: type[Any]
     return tuple(found.values())
 
 
-def _made(name: str, kind: type[Any], noun: str) -> Any:
+def _make_member(name: str, kind: type[Any], noun: str) -> Any:
     missing = [key for key, one in inspect.signature(kind).parameters.items() if one.default is one.empty]
     if missing:
         example = ", ".join(f"{key}=..." for key in missing)

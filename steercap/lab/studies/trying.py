@@ -188,7 +188,7 @@ async def try_layers(
         The errors of `SteerModel.generate`.
     """
     vectors, suggested = _direction(directions, name)
-    asked, dose = _asked(prompts, scale)
+    asked, dose = _checked_arguments(prompts, scale)
     tried = _layers(vectors, layers, suggested)
     read_at = tried[len(tried) // 2] if suggested is None else suggested
     if not vectors.norms()[read_at] > 0:
@@ -228,7 +228,7 @@ class _Case(NamedTuple):
         return SteeringSpec([Add(vector, self.scale, layer=self.layer, site=vectors.site, tokens="generated")])
 
 
-def _asked(prompts: Any, scale: Any) -> tuple[tuple[Any, ...], float]:
+def _checked_arguments(prompts: Any, scale: Any) -> tuple[tuple[Any, ...], float]:
     """Return the prompts and the scale, checked."""
     dose = number_of(scale)
     if dose is None or not 0 < dose < math.inf:

@@ -122,13 +122,13 @@ class Steps(Sampler[list[Picked]]):
 
     def __iter__(self) -> Iterator[list[Picked]]:
         for step in range(self._start, self._stop):
-            picked = [one for trait in self._live() for one in self._of(trait, step)]
+            picked = [one for trait in self._live() for one in self._examples_of(trait, step)]
             yield picked[self._rank :: self._world]
 
     def __len__(self) -> int:
         return self._stop - self._start
 
-    def _of(self, trait: int, step: int) -> list[Picked]:
+    def _examples_of(self, trait: int, step: int) -> list[Picked]:
         name, count = self._names[trait], self._sizes[trait]
         draws = torch.rand(self._size, generator=generator(self._seed, name, "draw", step)).tolist()
         places = range(step * self._size, (step + 1) * self._size)

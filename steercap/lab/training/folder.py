@@ -213,13 +213,13 @@ def own(value: Any) -> Any:
             return value
 
 
-def write_trained(found: Trained) -> None:
+def write_trained(trained: Trained) -> None:
     """Write a trained edit to its file, its directions if it has any, and all validations as JSON."""
-    found.spec.save(found.file, model=found.model, provenance=found.provenance)
-    with write_whole(found.file.with_name(f"{found.name}.history.json")) as scratch:
-        scratch.write_bytes(msgspec.json.format(msgspec.json.encode(list(found.history)), indent=2))
+    trained.spec.save(trained.file, model=trained.model, provenance=trained.provenance)
+    with write_whole(trained.file.with_name(f"{trained.name}.history.json")) as scratch:
+        scratch.write_bytes(msgspec.json.format(msgspec.json.encode(list(trained.history)), indent=2))
     with suppress(InvalidSpec):  # not all edits are directions
-        found.directions.save(found.file.with_name(f"{found.name}.directions.safetensors"))
+        trained.directions.save(trained.file.with_name(f"{trained.name}.directions.safetensors"))
 
 
 def check_name(name: str) -> None:

@@ -64,7 +64,7 @@ class TrainableSpec(nn.Module):
 
     def lowered(self) -> tuple[tuple[RankOne, ...], ...]:
         """Return each edit as rank-one edits, in order, differentiable in the parameters."""
-        return tuple(_shadow(edit, self._of(number)).lower() for number, edit in enumerate(self.edits))
+        return tuple(_shadow(edit, self._tensors_of(number)).lower() for number, edit in enumerate(self.edits))
 
     def spec(self, values: Mapping[str, torch.Tensor] | None = None) -> SteeringSpec:
         """Return a copy of the spec, current or of other values by name, as in `state_dict`: gates are hard, numbers
@@ -86,7 +86,7 @@ class TrainableSpec(nn.Module):
         """Return the Euclidean norm of all trained parameters."""
         return float(torch.cat([value.detach().double().flatten() for value in self.values.values()]).norm())
 
-    def _of(self, number: int) -> dict[str, torch.Tensor]:
+    def _tensors_of(self, number: int) -> dict[str, torch.Tensor]:
         return {key.split("/")[1]: value for key, value in self.values.items() if key.startswith(f"{number}/")}
 
 

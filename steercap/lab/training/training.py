@@ -279,7 +279,7 @@ def _sides(
 
 
 def encoded(
-    how: Objective, tokenizer: Any, examples: Sequence[AnyExample], vocabulary: int
+    objective: Objective, tokenizer: Any, examples: Sequence[AnyExample], vocabulary: int
 ) -> list[tuple[ExampleTokens, ...]]:
     """Tokenize examples of an objective, for a model that knows `vocabulary` token ids.
 
@@ -287,14 +287,14 @@ def encoded(
         InvalidSetting: there are none, or one is of another kind.
         InvalidPrompt: one is not valid, has no token to learn, or token ids that the model does not know.
     """
-    if wrong := [example for example in examples if not isinstance(example, how.example)]:
+    if wrong := [example for example in examples if not isinstance(example, objective.example)]:
         raise InvalidSetting(
-            f"{type(how).__name__} learns from {' or '.join(f'{kind.__name__}s' for kind in how.example)}, and one "
-            f"example is {shown(wrong[0])}"
+            f"{type(objective).__name__} learns from {' or '.join(f'{kind.__name__}s' for kind in objective.example)}, "
+            f"and one example is {shown(wrong[0])}"
         )
     if not examples:
         raise InvalidSetting("no examples; give one at least")
-    found = [how.tokens(tokenizer, example) for example in examples]
+    found = [objective.tokens(tokenizer, example) for example in examples]
     for example, sequences in zip(examples, found, strict=True):
         if (most := max(max(one.ids) for one in sequences)) >= vocabulary:
             raise InvalidPrompt(f"token id {most} in {shown(example)}; the model's ids are 0 to {vocabulary - 1}")
@@ -358,19 +358,19 @@ def identity_of(model: HookedModel) -> dict[str, str]:
 
 def definition_of(
     model: HookedModel,
-    how: Objective,
+    objective: Objective,
     settings: TrainingSettings,
     starts: Mapping[str, SteeringSpec],
-    parts: Mapping[str, Sides],
+    sides: Mapping[str, Sides],
 ) -> Definition:
     """Return everything that a training depends on."""
     return Definition(
         model=identity_of(model),
-        objective=repr(how),
+        objective=repr(objective),
         settings=settings.described(),
         edits={name: _digest(spec) for name, spec in starts.items()},
-        examples={name: digest_of(sides.seen) for name, sides in parts.items()},
-        held_out={name: digest_of(sides.unseen) for name, sides in parts.items()},
+        examples={name: digest_of(one.seen) for name, one in sides.items()},
+        held_out={name: digest_of(one.unseen) for name, one in sides.items()},
         world=world(),
     )
 

@@ -1,4 +1,4 @@
-"""Conversion of users' vectors and rows to float32 copies, or to an error that says what is wrong.
+"""Conversion of users' vectors and rows to float32 copies, or to an error that names the problem.
 
 Copies are independent of the user's tensor, so that no later change of it reaches what was checked.
 """
@@ -203,6 +203,8 @@ def marks_of(units: Float[torch.Tensor, "names hidden"]) -> tuple[Mark, ...]:
     return tuple(tuple(mark) for mark in (units.double().numpy() @ waves).tolist())
 
 
-def alike(one: Mark, other: Mark) -> bool:
+def alike(first: Mark, second: Mark) -> bool:
     """Return True if two marks are of the same direction."""
-    return len(one) == len(other) and all(abs(mine - theirs) < MARKED for mine, theirs in zip(one, other, strict=True))
+    return len(first) == len(second) and all(
+        abs(mine - theirs) < MARKED for mine, theirs in zip(first, second, strict=True)
+    )

@@ -1,4 +1,4 @@
-"""Persona vectors as people have them: means by level of many roles and traits, and their principal components.
+"""Persona vectors as other programs write them: means by level of roles and traits, and their principal components.
 
     vectors/NAME.pt              level -> [layers, hidden]
     default_vectors.pt           beside the folder; "activations": level -> [layers, hidden]
@@ -192,7 +192,7 @@ class PersonaComponents:
         layer: layer from 0.
         components: unit vectors, float64 [components, hidden].
         mean: mean of the vectors, float64 [hidden].
-        variance_explained: share of the variance along each component, float64 [components].
+        variance_explained: fraction of the variance along each component, float64 [components].
         vectors: float32 [personas, hidden] by level, at the layer.
         names: names of the personas, by level.
         further: names of the file's other entries, which are not read.
@@ -287,14 +287,14 @@ def _rows(vectors: LayerVectors) -> Float[torch.Tensor, "layers hidden"]:
     return torch.stack(list(vectors.values()))
 
 
-def _save(found: dict[str, Any], path: str | Path) -> Path:
-    if not found:
+def _save(content: dict[str, Any], path: str | Path) -> Path:
+    if not content:
         raise InvalidSpec("no levels to write; an empty level is absent, and a file has one at least")
     check_extension(Path(path), ".pt")
     with write_whole(Path(path)) as scratch:
-        torch.save(found, scratch)
+        torch.save(content, scratch)
     return Path(path)
 
 
-def _held(found: object) -> str:
-    return f"{found.dtype} {list(found.shape)}" if isinstance(found, torch.Tensor) else shown(found)
+def _held(content: object) -> str:
+    return f"{content.dtype} {list(content.shape)}" if isinstance(content, torch.Tensor) else shown(content)

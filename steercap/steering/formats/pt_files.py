@@ -146,10 +146,10 @@ def _check_base(base: object) -> None:
         raise InvalidSpec(f"base={base!r}; give 0 if row 0 is layer 0, or 1 if row 0 is the embeddings")
 
 
-def _shown(found: object) -> str:
-    if isinstance(found, torch.Tensor):
-        return f"a tensor {tuple(found.shape)} of {found.dtype}"
-    return f"{type(found).__name__}, not a tensor"
+def _shown(content: object) -> str:
+    if isinstance(content, torch.Tensor):
+        return f"a tensor {tuple(content.shape)} of {content.dtype}"
+    return f"{type(content).__name__}, not a tensor"
 
 
 def load_capping(

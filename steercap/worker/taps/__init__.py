@@ -195,7 +195,7 @@ class Taps(ABC):
 
     @abstractmethod
     def wait_for(self, event: Any) -> None:
-        """Wait until a copy of `spill` or `finish` is in the arena."""
+        """Wait until the copy into the arena that `spill` or `finish` started, and whose event this is, has ended."""
 
     @property
     @abstractmethod

@@ -479,15 +479,15 @@ class CudaTaps(Taps):
         rows = list(step.replaced.values())
         ends = np.cumsum([len(row) for row in rows])
         table[step.tokens[list(step.replaced)], REPLACED] = ends - [len(row) for row in rows]
-        flat = self._there(np.concatenate(rows).astype(np.int32))
+        flat = self._to_device(np.concatenate(rows).astype(np.int32))
         self._replacements[: len(flat)].copy_(flat)
 
     def _write_tables(self) -> None:
         """Copy the vectors, configurations and layouts written since the last pass to the device."""
         for bank_rows, vectors in self._vectors:
             width = min(vectors.shape[1], self._bank.shape[1])  # no point of this rank is wider
-            rows = self._transfers.there(vectors[:, :width].contiguous())
-            self._bank[:, :width].index_copy_(0, self._there(np.array(bank_rows)), rows)
+            rows = self._transfers.to_device(vectors[:, :width].contiguous())
+            self._bank[:, :width].index_copy_(0, self._to_device(np.array(bank_rows)), rows)
         self._vectors = []
         if self._dirty:
             slots = np.array(sorted(self._dirty))
@@ -495,20 +495,20 @@ class CudaTaps(Taps):
             numbers = np.stack([self.programs.columns[name][slots] for name in ENTRY_NUMBERS], -1)
             padding = kernel.ENTRY_COLUMNS - len(ENTRY_NUMBERS)
             entries = np.pad(numbers, [(0, 0)] * 3 + [(0, padding)])
-            there = self._there(slots)
+            there = self._to_device(slots)
             for to, what in (
                 (self._entries, entries),
                 (self._responses, self.programs.responses[slots]),
                 (self._counts, self.programs.counts[slots]),
             ):
-                to.index_copy_(0, there, self._there(what))
+                to.index_copy_(0, there, self._to_device(what))
         if self.layouts.fresh:
             numbers = np.array(list(self.layouts.fresh))
             self.layouts.fresh.clear()
-            self._layouts.index_copy_(0, self._there(numbers), self._there(self.layouts.offsets[numbers]))
+            self._layouts.index_copy_(0, self._to_device(numbers), self._to_device(self.layouts.offsets[numbers]))
 
-    def _there(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
-        return self._transfers.there(torch.from_numpy(np.ascontiguousarray(values)))
+    def _to_device(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
+        return self._transfers.to_device(torch.from_numpy(np.ascontiguousarray(values)))
 
     def _pieces(self, passes: Sequence[_Pass]) -> tuple[Ints, Ints, Ints]:
         """Return the copies of passes to the host: target and source addresses, and sizes in bytes."""

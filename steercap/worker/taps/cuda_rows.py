@@ -157,7 +157,7 @@ class DeviceEncoder:
         """
         pairs = zip(layout.locals, layout.form.reads, strict=False)
         reads = [encoder for local, (_, encoder) in pairs if local in points]
-        self._launch(ring, self._there(records), list(self._find_alike(layout, points)), reads)
+        self._launch(ring, self._to_device(records), list(self._find_alike(layout, points)), reads)
 
     def _launch(
         self, ring: torch.Tensor, records: torch.Tensor, alike: Sequence[tuple[RowKind, Alike]], reads: Sequence[Any]
@@ -178,7 +178,7 @@ class DeviceEncoder:
             whole = encoding.matrix(kind.schema.width, coding)
             assert whole is not None, "a codec with a seed has a matrix"
             part = whole[:, kind.first : kind.first + kind.width].to(dtype_of(kind.schema))
-            return self._transfers.there(part.contiguous())
+            return self._transfers.to_device(part.contiguous())
 
         return self._matrices.get((kind, coding), make)
 
@@ -200,8 +200,8 @@ class DeviceEncoder:
         wanted = [local in points for local in layout.locals]
         for kind in dict.fromkeys(kind for kind, here in zip(kinds, wanted, strict=True) if here):
             own = np.array([number for number, other in enumerate(kinds) if other == kind and wanted[number]])
-            bank_rows = None if directions is None else self._there(directions[np.array(layout.locals)[own]])
-            places = self._there(np.stack([raw[own], stored[own]], axis=1))
+            bank_rows = None if directions is None else self._to_device(directions[np.array(layout.locals)[own]])
+            places = self._to_device(np.stack([raw[own], stored[own]], axis=1))
             yield kind, Alike(kind.schema, layout.form.coding, places, bank_rows)
 
     def _find_read(self, layout: RecordLayout, points: range) -> Iterator[tuple[RowKind, Alike]]:
@@ -209,11 +209,11 @@ class DeviceEncoder:
         found = zip(layout.locals, layout.raw.offsets, layout.stored.offsets, strict=True)
         for local, raw, stored in ((local, *both) for local, *both in found if local in points):
             schema = self._installed.schemas[local]
-            at = self._there(np.array([[raw // LINE_BYTES, stored]], dtype=np.int64))
+            at = self._to_device(np.array([[raw // LINE_BYTES, stored]], dtype=np.int64))
             yield self._installed.kind_of(schema), Alike(schema, layout.form.coding, at)
 
-    def _there(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
-        return self._transfers.there(torch.from_numpy(np.ascontiguousarray(values)))
+    def _to_device(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
+        return self._transfers.to_device(torch.from_numpy(np.ascontiguousarray(values)))
 
 
 @dataclass(frozen=True)
@@ -292,7 +292,7 @@ class DeviceAccumulators:
                 for local, other in enumerate(kinds)
                 if other == kind
             ]
-            there = self._transfers.there(torch.tensor(points, dtype=torch.int32))
+            there = self._transfers.to_device(torch.tensor(points, dtype=torch.int32))
             numbers = [number for number, *_ in points]
             yield _Group(kind.schema, numbers, there, self._sums.view(torch.float32), held)
 
@@ -319,7 +319,7 @@ class DeviceAccumulators:
     ) -> None:
         """Apply the updates of a pass at some points; see `upload`."""
         table = self._table(step, updates, sources, records).astype(np.int32)
-        self._launch(ring, self._transfers.there(torch.from_numpy(table)), points)
+        self._launch(ring, self._transfers.to_device(torch.from_numpy(table)), points)
 
     def _launch(self, ring: torch.Tensor, updates: torch.Tensor, points: range | None = None) -> None:
         for one in self._groups:
@@ -370,7 +370,7 @@ class DeviceAccumulators:
         """Apply updates that add held rows only, divide, and copy the sums to the arena; see `Taps.finish`."""
         # For all points: those that a layout lacks are not copied, and its number may be another layout's by now.
         table = self._table_of(updates, np.full(len(updates), NONE), divisors).astype(np.int32)
-        self._launch(ring, self._transfers.there(torch.from_numpy(table)))
+        self._launch(ring, self._transfers.to_device(torch.from_numpy(table)))
         ends = zip(updates.accumulators.tolist(), layouts, lines.tolist(), strict=True)
         copies = [
             copy for accumulator, layout, line in ends for copy in self._sums_of(accumulator, layout, line, arena)
@@ -393,18 +393,18 @@ class DeviceAccumulators:
 
 
 def _copies(
-    target: int, source: int, part: RecordShape, whole: RecordShape, locals_: Sequence[int]
+    target: int, source: int, part: RecordShape, record: RecordShape, locals_: Sequence[int]
 ) -> Iterator[tuple[int, int, int]]:
     """Return copies of some points' rows out of a record of all points: target, source and bytes of each.
 
     Args:
         target, source: addresses of the two records.
         part: shape of the record of some points.
-        whole: shape of the record of all points.
+        record: shape of the record of all points.
         locals_: indices of these points in the record of all.
     """
-    if part == whole:
-        yield target, source, whole.lines * LINE_BYTES
+    if part == record:
+        yield target, source, record.lines * LINE_BYTES
         return
     for at, size, local in zip(part.offsets, part.sizes, locals_, strict=True):
-        yield target + at, source + whole.offsets[local], size
+        yield target + at, source + record.offsets[local], size

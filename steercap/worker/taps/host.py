@@ -71,13 +71,13 @@ class HostTaps(Taps):
             if updates is not None:
                 self._sums.begin(updates)
             before = self.layouts.before[step.layouts]
-            kept = [list(self._kept(step, step.kept & chosen, updates, self.arena)) for chosen in (before, ~before)]
+            kept = [list(self._keepers(step, step.kept & chosen, updates, self.arena)) for chosen in (before, ~before)]
             self._keeping = (kept[0], kept[1])
         self._edits.fill(step)
         self.open_step = step
         return None
 
-    def _kept(self, step: Step, chosen: np.ndarray, updates: Updates | None, arena: Arena) -> Iterator[Keeping]:
+    def _keepers(self, step: Step, chosen: np.ndarray, updates: Updates | None, arena: Arena) -> Iterator[Keeping]:
         """Create the objects that keep the rows of the chosen tokens."""
         drained, encoded = chosen & step.drained, self.layouts.encoded[step.layouts]
         whole = np.flatnonzero(drained & ~encoded)

@@ -34,7 +34,7 @@ from steercap.worker.taps.transfers import Ring, Transfers
 
 @dataclass(frozen=True)
 class RowMemory:
-    """Rows on the device, and what works on them.
+    """Rows on the device, and the objects that work on them.
 
     Args:
         rows: the ring's lines behind `head` unused ones: uint8 [lines, LINE_BYTES].
@@ -42,7 +42,7 @@ class RowMemory:
         ring: places of the ring.
         tokens: table of the pass's tokens, on the device.
         idle: memory for a kernel that does nothing of use: int32 [1].
-        encoder, sums: what encodes and reduces rows.
+        encoder, sums: encoder of records, and running reductions.
         transfers: transfers to and from the device.
         wait: function that makes the model's stream wait for a holder of places in the ring.
     """
@@ -145,9 +145,10 @@ class LargePass:
         return total
 
     def before(self, point: int) -> None:
-        """Make room for the rows of a point, whose tap is launched next; NONE if it is not known.
+        """Make room for the rows of a point (NONE if it is unknown) whose tap is launched next.
 
-        A tap on a stream beside the model's, as in shared experts, waits for that, and the next part for the tap.
+        A tap on another CUDA stream than the model's, as in shared experts, waits for the model's stream, and the next
+        part waits for the tap.
         """
         transfers, here = self._memory.transfers, self._memory.transfers.current()
         if here == self._stream:
@@ -193,7 +194,7 @@ class LargePass:
         count = len(self._pattern.table)
         column = np.full(count, NONE, dtype=np.int32)
         column[self._step.tokens[self._kept]] = records
-        self._memory.tokens[:count, LINE] = self._memory.transfers.there(torch.from_numpy(column))
+        self._memory.tokens[:count, LINE] = self._memory.transfers.to_device(torch.from_numpy(column))
         # The next tap may read its tables while the kernel before it runs, so that must be another one.
         self._memory.idle.zero_()
 

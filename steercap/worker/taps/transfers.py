@@ -42,7 +42,7 @@ class _Attributes(ctypes.Structure):
 
 
 class _Grid(ctypes.Structure):
-    """CUDA_MEMCPY2D."""
+    """Arguments of the CUDA driver's 2D copy, `CUDA_MEMCPY2D`."""
 
     _fields_ = (
         ("source_x", ctypes.c_size_t),
@@ -72,7 +72,7 @@ class Transfers(Protocol):
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Allocate host memory that the device can access directly."""
 
-    def there(self, values: torch.Tensor) -> torch.Tensor:
+    def to_device(self, values: torch.Tensor) -> torch.Tensor:
         """Copy host values to the device, for the next work on the model's stream."""
 
     def put(self, target: torch.Tensor, source: torch.Tensor, rows: int) -> None:
@@ -156,7 +156,7 @@ class CudaTransfers:
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
-    def there(self, values: torch.Tensor) -> torch.Tensor:
+    def to_device(self, values: torch.Tensor) -> torch.Tensor:
         return values.pin_memory().to(self.device, non_blocking=True)
 
     def put(self, target: torch.Tensor, source: torch.Tensor, rows: int) -> None:

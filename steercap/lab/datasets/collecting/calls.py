@@ -21,7 +21,7 @@ from steercap.lab.datasets.collecting.streaming import ActivationStream, Streami
 from steercap.lab.datasets.reading import Join
 from steercap.lab.datasets.rows import Normalise
 from steercap.lab.datasets.statistics import PointStatistics
-from steercap.requests.context import FROM_CONTEXT, FromContext, by_word_or_context
+from steercap.requests.context import FROM_CONTEXT, FromContext, effective_steering
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ async def collect(
         template=chat_template_kwargs or {},
         params=params,
         seed=seed,
-        steering=by_word_or_context(model, steering),
+        steering=effective_steering(model, steering),
         shard_bytes=shard_bytes,
         documents_per_shard=documents_per_shard,
         statistics_every=statistics_every,
@@ -209,7 +209,7 @@ def activations(
         template=chat_template_kwargs or {},
         params=params,
         seed=seed,
-        steering=by_word_or_context(model, steering),
+        steering=effective_steering(model, steering),
         concurrency=concurrency,
     )
     how = Streaming(

@@ -72,15 +72,15 @@ async def run_collection(
     engine: Engine | RemoteEngine,
     corpus: Corpus,
     folder: str | Path,
-    asked: CollectArguments,
+    arguments: CollectArguments,
 ) -> Collected:
     """Read a corpus into a data set; see `steercap.lab.datasets.collecting.collect`."""
     require("datasets")
-    reading = asked.reading(model, engine)
+    reading = arguments.reading(model, engine)
     source = open_source(corpus)
-    storage = storage_of(folder, **asked.storage_options)
+    storage = storage_of(folder, **arguments.storage_options)
     with locked(folder):
-        return await _Collection(model, reading, source, storage, asked).run()
+        return await _Collection(model, reading, source, storage, arguments).run()
 
 
 class _Collection:
@@ -92,9 +92,9 @@ class _Collection:
         reading: Reading,
         source: DocumentSource,
         storage: Any,
-        asked: CollectArguments,
+        arguments: CollectArguments,
     ) -> None:
-        self._model, self._reading, self._source, self._asked = model, reading, source, asked
+        self._model, self._reading, self._source, self._arguments = model, reading, source, arguments
         self._storage = storage
         self._began = time.monotonic()
         self._read_bytes: int | None = 0
@@ -108,7 +108,7 @@ class _Collection:
                 raised as they are; shards that were written stay.
         """
         with stopping(self._storage):
-            known = await asyncio.to_thread(there, self._storage)
+            known = await asyncio.to_thread(existing_definition, self._storage)
         if known is None:
             batches, per_shard = await self._looked_at()
             async with aclosing(batches):
@@ -123,8 +123,8 @@ class _Collection:
 
     async def _collected(self, folder: DatasetFolder, batches: Batches | None) -> Collected:
         with stopping(self._storage):
-            receipts, self._resumed, self._mended = await sound_shards(folder, self._asked)
-        sharder = Sharder(folder, self._reading.points, receipts, self._asked.shard_bytes)
+            receipts, self._resumed, self._mended = await sound_shards(folder, self._arguments)
+        sharder = Sharder(folder, self._reading.points, receipts, self._arguments.shard_bytes)
         each = folder.definition.documents_per_shard
         if batches is None:
             batches = feed(self._source, self._reading, lambda number: number // each not in receipts)
@@ -156,7 +156,7 @@ class _Collection:
         self._rows += len(block.index)
 
     def _tell(self, sharder: Sharder) -> None:
-        if self._asked.progress is None:
+        if self._arguments.progress is None:
             return
         share = None
         if self._source.bytes and self._read_bytes is not None:
@@ -164,15 +164,15 @@ class _Collection:
         elif self._source.count:
             share = min(1.0, self._documents / self._source.count)
         seconds = time.monotonic() - self._began
-        self._asked.progress(
+        self._arguments.progress(
             Progress(self._documents, self._tokens, self._rows, sharder.bytes, sharder.written, share, seconds)
         )
 
     async def _looked_at(self) -> tuple[Batches, int]:
         """Return all document batches, the first few already read, and the number of documents in a shard."""
         batches = feed(self._source, self._reading)
-        if self._asked.documents_per_shard is not None:
-            return batches, self._asked.documents_per_shard
+        if self._arguments.documents_per_shard is not None:
+            return batches, self._arguments.documents_per_shard
         first: list[list[Fed]] = []
         try:
             async for batch in batches:
@@ -184,7 +184,7 @@ class _Collection:
         fed = [one for batch in first for one in batch]
         rows = sum(self._rows_of(one) for one in fed) / max(1, len(fed))
         bytes_each = max(1.0, rows * self._reading.row_bytes)
-        return _chained(first, batches), max(1, min(MOST_DOCUMENTS, int(self._asked.shard_bytes / bytes_each)))
+        return _chained(first, batches), max(1, min(MOST_DOCUMENTS, int(self._arguments.shard_bytes / bytes_each)))
 
     def _rows_of(self, fed: Fed) -> int:
         """Return the number of rows requested of a document."""
@@ -197,7 +197,7 @@ class _Collection:
         return found
 
     def _define(self, per_shard: int) -> Definition:
-        given, every = self._asked.documents_per_shard, self._asked.statistics_every
+        given, every = self._arguments.documents_per_shard, self._arguments.statistics_every
         reading = self._reading
         tokenizer = self._model.tokenizer if reading.engine.vllm.tokenizes else None
         if every is None:
@@ -222,16 +222,16 @@ async def _chained(first: list[list[Fed]], rest: Batches) -> Batches:
 
 
 async def definition_of(
-    model: SteerModel | RemoteModel, engine: Engine | RemoteEngine, source: DocumentSource, asked: CollectArguments
+    model: SteerModel | RemoteModel, engine: Engine | RemoteEngine, source: DocumentSource, arguments: CollectArguments
 ) -> Definition:
     """Return the definition that a data set of a source's documents would have."""
-    collection = _Collection(model, asked.reading(model, engine), source, None, asked)
+    collection = _Collection(model, arguments.reading(model, engine), source, None, arguments)
     batches, per_shard = await collection._looked_at()  # noqa: SLF001 -- of this module
     async with aclosing(batches):
         return collection._define(per_shard)  # noqa: SLF001
 
 
-def there(storage: Storage) -> Definition | None:
+def existing_definition(storage: Storage) -> Definition | None:
     """Return the definition of an existing data set, or None.
 
     Raises:
@@ -242,7 +242,7 @@ def there(storage: Storage) -> Definition | None:
     return definitions.decode(storage.read(definitions.FILE), storage.path(definitions.FILE))
 
 
-async def sound_shards(folder: DatasetFolder, asked: CollectArguments) -> tuple[dict[int, Receipt], int, int]:
+async def sound_shards(folder: DatasetFolder, arguments: CollectArguments) -> tuple[dict[int, Receipt], int, int]:
     """Check existing shards and remove damaged ones; return the sound receipts, and the counts of existing and removed.
 
     Raises:
@@ -251,7 +251,7 @@ async def sound_shards(folder: DatasetFolder, asked: CollectArguments) -> tuple[
 
     def looked() -> tuple[dict[int, Receipt], dict[int, str]]:
         receipts, unreadable = folder.readable_receipts()
-        content = asked.verify or folder.altered(receipts.values())
+        content = arguments.verify or folder.altered(receipts.values())
         return receipts, unreadable | folder.wrong(receipts.values(), content=content)
 
     def discard() -> None:

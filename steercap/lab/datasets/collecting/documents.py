@@ -67,7 +67,7 @@ def content_of(item: Any, column: str | None = None) -> Content:
     if isinstance(item, str):
         return _text(item)
     if isinstance(item, (list, tuple)) and item and all(isinstance(part, Mapping) for part in item):
-        return [_message(part) for part in item]
+        return [_checked_message(part) for part in item]
     return _tokens(item)
 
 
@@ -81,17 +81,17 @@ def digests(documents: Sequence[CorpusDocument]) -> str:
     return found.hexdigest()
 
 
-def _message(part: Mapping[Any, Any]) -> dict[str, Any]:
+def _checked_message(part: Mapping[Any, Any]) -> dict[str, Any]:
     if not isinstance(part.get("role"), str) or not isinstance(part.get("content"), str):
         raise NotDocument(f"a message {shown(dict(part))}; give {{'role': text, 'content': text}}")
-    found = {str(key): value for key, value in part.items()}
+    message = {str(key): value for key, value in part.items()}
     try:
-        _bytes_of([found])
+        _bytes_of([message])
     except UnicodeEncodeError as error:
-        raise NotDocument(f"a message {shown(found)}: {half_of_pair(error)}") from error
+        raise NotDocument(f"a message {shown(message)}: {half_of_pair(error)}") from error
     except TypeError as error:
-        raise NotDocument(f"a message {shown(found)}, which JSON cannot hold: {error}") from error
-    return found
+        raise NotDocument(f"a message {shown(message)}, which JSON cannot hold: {error}") from error
+    return message
 
 
 def _text(item: str) -> str:

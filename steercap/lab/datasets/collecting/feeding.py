@@ -62,7 +62,7 @@ async def feed(
     items = source.begin()
     if isinstance(items, AsyncIterator):
         async for batch in _batched_async(source, items):
-            yield await asyncio.to_thread(_fed, batch, reading, wanted)
+            yield await asyncio.to_thread(_feed_batch, batch, reading, wanted)
         return
     feeder = _Feeder(source, items, reading, wanted)
     on_thread(feeder.run, "steercap feeder")
@@ -126,7 +126,7 @@ class _Feeder:
         end = _End()
         try:
             for documents in _batched(self._source, self._items):
-                if not self._put(_fed(documents, self._reading, self._wanted)):
+                if not self._put(_feed_batch(documents, self._reading, self._wanted)):
                     break
         except BaseException as error:  # noqa: BLE001 -- it is theirs who wait
             end = _End(error)
@@ -167,7 +167,7 @@ async def _batched_async(source: DocumentSource, items: AsyncIterator[Any]) -> A
             yield [document]
 
 
-def _fed(documents: list[CorpusDocument], reading: Reading, wanted: Callable[[int], bool]) -> list[Fed]:
+def _feed_batch(documents: list[CorpusDocument], reading: Reading, wanted: Callable[[int], bool]) -> list[Fed]:
     chosen = [document for document in documents if wanted(document.number)]
     cut = zip(chosen, reading.cutting.windows(chosen), strict=True)
     windows = {one.number: [(window, reading.asked(window)) for window in found] for one, found in cut}

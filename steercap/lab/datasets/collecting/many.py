@@ -32,8 +32,8 @@ from steercap.lab.datasets.collecting.collection import (
     Collected,
     changed,
     definition_of,
+    existing_definition,
     sound_shards,
-    there,
 )
 from steercap.lab.datasets.collecting.documents import CorpusDocument, digests
 from steercap.lab.datasets.collecting.feeding import BATCH, feed
@@ -57,12 +57,12 @@ class CollectingActor:
     Args:
         opening: function that returns a model that is not started.
         where: path or URL of the data set.
-        asked: arguments of the collection.
+        arguments: arguments of the collection.
     """
 
-    def __init__(self, opening: Callable[[], SteerModel], where: str, asked: CollectArguments) -> None:
-        self._opening, self._asked = opening, asked
-        self._storage = storage_of(where, **asked.storage_options)
+    def __init__(self, opening: Callable[[], SteerModel], where: str, arguments: CollectArguments) -> None:
+        self._opening, self._arguments = opening, arguments
+        self._storage = storage_of(where, **arguments.storage_options)
         self._model: SteerModel | None = None
         self._turn = asyncio.Lock()
 
@@ -76,17 +76,17 @@ class CollectingActor:
         if model is not None:
             await model.aclose()
 
-    async def define(self, each: int | None, first: Sequence[Given]) -> bytes:
+    async def define(self, shard_documents: int | None, first: Sequence[Given]) -> bytes:
         """Return the definition of the data set, as JSON.
 
         Args:
-            each: number of documents in a shard; None to choose it from the first few documents.
-            first: first documents of the corpus, if `each` is None.
+            shard_documents: number of documents in a shard; None to choose it from the first few documents.
+            first: first documents of the corpus, if `shard_documents` is None.
         """
         model = await self._opened()
-        asked = replace(self._asked, documents_per_shard=each)
+        arguments = replace(self._arguments, documents_per_shard=shard_documents)
         source = DocumentSource("the first documents", lambda: iter(first))
-        return msgspec.json.encode(await definition_of(model, model.serving.here(), source, asked))
+        return msgspec.json.encode(await definition_of(model, model.serving.here(), source, arguments))
 
     async def collect(self, definition: bytes, number: int, documents: Sequence[Given]) -> bytes:
         """Collect one shard, and return its receipt.
@@ -105,7 +105,7 @@ class CollectingActor:
         """
         model = await self._opened()
         try:
-            return await self._made(model, definition, number, documents)
+            return await self._make_shard(model, definition, number, documents)
         except EngineFailure:
             if model is self._model:
                 with suppress(EngineFailure):
@@ -120,12 +120,12 @@ class CollectingActor:
                 self._model = model
             return self._model
 
-    async def _made(self, model: SteerModel, definition: bytes, number: int, documents: Sequence[Given]) -> bytes:
+    async def _make_shard(self, model: SteerModel, definition: bytes, number: int, documents: Sequence[Given]) -> bytes:
         folder = DatasetFolder(self._storage, decode(definition, str(self._storage)))
         each = folder.definition.documents_per_shard
         engine = model.serving.here()
         nothing = DocumentSource("nothing", lambda: iter(()))
-        asked = replace(self._asked, documents_per_shard=each)
+        asked = replace(self._arguments, documents_per_shard=each)
         mine = await definition_of(model, engine, nothing, asked)
         if mine.digest != folder.definition.digest:
             raise RunDiffers(
@@ -197,7 +197,7 @@ class RayActors:
 
 
 async def collect_on_actors(
-    opening: Callable[[], SteerModel], corpus: Corpus, folder: str, asked: CollectArguments, spread: RayActors
+    opening: Callable[[], SteerModel], corpus: Corpus, folder: str, arguments: CollectArguments, spread: RayActors
 ) -> Collected:
     """Read a corpus into a data set with many engines; see `steercap.lab.datasets.collecting.collect`.
 
@@ -212,8 +212,8 @@ async def collect_on_actors(
     where = _absolute(folder)
     source = open_source(corpus)
     with locked(where):
-        async with _actors(opening, where, replace(asked, progress=None), spread) as actors:
-            return await _Spread(actors, source, where, asked).run()
+        async with _actors(opening, where, replace(arguments, progress=None), spread) as actors:
+            return await _Spread(actors, source, where, arguments).run()
 
 
 def _absolute(folder: str) -> str:
@@ -222,7 +222,7 @@ def _absolute(folder: str) -> str:
 
 @asynccontextmanager
 async def _actors(
-    opening: Callable[[], SteerModel], where: str, asked: CollectArguments, spread: RayActors
+    opening: Callable[[], SteerModel], where: str, arguments: CollectArguments, spread: RayActors
 ) -> AsyncIterator[list[Any]]:
     """Yield actors whose engines run, and close them at the end."""
     with extra("ray"):
@@ -241,7 +241,7 @@ async def _actors(
     actors: list[Any] = []
     try:
         kind = ray.remote(CollectingActor).options(**spread.options)
-        actors += [kind.remote(opening, where, asked) for _ in range(spread.count)]
+        actors += [kind.remote(opening, where, arguments) for _ in range(spread.count)]
         await asyncio.gather(*(_answer(actor.start.remote()) for actor in actors))
         yield actors
     finally:
@@ -280,13 +280,13 @@ async def _answer(reference: Any) -> Any:
 class _Spread:
     """State of one call of `collect_on_actors`."""
 
-    def __init__(self, actors: Sequence[Any], source: DocumentSource, where: str, asked: CollectArguments) -> None:
-        self._actors, self._source, self._asked = actors, source, asked
-        self._storage = storage_of(where, **asked.storage_options)
+    def __init__(self, actors: Sequence[Any], source: DocumentSource, where: str, arguments: CollectArguments) -> None:
+        self._actors, self._source, self._arguments = actors, source, arguments
+        self._storage = storage_of(where, **arguments.storage_options)
         self._documents = _documents(source)
         self._turn, self._began = asyncio.Lock(), time.monotonic()
         self._known: dict[int, Receipt] = {}
-        self._made: list[Receipt] = []
+        self._make_shard: list[Receipt] = []
         self._number = 0
         self._read_bytes: int | None = 0
 
@@ -294,9 +294,9 @@ class _Spread:
         """Collect the corpus to its end, or raise an error that says how far it came."""
         folder = await self._begun()
         with stopping(self._storage):
-            self._known, resumed, mended = await sound_shards(folder, self._asked)
+            self._known, resumed, mended = await sound_shards(folder, self._arguments)
         # A shard ends while another begins, unless it was said how much is under way.
-        depth = 2 if self._asked.concurrency is None else 1
+        depth = 2 if self._arguments.concurrency is None else 1
         try:
             async with asyncio.TaskGroup() as group:
                 for actor in [*self._actors] * depth:
@@ -310,20 +310,20 @@ class _Spread:
             )
         with stopping(self._storage):
             totals = await changed(folder.complete)
-        read, seconds = sum(one.tokens for one in self._made), time.monotonic() - self._began
+        read, seconds = sum(one.tokens for one in self._make_shard), time.monotonic() - self._began
         complaints = tuple(self._source.complaints)
         return Collected(str(self._storage), totals, self._source.skipped, complaints, resumed, mended, read, seconds)
 
     async def _begun(self) -> DatasetFolder:
         """Begin the folder, with the definition that an actor's engine makes of the arguments."""
         with stopping(self._storage):
-            known = await asyncio.to_thread(there, self._storage)
-        each = self._asked.documents_per_shard or (known and known.documents_per_shard)
+            known = await asyncio.to_thread(existing_definition, self._storage)
+        each = self._arguments.documents_per_shard or (known and known.documents_per_shard)
         first: list[CorpusDocument] = []
         if each is None:
-            first = await _taken(self._documents, LOOKED_AT + BATCH)
+            first = await _take_documents(self._documents, LOOKED_AT + BATCH)
             self._documents = _chained(first, self._documents)
-        found = await _answer(self._actors[0].define.remote(each, _plain(first)))
+        found = await _answer(self._actors[0].define.remote(each, _as_tuples(first)))
         definition = decode(found, str(self._storage))
         with stopping(self._storage):
             return await changed(partial(DatasetFolder.begin, self._storage, definition))
@@ -335,18 +335,18 @@ class _Spread:
         ask = actor.collect.options(retry_exceptions=[EngineFailure])
         while (part := await self._next(each)) is not None:
             number, documents = part
-            receipt = await _answer(ask.remote(definition, number, _plain(documents)))
-            self._made.append(msgspec.json.decode(receipt, type=Receipt))
+            receipt = await _answer(ask.remote(definition, number, _as_tuples(documents)))
+            self._make_shard.append(msgspec.json.decode(receipt, type=Receipt))
             self._tell(documents[-1])
 
-    async def _next(self, each: int) -> tuple[int, list[CorpusDocument]] | None:
+    async def _next(self, shard_documents: int) -> tuple[int, list[CorpusDocument]] | None:
         """Return the number and documents of the next missing shard, or None.
 
         Raises:
             RunDiffers: an existing shard is of other documents, or of fewer.
         """
         async with self._turn:
-            while documents := await _taken(self._documents, each):
+            while documents := await _take_documents(self._documents, shard_documents):
                 number, self._number = self._number, self._number + 1
                 receipt = self._known.get(number)
                 if receipt is None:
@@ -356,9 +356,9 @@ class _Spread:
             return None
 
     def _tell(self, last: CorpusDocument) -> None:
-        if self._asked.progress is None:
+        if self._arguments.progress is None:
             return
-        made, source = self._made, self._source
+        made, source = self._make_shard, self._source
         documents = sum(one.documents for one in (*made, *self._known.values()))
         share = None
         if source.bytes and last.bytes is not None:
@@ -369,10 +369,10 @@ class _Spread:
         tokens, rows = sum(one.tokens for one in made), sum(one.rows for one in made)
         written, shards = sum(one.bytes for one in made), len(made) + len(self._known)
         seconds = time.monotonic() - self._began
-        self._asked.progress(Progress(documents, tokens, rows, written, shards, share, seconds))
+        self._arguments.progress(Progress(documents, tokens, rows, written, shards, share, seconds))
 
 
-def _plain(documents: Sequence[CorpusDocument]) -> list[tuple[str, Any, int | None]]:
+def _as_tuples(documents: Sequence[CorpusDocument]) -> list[tuple[str, Any, int | None]]:
     return [(one.where, one.content, one.bytes) for one in documents]
 
 
@@ -383,17 +383,17 @@ async def _documents(source: DocumentSource) -> AsyncIterator[CorpusDocument]:
             if (document := source.document(*found)) is not None:
                 yield document
         return
-    while several := await asyncio.to_thread(_some, source, items):
+    while several := await asyncio.to_thread(_next_documents, source, items):
         for document in several:
             yield document
 
 
-def _some(source: DocumentSource, items: Iterator[Any]) -> list[CorpusDocument]:
+def _next_documents(source: DocumentSource, items: Iterator[Any]) -> list[CorpusDocument]:
     found = (source.document(*item) for item in items)
     return list(islice((document for document in found if document is not None), BATCH))
 
 
-async def _taken(documents: AsyncIterator[CorpusDocument], most: int) -> list[CorpusDocument]:
+async def _take_documents(documents: AsyncIterator[CorpusDocument], most: int) -> list[CorpusDocument]:
     found: list[CorpusDocument] = []
     while len(found) < most:
         try:

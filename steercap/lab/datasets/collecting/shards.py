@@ -104,7 +104,7 @@ class Sharder:
             first, ended = stop, ended[len(mine) :]
             if self._filling.documents == self._each:
                 await self._close()
-        await self._look()
+        await self._collect_finished()
 
     def _take(self, block: Block, first: int, stop: int) -> None:
         """Add the rows [first, stop) of a block."""
@@ -150,7 +150,7 @@ class Sharder:
                 "changed; give another folder, or the corpus it was begun with"
             )
         while self._writing:
-            await self._look(least=1)
+            await self._collect_finished(least=1)
 
     async def aclose(self) -> None:
         """Wait until all pending writes have ended, so that the caller can release the folder to other writers.
@@ -180,15 +180,15 @@ class Sharder:
         digest = filling.digest.hexdigest()
         shard = Shard(filling.number, filling.documents, digest, filling.tokens, index, rows)
         while len(self._writing) >= WRITERS:
-            await self._look(least=1)
+            await self._collect_finished(least=1)
         self._writing.append(on_thread(partial(self._folder.write, shard), "steercap shard"))
 
-    async def _look(self, *, least: int = 0) -> None:
+    async def _collect_finished(self, *, least: int = 0) -> None:
         """Collect the results of finished writes; wait for at least one if `least` is not 0."""
         if least:
             waiting = [asyncio.wrap_future(future) for future in self._writing]
-            for one in waiting:
-                one.add_done_callback(_seen)
+            for write in waiting:
+                write.add_done_callback(_retrieve_exception)
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         done = [future for future in self._writing if future.done()]
         self._writing = [future for future in self._writing if future not in done]
@@ -199,31 +199,35 @@ class Sharder:
             self.written += 1
 
 
-def _seen(future: asyncio.Future[Receipt]) -> None:
+def _retrieve_exception(future: asyncio.Future[Receipt]) -> None:
     """Retrieve an error that is raised elsewhere, to avoid asyncio's warning."""
     if not future.cancelled():
         future.exception()
 
 
-def check_same(storage: Storage, there: Receipt, documents: int, begun: str) -> None:
-    """Check that an existing shard is of the corpus's documents in its place, of which there are `documents`.
+def check_same(storage: Storage, receipt: Receipt, documents: int, begun: str) -> None:
+    """Check that an existing shard was made of the same documents as the corpus now has for it.
 
-    `begun` is the SHA-256 over as many of these as the shard has, in hexadecimal; any other text if there are fewer.
+    Args:
+        storage: folder of the shards.
+        receipt: receipt of the existing shard.
+        documents: number of the corpus's documents for this shard.
+        begun: SHA-256, in hexadecimal, of the first of them, as many as the shard has; any text if there are fewer.
 
     Raises:
         RunDiffers: the documents differ, or there are more: the corpus has grown.
     """
-    if begun != there.documents_sha256 or documents < there.documents:
+    if begun != receipt.documents_sha256 or documents < receipt.documents:
         raise RunDiffers(
-            f"{storage} holds shard {there.number} of other documents: this is another corpus, or it was changed; give "
-            "another folder, or the corpus it was begun with. If it is the same, `steercap inspect --verify` says "
+            f"{storage} holds shard {receipt.number} of other documents: this is another corpus, or it was changed; "
+            "give another folder, or the corpus it was begun with. If it is the same, `steercap inspect --verify` says "
             "whether the folder was changed"
         )
-    if documents > there.documents:
+    if documents > receipt.documents:
         raise RunDiffers(
-            f"{storage} holds shard {there.number}, its last, of {there.documents:,} documents, and the corpus has "
-            f"more after these: it has grown. Remove {storage.path(name_of(there.number, RECEIPT))}, and the same call "
-            "collects that shard again and resumes"
+            f"{storage} holds shard {receipt.number}, its last, of {receipt.documents:,} documents, and the corpus has "
+            f"more after these: it has grown. Remove {storage.path(name_of(receipt.number, RECEIPT))}, and the same "
+            "call collects that shard again and resumes"
         )
 
 

@@ -189,12 +189,12 @@ async def _numbered(corpus: AsyncIterable[Any]) -> AsyncIterator[tuple[str, Any,
         number += 1
 
 
-def _read(files: Sequence[tuple[Path, Reader]], asked: ReaderSettings) -> Iterator[tuple[str, Any, int | None]]:
+def _read(files: Sequence[tuple[Path, Reader]], settings: ReaderSettings) -> Iterator[tuple[str, Any, int | None]]:
     """Yield the items of files, one file after the other."""
     before = 0
     for path, reader in files:
         item = None
-        for place, item, read in reader.items(path, asked):
+        for place, item, read in reader.items(path, settings):
             # A value of a table is already that of its column.
             yield f"{path}, {place}", item, before + read
         before += path.stat().st_size
@@ -231,7 +231,7 @@ def _of_folder(folder: Path, kind: str | None, split: str | None) -> list[tuple[
         names = [one["filename"] for one in _json(folder / STATE).get("_data_files", [])]
         return [(folder / name, READERS["arrow"]) for name in names]
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not _hidden(path, folder)]
-    known = [path for path in files if kind is not None or _known(path)]
+    known = [path for path in files if kind is not None or _has_reader(path)]
     if not known:
         raise InvalidFile(f"{folder} holds no file of a corpus; known: {_suffixes()}")
     found = [(path, _reader(path, kind)) for path in _split(known, split, str(folder))]
@@ -284,7 +284,7 @@ def _reader(path: Path, kind: str | None) -> Reader:
     raise InvalidFile(f"{path}: the file name does not tell the format; use one of {_suffixes()}, or give format=")
 
 
-def _known(path: Path) -> bool:
+def _has_reader(path: Path) -> bool:
     return any(reader.reads(path) for reader in READERS.values())
 
 

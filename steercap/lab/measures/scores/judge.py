@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from steercap.concurrency.loops import each_of, scoped
-from steercap.core.chat import said_in
+from steercap.core.chat import content_text
 from steercap.core.extras import extra
 from steercap.core.values import flag_of, index_of, number_of, shown
 from steercap.errors import InvalidSetting, JudgeFailed
@@ -129,7 +129,7 @@ class Judge(Scorer):
         async with httpx.AsyncClient(headers=headers, timeout=self.timeout) as client:
 
             async def one(exchange: Scored) -> Judgement:
-                return judgement(await self._reply(client, asked(rubric, exchange)))
+                return judgement(await self._reply(client, filled_rubric(rubric, exchange)))
 
             return await each_of(exchanges, one, self.concurrency)
 
@@ -158,7 +158,7 @@ class Judge(Scorer):
                 trouble = f"status {answer.status_code}: {answer.text[:300]}"
                 if answer.status_code != 429 and answer.status_code < 500:
                     raise JudgeFailed(f"{url} refuses the question: {trouble}")
-                wait = _told(answer, wait)
+                wait = _retry_seconds(answer, wait)
             if attempt < self.retries:
                 await asyncio.sleep(wait)
         raise JudgeFailed(
@@ -167,16 +167,16 @@ class Judge(Scorer):
         )
 
 
-def asked(rubric: str, exchange: Scored) -> str:
+def filled_rubric(rubric: str, exchange: Scored) -> str:
     """Return the rubric with question and answer filled in; braces in these are kept literally."""
-    told = {"{question}": exchange.question, "{answer}": exchange.answer}
-    return re.sub(r"\{question\}|\{answer\}", lambda place: told[place[0]], rubric)
+    filled = {"{question}": exchange.question, "{answer}": exchange.answer}
+    return re.sub(r"\{question\}|\{answer\}", lambda place: filled[place[0]], rubric)
 
 
 def judgement(choice: Mapping[str, Any]) -> Judgement:
     """Read the score, or the refusal, in a judge's answer: see `Judge`."""
     # A judge that refuses itself may say so in a field of its own; that is no score, and no refusal of the answer's.
-    reply = said_in(choice["message"]) or str(choice["message"].get("refusal") or "")
+    reply = content_text(choice["message"]) or str(choice["message"].get("refusal") or "")
     if REFUSES.match(reply):
         return Judgement(None, refused=True, reply=reply)
     score = _expected(((choice.get("logprobs") or {}).get("content") or [{}])[0].get("top_logprobs") or [])
@@ -209,13 +209,13 @@ def _expected(candidates: Sequence[Mapping[str, Any]]) -> float | None:
 def _choice(url: str, answer: httpx.Response) -> Mapping[str, Any]:
     try:
         choice: Mapping[str, Any] = answer.json()["choices"][0]
-        _ = choice["message"]["content"], said_in(choice["message"])
+        _ = choice["message"]["content"], content_text(choice["message"])
     except (ValueError, LookupError, TypeError) as error:
         raise JudgeFailed(f"{url} did not answer with a chat completion, but with {answer.text[:300]!r}") from error
     return choice
 
 
-def _told(answer: httpx.Response, otherwise: float) -> float:
+def _retry_seconds(answer: httpx.Response, otherwise: float) -> float:
     """Return the seconds that the server asks to wait."""
     try:
         return min(float(answer.headers["retry-after"]), LONGEST_WAIT)

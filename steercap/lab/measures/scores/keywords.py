@@ -35,9 +35,9 @@ class Keywords(Scorer):
 
     async def score(self, trait: Trait, exchanges: Sequence[Scored]) -> list[float | None]:
         pattern = _pattern(trait)
-        return [self._one(pattern, exchange.answer) for exchange in exchanges]
+        return [self._score_of(pattern, exchange.answer) for exchange in exchanges]
 
-    def _one(self, pattern: re.Pattern[str], answer: str) -> float | None:
+    def _score_of(self, pattern: re.Pattern[str], answer: str) -> float | None:
         words = len(re.findall(r"\w+(?:['’]\w+)*", answer))
         if not words:
             return None

@@ -197,7 +197,8 @@ def readers(weights: ModelWeights, site: str, layer: int, block: Block, layers: 
     first = layer + READ[site][block == "mlp"]
     if site == "attn_out" and block == "mlp" and weights.is_parallel:
         first = layer + 1
-    return _wanted(weights, layers, range(first, weights.layers), f"reads what is added at {site} of layer {layer}")
+    does = f"reads what is added at {site} of layer {layer}"
+    return _layers_wanted(weights, layers, range(first, weights.layers), does)
 
 
 def writers(weights: ModelWeights, site: str, layer: int, block: Block, layers: Layers | None) -> list[int]:
@@ -207,7 +208,7 @@ def writers(weights: ModelWeights, site: str, layer: int, block: Block, layers: 
         found = range(layer, last + 1)
     else:
         found = range(layer + WRITTEN[site][block == "mlp"] + 1)
-    return _wanted(weights, layers, found, f"writes to {site} of layer {layer}")
+    return _layers_wanted(weights, layers, found, f"writes to {site} of layer {layer}")
 
 
 def random_units(count: int, width: int, seed: int) -> Float[torch.Tensor, "count width"]:
@@ -241,7 +242,7 @@ def random_pairs(
     return first, across
 
 
-def _wanted(weights: ModelWeights, layers: Layers | None, found: Sequence[int], does: str) -> list[int]:
+def _layers_wanted(weights: ModelWeights, layers: Layers | None, found: Sequence[int], does: str) -> list[int]:
     if layers is not None:
         return list(resolve_layers(parse_layers(layers), weights.layers))
     if not found:

@@ -152,7 +152,7 @@ def nearest_features(vectors: Vectors, sae: SAE, *, top: int = 10, layer: int | 
     if not isinstance(sae, SAE):
         raise InvalidSpec(f"sae={shown(sae)}; give SAE.load(...)")
     count = count_of(top, "top", 1, sae.d_sae)
-    halves = {"decoder": (sae.output, sae.decoder), "encoder": (sae.input, _read(sae))}
+    halves = {"decoder": (sae.output, sae.decoder), "encoder": (sae.input, _read_directions(sae))}
     fitting = {half: rows for half, (point, rows) in halves.items() if point.site == directions.site}
     at = _layer(directions.site, halves["encoder"][0], halves["decoder"][0], layer)
     fitting = {half: rows for half, rows in fitting.items() if layer is not None or halves[half][0].layer == at}
@@ -179,8 +179,8 @@ def nearest_features(vectors: Vectors, sae: SAE, *, top: int = 10, layer: int | 
     return table_of({name: [row[name] for row in rows] for name in columns}, **made)
 
 
-def _read(sae: SAE) -> Float[torch.Tensor, "d_sae d_in"]:
-    """Return the direction each feature reads of a row, up to a positive scale: [d_sae, d_in]."""
+def _read_directions(sae: SAE) -> Float[torch.Tensor, "d_sae d_in"]:
+    """Return the direction of a row that each feature reads, up to a positive scale: [d_sae, d_in]."""
     rows = sae.encoder.weight.T
     centred = sae.encoder.centred or sae.encoder.normalisation == "layer_norm"
     return rows - rows.mean(dim=1, keepdim=True) if centred else rows

@@ -183,7 +183,7 @@ class _ComparisonRun:
             instruct,
             named,
             followed,
-            through + followed + _random(base.width, length, settings),
+            through + followed + _random_rows(base.width, length, settings),
             explained_by(own, axes),
             length,
             layer,
@@ -210,7 +210,7 @@ class _ComparisonRun:
     def step(self, block: str, layer: int, folder: Path | None) -> tuple[dict[str, pa.Table], dict[str, str]]:
         """Compare one block of both models, or read what an earlier run found; return tables and what is left out."""
         file = None if folder is None else folder / "parts" / f"{block}-{layer:03}.json"
-        if file is not None and (found := _read(file)) is not None:
+        if file is not None and (found := _read_tables(file)) is not None:
             return found
         tables, left_out = self._compared(block, layer)
         if file is not None:
@@ -264,7 +264,7 @@ class _ComparisonRun:
         return tables, left_out
 
 
-def _read(file: Path) -> tuple[dict[str, pa.Table], dict[str, str]] | None:
+def _read_tables(file: Path) -> tuple[dict[str, pa.Table], dict[str, str]] | None:
     """Return the tables of a part, and what is left out; None if one of its files is not there.
 
     Raises:
@@ -287,6 +287,6 @@ def _read(file: Path) -> tuple[dict[str, pa.Table], dict[str, str]] | None:
     return tables, part.left_out
 
 
-def _random(width: int, length: float, settings: CompareSettings) -> LabelledRows:
+def _random_rows(width: int, length: float, settings: CompareSettings) -> LabelledRows:
     rows = random_units(settings.random, width, settings.seed) * length
     return LabelledRows((RANDOM,) * len(rows), tuple(f"{RANDOM} {at}" for at in range(len(rows))), rows)

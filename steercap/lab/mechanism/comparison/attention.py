@@ -142,7 +142,7 @@ def attention_deltas(
     turned = [(other, one) for one, other in met if other < len(named)]
     more, ends = np.array(turned, dtype=np.int64).reshape(-1, 2).T
     tables = []
-    for circuit, numbers in (("qk", _scored), ("vo", _written)):
+    for circuit, numbers in (("qk", _attention_scores), ("vo", _output_cosines)):
         sets = [*asked, _PairSet("given", more, ends)] if circuit == "qk" else asked
         found = [numbers(block, everything, sets, pairs) for block in pair]
         tables += [
@@ -171,8 +171,8 @@ class _PairSet(NamedTuple):
         return found
 
 
-def _scored(
-    block: AttentionBlock, given: LabelledRows, asked: list[_PairSet], pairs: RandomPairs
+def _attention_scores(
+    block: AttentionBlock, given: LabelledRows, sets: list[_PairSet], pairs: RandomPairs
 ) -> list[tuple[Floats, Floats]]:
     """Return scores, and their z, of each set of pairs."""
     drawn = block.queries(pairs.first).flatten(1)
@@ -184,18 +184,18 @@ def _scored(
     null = RelationNull.drawn(number, pairs, f"attention of layer {block.layer}")
     queries, keys = block.queries(given.rows), {1: block.keys(given.rows), -1: block.keys(-given.rows)}
     found = []
-    for one in asked:
+    for one in sets:
         values = scores(queries, keys[one.sign]).double().numpy()[one.sources, one.targets]
         found.append((values, null.z(values, one.cosines(given))))
     return found
 
 
-def _written(
-    block: AttentionBlock, given: LabelledRows, asked: list[_PairSet], pairs: RandomPairs
+def _output_cosines(
+    block: AttentionBlock, given: LabelledRows, sets: list[_PairSet], pairs: RandomPairs
 ) -> list[tuple[Floats, Floats]]:
-    """Return the cosine of what attending to a source writes with its target, and their z, of each set of pairs.
+    """Return, for each set of pairs, the cosine of the block's output for the source with the target, and its z.
 
-    Of opposites the source is negated: a negated target would only give the number of "same" another sign.
+    For "opposite" the source is negated: negating the target would only negate the result of "same".
     """
     drawn = torch.nn.functional.normalize(block.forward(pairs.first), dim=1)
 
@@ -203,9 +203,9 @@ def _written(
         return (drawn * torch.nn.functional.normalize(second, dim=1)).sum(1)
 
     null = RelationNull.drawn(number, pairs, f"attention of layer {block.layer}")
-    outputs = {sign: block.forward(sign * given.rows).double() for sign in {one.sign for one in asked}}
+    outputs = {sign: block.forward(sign * given.rows).double() for sign in {one.sign for one in sets}}
     found = []
-    for one in asked:
+    for one in sets:
         cosines = torch.nn.functional.normalize(outputs[one.sign], dim=1) @ given.units.T
         values = cosines.numpy()[one.sources, one.targets]
         found.append((values, null.z(values, one.cosines(given))))
@@ -213,19 +213,19 @@ def _written(
 
 
 def _columns(
-    circuit: str, layer: int, given: LabelledRows, asked: _PairSet, found: tuple[tuple[Floats, Floats], ...]
+    circuit: str, layer: int, given: LabelledRows, pair_set: _PairSet, found: tuple[tuple[Floats, Floats], ...]
 ) -> dict[str, Any]:
     (base, base_z), (instruct, instruct_z) = found
-    count, groups, names = len(asked.sources), np.array(given.groups), np.array(given.names)
+    count, groups, names = len(pair_set.sources), np.array(given.groups), np.array(given.names)
     return {
         "circuit": np.full(count, circuit),
         "layer": np.full(count, layer),
-        "relation": np.full(count, asked.relation),
-        "source_group": groups[asked.sources],
-        "source": names[asked.sources],
-        "target_group": groups[asked.targets],
-        "target": names[asked.targets],
-        "cosine": asked.cosines(given),
+        "relation": np.full(count, pair_set.relation),
+        "source_group": groups[pair_set.sources],
+        "source": names[pair_set.sources],
+        "target_group": groups[pair_set.targets],
+        "target": names[pair_set.targets],
+        "cosine": pair_set.cosines(given),
         **dict(zip(MODELS, (base, instruct), strict=True)),
         "base_z": base_z,
         "instruct_z": instruct_z,

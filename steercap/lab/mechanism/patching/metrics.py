@@ -58,7 +58,7 @@ class LogitDifference(Metric):
 
     def asked(self, tokenizer: Any, pairs: int) -> list[MetricRequest]:
         found = []
-        for answer in _each(self.answers, pairs, "LogitDifference: answers", one=_is_tuple_of_tokens):
+        for answer in _each(self.answers, pairs, "LogitDifference: answers", is_valid=_is_tuple_of_tokens):
             if not _is_tuple_of_tokens(answer):
                 raise InvalidSpec(f"LogitDifference: answers hold {shown(answer)}; give (right, wrong), a token each")
             right, wrong = (token_id(tokenizer, token) for token in answer)
@@ -79,7 +79,10 @@ class LogProbability(Metric):
     answers: Token | Sequence[Token]
 
     def asked(self, tokenizer: Any, pairs: int) -> list[MetricRequest]:
-        ids = [token_id(tokenizer, one) for one in _each(self.answers, pairs, "LogProbability: answers", one=_is_token)]
+        ids = [
+            token_id(tokenizer, one)
+            for one in _each(self.answers, pairs, "LogProbability: answers", is_valid=_is_token)
+        ]
         return [MetricRequest(_after_prompt(one), partial(_log_probability, one)) for one in ids]
 
 
@@ -126,12 +129,12 @@ def token_id(tokenizer: Any, token: Token) -> int:
     return index
 
 
-def _each(given: Any, pairs: int, what: str, *, one: Callable[[Any], bool]) -> list[Any]:
+def _each(given: Any, pairs: int, argument: str, *, is_valid: Callable[[Any], bool]) -> list[Any]:
     """Return the given values, one for each pair."""
-    if one(given):
+    if is_valid(given):
         return [given] * pairs
     if isinstance(given, (str, bytes)) or not isinstance(given, Sequence) or len(given) != pairs:
-        raise InvalidSpec(f"{what}={shown(given)} for {pairs} pairs; give one for all, or a list of {pairs}")
+        raise InvalidSpec(f"{argument}={shown(given)} for {pairs} pairs; give one for all, or a list of {pairs}")
     return list(given)
 
 

@@ -107,7 +107,7 @@ class Routes:
 
     @property
     def held(self) -> CaptureSpec:
-        """Capture spec of the rows that are held at their values in the run that is changed."""
+        """Capture spec of the rows that the patched run keeps at their values of the unpatched one."""
         sites = dict.fromkeys(point.site for point in self._frozen)
         return CaptureSpec(
             layers=[*dict.fromkeys(point.layer for point in self._frozen)], sites=[*sites], tokens="prompt", codec="raw"

@@ -68,7 +68,7 @@ class PatchEffect(msgspec.Struct, frozen=True, kw_only=True):
 
         NaN for ablation, and if both runs have the same value.
         """
-        return _over(self.difference, math.nan if self.source is None else self.source - self.base)
+        return _ratio(self.difference, math.nan if self.source is None else self.source - self.base)
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,7 +255,7 @@ def effect_of(
     )
 
 
-def _over(part: float, whole: float) -> float:
+def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else math.nan
 
 

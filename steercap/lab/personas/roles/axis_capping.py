@@ -21,7 +21,7 @@ from steercap.core.values import number_of, parts_of, shown
 from steercap.errors import InvalidSpec, LayerOutOfRange, RunDiffers
 from steercap.files.folder import differences
 from steercap.lab.directions import Exchange
-from steercap.lab.directions.extraction import CALL_TEXTS, CALLS, asked_of, check_texts
+from steercap.lab.directions.extraction import CALL_TEXTS, CALLS, check_texts, prompts_and_rows
 from steercap.lab.personas.capture import prompt_of
 from steercap.lab.personas.roles.axis import AssistantAxis
 from steercap.lab.personas.roles.folder import read_folder
@@ -128,7 +128,7 @@ async def projections_by_text(
         raise InvalidSpec("no texts to read; give at least one")
 
     async def read(part: Sequence[Exchange]) -> list[dict[int, torch.Tensor]]:
-        asked = await asked_of(model, part, TokenSelection.parse("all"))
+        asked = await prompts_and_rows(model, part, TokenSelection.parse("all"))
         specs = [CaptureSpec(project=vectors, layers=list(wanted), tokens=tokens) for _, tokens in asked]
         prompts = [{"prompt_token_ids": ids} for ids, _ in asked]
         handles = await model.read(prompts, capture=specs, steering=None)

@@ -16,7 +16,7 @@ from steercap.lab.measures import Answered
 from steercap.lab.measures.scores import Scored, make_scorer
 from steercap.lab.measures.statistics import Estimate, cluster_means, estimate
 from steercap.lab.measures.texts import Perplexity
-from steercap.lab.personas.generate import Ends, ends_in, messages_of, said, sampling_of
+from steercap.lab.personas.generate import Ends, answer_ids, ends_in, messages_of, sampling_of
 from steercap.lab.personas.roles.axis import AssistantAxis
 from steercap.lab.personas.roles.axis_capping import CapRecord, layers_in, projections_by_text
 from steercap.lab.personas.roles.role import trait_of
@@ -119,37 +119,39 @@ async def _answer(
     found = await model.run(messages, dict(params), steering=steering, capture=capture)
     rows = (await found.handle.fetch()).captures
     (sample,) = found.samples
-    ids = said(sample.token_ids, ends, str(sample.finish_reason), sample.stop_reason)
+    ids = answer_ids(sample.token_ids, ends, str(sample.finish_reason), sample.stop_reason)
     projection = {point.layer: _mean(rows[point][: len(ids), 0]) for point in rows}
     found.handle.release()
     return _Answer(sample.text, found.handle.prompt_token_ids, ids, projection)
 
 
 async def _read(
-    model: SteerModel, axis: AssistantAxis, layers: Sequence[int], told: Sequence[tuple[Case, _Answer]]
+    model: SteerModel, axis: AssistantAxis, layers: Sequence[int], answered: Sequence[tuple[Case, _Answer]]
 ) -> list[dict[int, float]]:
     """Return mean projections of the answers when read without steering; NaN for those without a token."""
-    texts = [Exchange(list(answer.prompt_token_ids), answer.token_ids) for _, answer in told if answer.token_ids]
+    texts = [Exchange(list(answer.prompt_token_ids), answer.token_ids) for _, answer in answered if answer.token_ids]
     found = iter(await projections_by_text(model, axis, texts, layers=layers) if texts else [])
     nothing = dict.fromkeys(layers, math.nan)
     return [
         {layer: _mean(values) for layer, values in next(found).items()} if answer.token_ids else nothing
-        for _, answer in told
+        for _, answer in answered
     ]
 
 
 async def _scores(
-    settings: RoleSettings, scorer: str | None, told: Sequence[tuple[Case, _Answer]]
+    settings: RoleSettings, scorer: str | None, answered: Sequence[tuple[Case, _Answer]]
 ) -> list[float | None]:
     """Score how well each answer plays its role; None for those without a role or a word."""
-    found: list[float | None] = [None] * len(told)
+    found: list[float | None] = [None] * len(answered)
     if scorer is None:
         return found
     scoring = make_scorer(scorer, settings.scorer_args if scorer == settings.scorer else None)
-    for name in dict.fromkeys(case.role for case, _ in told if case.role):
+    for name in dict.fromkeys(case.role for case, _ in answered if case.role):
         trait = trait_of(settings.roles.role(name), settings.roles, scorer)
-        mine = [place for place, (case, answer) in enumerate(told) if case.role == name and answer.text.strip()]
-        scored = await scoring.score(trait, [Scored(told[place][0].text, told[place][1].text) for place in mine])
+        mine = [place for place, (case, answer) in enumerate(answered) if case.role == name and answer.text.strip()]
+        scored = await scoring.score(
+            trait, [Scored(answered[place][0].text, answered[place][1].text) for place in mine]
+        )
         for place, value in zip(mine, scored, strict=True):
             found[place] = value
     return found

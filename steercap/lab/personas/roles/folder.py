@@ -153,12 +153,12 @@ def check_same(path: str | Path, settings: RoleSettings) -> None:
     RUN.check_same(path, lambda found: Definition(VERSION, found.model, described(settings), settings.roles.names))
 
 
-def _differing(found: Definition, wanted: Definition) -> list[str]:
+def _differing(stored: Definition, expected: Definition) -> list[str]:
     """Return the differences that affect answers, for roles that both have."""
-    shared = [name for name in wanted.settings["roles"]["roles"] if name in found.settings["roles"]["roles"]]
+    shared = [name for name in expected.settings["roles"]["roles"] if name in stored.settings["roles"]["roles"]]
     mine, theirs = (
         {"model": one.model, **{name: generation_of(one.settings, name) for name in (ASSISTANT, *shared)}}
-        for one in (wanted, found)
+        for one in (expected, stored)
     )
     return differences(theirs, mine)
 

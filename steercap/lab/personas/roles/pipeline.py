@@ -148,7 +148,7 @@ async def _finish(model: SteerModel, settings: RoleSettings, role: RoleFolder, c
     room = room_of(model.tokenizer, model.max_model_len, settings, kept)
     kept = [response for response in kept if room[response.id]]
     count.add(len(responses) - len(kept))
-    why = _lack(settings, responses, len(kept))
+    why = _too_few(settings, responses, len(kept))
     role.begin("read")
     if why:
         rows_path(role).unlink(missing_ok=True)
@@ -158,7 +158,7 @@ async def _finish(model: SteerModel, settings: RoleSettings, role: RoleFolder, c
     role.finish("read", outcome=outcome_of(responses, scores, len(kept), why))
 
 
-def _lack(settings: RoleSettings, responses: Sequence[RoleResponse], kept: int) -> str:
+def _too_few(settings: RoleSettings, responses: Sequence[RoleResponse], kept: int) -> str:
     """Return the reason why a role has no vector, "" if it has one."""
     if kept >= settings.min_kept:
         return ""
@@ -167,13 +167,13 @@ def _lack(settings: RoleSettings, responses: Sequence[RoleResponse], kept: int) 
 
 
 def _rows(folder: RolesFolder, settings: RoleSettings, used: list[str]) -> RoleRows:
-    """Return the rows of the roles that have some; their files are opened on demand."""
+    """Return the mean rows of the roles `used`; their files are opened on demand."""
     paths = {name: rows_path(folder.roles[name]) for name in used}
     headers = {name: read_rows_header(path) for name, path in paths.items()}
     number = len(settings.roles.questions[: settings.n_questions])
     layers = headers[ASSISTANT].layers
-    if wrong := [name for name, header in headers.items() if header.layers != layers]:
-        raise InvalidFile(f"{paths[wrong[0]]} holds layers {headers[wrong[0]].layers}, others {layers}")
+    if differing := [name for name, header in headers.items() if header.layers != layers]:
+        raise InvalidFile(f"{paths[differing[0]]} holds layers {headers[differing[0]].layers}, others {layers}")
     model = folder.definition.model
     provenance = Provenance(
         revision=model["revision"],

@@ -139,7 +139,7 @@ def _table(path: Path) -> tuple[tuple[Role, ...], _Shared]:
             )
         name = ASSISTANT if name.strip() in DEFAULTS else name.strip()
         prompts.setdefault(name, []).extend(mine)
-        told.setdefault(name, {field: value for field in _TOLD if (value := _told(path, number, field, row))})
+        told.setdefault(name, {field: value for field in _TOLD if (value := _field(path, number, field, row))})
     assistant = tuple(prompts.pop(ASSISTANT, ()))
     roles = []
     for name, mine in prompts.items():
@@ -149,7 +149,7 @@ def _table(path: Path) -> tuple[tuple[Role, ...], _Shared]:
 
 
 def _rows(path: Path) -> Iterable[Mapping[str, Any]]:
-    """Return the rows of a table, each by its columns."""
+    """Read the rows of a table, each as a mapping from column names to values."""
     readers = {".csv": _csv, ".parquet": _parquet, ".jsonl": _lines}
     if path.suffix not in readers:
         raise InvalidFile(
@@ -204,7 +204,7 @@ def _prompts(row: Mapping[str, Any]) -> list[str] | None:
     return None
 
 
-def _told(path: Path, number: int, field: str, row: Mapping[str, Any]) -> Any:
+def _field(path: Path, number: int, field: str, row: Mapping[str, Any]) -> Any:
     """Return the value of one of a row's optional columns."""
     value = row.get(field)
     if field in {"description", "rubric"} or not value:

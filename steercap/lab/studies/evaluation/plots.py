@@ -217,7 +217,7 @@ def _draw_matched(
         axes.set_axis_off()
 
 
-def _bars(found: Sequence[Estimate]) -> list[list[float]]:
+def _bars(estimates: Sequence[Estimate]) -> list[list[float]]:
     """Return the lengths below and above; 0 without an interval."""
-    pairs = [(one.value - one.low, one.high - one.value) if one.low == one.low else (0.0, 0.0) for one in found]
+    pairs = [(one.value - one.low, one.high - one.value) if one.low == one.low else (0.0, 0.0) for one in estimates]
     return [[max(below, 0.0) for below, _ in pairs], [max(above, 0.0) for _, above in pairs]]

@@ -203,15 +203,15 @@ class _Run:
             progress=partial(self.tell, what),
         )
 
-    async def _answer(self, at: Conversation, spec: SteeringSpec | None, said: Sequence[str]) -> Answer:
-        """Generate the answer to the last entry of `said`.
+    async def _answer(self, at: Conversation, spec: SteeringSpec | None, replies: Sequence[str]) -> Answer:
+        """Generate the answer to the last entry of `replies`.
 
         Args:
             at: the conversation.
             spec: steering of its condition, None for none.
-            said: questions and answers so far, alternating; the new question is last.
+            replies: questions and answers so far, alternating; the new question is last.
         """
-        prompt, turn = self.evaluation.prompt(at.condition, said), len(said) // 2
+        prompt, turn = self.evaluation.prompt(at.condition, replies), len(replies) // 2
         return Answer(
             number=at.number + turn,
             method=at.condition.method,
@@ -219,6 +219,6 @@ class _Run:
             question=at.question,
             sample=at.sample,
             turn=turn,
-            prompt=said[-1],
+            prompt=replies[-1],
             **await ask(self.model, prompt, self.evaluation.sampling_of(at.question, at.sample, turn), spec),
         )

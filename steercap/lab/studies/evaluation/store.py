@@ -83,7 +83,7 @@ class Folder(StudyFolder[Answer]):
         found = []
         for one in evaluation.conversations(self.places):
             for turn in range(len(evaluation.questions[one.question])):
-                answer = self._there(self.answers, one.number + turn, one.condition)
+                answer = self._stored_row(self.answers, one.number + turn, one.condition)
                 found.append(msgspec.structs.replace(answer, method=one.condition.method, dose=one.condition.dose))
         return found
 
@@ -94,7 +94,7 @@ class Folder(StudyFolder[Answer]):
             InvalidFile: a value is missing.
         """
         kept = self.values(measure)
-        return [self._there(kept, one.number, measure).value for one in answers]
+        return [self._stored_row(kept, one.number, measure).value for one in answers]
 
     def readings_of(self, task: Task, evaluation: Evaluation) -> dict[Condition, list[float]]:
         """Return the value of each item of a task under each condition.
@@ -104,11 +104,11 @@ class Folder(StudyFolder[Answer]):
         """
         kept = self.readings(task)
         return {
-            condition: [self._there(kept, number, condition).value for number in self.numbers(condition, task)]
+            condition: [self._stored_row(kept, number, condition).value for number in self.numbers(condition, task)]
             for condition in evaluation.conditions()
         }
 
-    def _there(self, kept: Table[Row], number: int, what: object) -> Row:
+    def _stored_row(self, kept: Table[Row], number: int, what: object) -> Row:
         if number not in kept.rows:
             raise InvalidFile(f"{self.path} lacks a part of {shown(what)}; call `evaluate` again to compute it")
         return kept.rows[number]

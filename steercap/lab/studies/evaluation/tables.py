@@ -40,7 +40,7 @@ class Comparison(msgspec.Struct, frozen=True):
         difference: difference of the first minus the second.
         holm: p adjusted for all comparisons of its list, controlling the probability of any false one below a level;
             see `steercap.lab.measures.statistics.holm`.
-        bh: p adjusted to control the share of false ones.
+        bh: p adjusted to control the false discovery rate (Benjamini and Hochberg).
     """
 
     column: str
@@ -176,13 +176,13 @@ def save(lines: Sequence[Line], columns: Sequence[str], to: Path) -> Path:
     )
 
 
-def interval(found: Estimate) -> str:
+def interval(estimate: Estimate) -> str:
     """Format a mean with its interval, "" for no value."""
-    if math.isnan(found.value):
+    if math.isnan(estimate.value):
         return ""
-    if math.isnan(found.low):
-        return _number(found.value)
-    return f"{_number(found.value)} ({_number(found.low)} to {_number(found.high)})"
+    if math.isnan(estimate.low):
+        return _number(estimate.value)
+    return f"{_number(estimate.value)} ({_number(estimate.low)} to {_number(estimate.high)})"
 
 
 def _number(value: float) -> str:

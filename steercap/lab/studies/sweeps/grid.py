@@ -30,9 +30,9 @@ class Condition(msgspec.Struct, frozen=True, kw_only=True):
         vector: name of the vector; for a control, the vector it is compared with; "" without steering.
         operation: name of the operation, "" without steering.
         layers: layers steered together.
-        scale: scale of the operation; for a reversed control its own, minus the other's; 0 without steering.
+        scale: scale of the operation, 0 without steering; a reversed control has the negated scale.
         control: "" for the vector itself, "none" for no steering, "random-03" for the fourth random vector, "reversed"
-            for the vector at a scale of the other sign.
+            for the vector at the negated scale.
     """
 
     vector: str = ""

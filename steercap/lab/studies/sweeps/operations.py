@@ -78,7 +78,7 @@ def dosed(spec: SteeringSpec, dose: float) -> SteeringSpec:
             raise InvalidSpec(f"{edit!r} has no scale, and so no dose but 1; give doses=[1]")
         return dataclasses.replace(edit, scale=edit.scale * dose)
 
-    return _each(spec, scaled)
+    return _map_edits(spec, scaled)
 
 
 def has_doses(spec: SteeringSpec) -> bool:
@@ -104,7 +104,7 @@ def over_read(spec: SteeringSpec, prompt_len: int, total: int) -> SteeringSpec:
         InvalidSpec: an edit is a Replace, whose rows belong to fixed positions.
     """
 
-    def placed(edit: Any) -> Any:
+    def at_ranges(edit: Any) -> Any:
         if not isinstance(edit, Edit):
             return edit
         if edit.replaced:
@@ -112,7 +112,7 @@ def over_read(spec: SteeringSpec, prompt_len: int, total: int) -> SteeringSpec:
         ranges = edit.selection.ranges(prompt_len, total)
         return dataclasses.replace(edit, tokens=TokenSelection(tuple((r.start, r.stop, r.step) for r in ranges)))
 
-    return _each(spec, placed)
+    return _map_edits(spec, at_ranges)
 
 
 def random_spec(spec: SteeringSpec, name: str, index: int, seed: int) -> SteeringSpec:
@@ -139,7 +139,7 @@ def random_spec(spec: SteeringSpec, name: str, index: int, seed: int) -> Steerin
         if isinstance(edit, LowRank):
             assert isinstance(edit.read, torch.Tensor)
             assert isinstance(edit.write, torch.Tensor)
-            read, write = _turned(edit.read, edit.write, turn)
+            read, write = _rotated(edit.read, edit.write, turn)
             return dataclasses.replace(edit, read=read, write=write)
         if not isinstance(edit, Add):
             raise InvalidSpec(f"{edit!r} has no random control of its size; only Add and LowRank have")
@@ -147,10 +147,10 @@ def random_spec(spec: SteeringSpec, name: str, index: int, seed: int) -> Steerin
         noise = torch.randn(edit.vector.shape, generator=turn).double()
         return dataclasses.replace(edit, vector=noise * (edit.vector.double().norm() / noise.norm()))
 
-    return _each(spec, drawn)
+    return _map_edits(spec, drawn)
 
 
-def _turned(read: torch.Tensor, write: torch.Tensor, turn: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotated(read: torch.Tensor, write: torch.Tensor, turn: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate both: an isometry maps the span of their rows to a random one."""
     rows = torch.cat([read, write]).double()
     basis = torch.linalg.qr(rows.T).Q  # [width, rows at most]
@@ -159,7 +159,7 @@ def _turned(read: torch.Tensor, write: torch.Tensor, turn: torch.Generator) -> t
     return carried[: len(read)], carried[len(read) :]
 
 
-def _each(spec: SteeringSpec, change: Callable[[Any], Any]) -> SteeringSpec:
+def _map_edits(spec: SteeringSpec, change: Callable[[Any], Any]) -> SteeringSpec:
     """Return the spec with every edit changed, nested specs included, in order."""
-    changed = [_each(edit, change) if isinstance(edit, SteeringSpec) else change(edit) for edit in spec.edits]
+    changed = [_map_edits(edit, change) if isinstance(edit, SteeringSpec) else change(edit) for edit in spec.edits]
     return SteeringSpec(changed, preserve_norm=spec.preserve_norm)

@@ -72,7 +72,7 @@ class Reader(abc.ABC):
     suffixes: tuple[str, ...]
 
     @abc.abstractmethod
-    def items(self, path: Path, asked: ReaderSettings) -> Iterator[FileItem]:
+    def items(self, path: Path, settings: ReaderSettings) -> Iterator[FileItem]:
         """Yield the items of a file, in order.
 
         Raises:

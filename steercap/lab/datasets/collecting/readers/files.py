@@ -34,14 +34,14 @@ class Parquet(Reader):
 
     suffixes = (".parquet",)
 
-    def items(self, path: Path, asked: ReaderSettings) -> Iterator[FileItem]:
+    def items(self, path: Path, settings: ReaderSettings) -> Iterator[FileItem]:
         with extra("datasets"):
             import pyarrow as pa
             from pyarrow import parquet
         number, size = 0, path.stat().st_size
         try:
             with parquet.ParquetFile(path, memory_map=True) as file:
-                column, rows = column_in(file.schema_arrow.names, asked, path), file.metadata.num_rows
+                column, rows = column_in(file.schema_arrow.names, settings, path), file.metadata.num_rows
                 for batch in file.iter_batches(RECORDS, columns=[column]):
                     for value in values_of(batch.column(0)):
                         number += 1
@@ -59,13 +59,13 @@ class Parquet(Reader):
             raise InvalidFile(f"{path} cannot be read as Parquet: {error}") from error
 
 
-def column_in(names: Any, asked: ReaderSettings, path: Path) -> str:
+def column_in(names: Any, settings: ReaderSettings, path: Path) -> str:
     """Return the name of the column that holds documents.
 
     Raises:
         InvalidFile: there is no such column.
     """
-    wanted = KEYS if asked.column is None else (asked.column,)
+    wanted = KEYS if settings.column is None else (settings.column,)
     for name in wanted:
         if name in names:
             return name
@@ -87,13 +87,13 @@ class Arrow(Reader):
 
     suffixes = (".arrow",)
 
-    def items(self, path: Path, asked: ReaderSettings) -> Iterator[FileItem]:
+    def items(self, path: Path, settings: ReaderSettings) -> Iterator[FileItem]:
         with extra("datasets"):
             import pyarrow as pa
         number, size = 0, path.stat().st_size
         try:
             with pa.memory_map(str(path)) as mapped, _opened(path, mapped) as (schema, batches):
-                place = schema.names.index(column_in(schema.names, asked, path))
+                place = schema.names.index(column_in(schema.names, settings, path))
                 for batch, at in batches:
                     column = batch.column(place)
                     for first in range(0, len(column), RECORDS):
@@ -137,11 +137,11 @@ class Texts(Reader):
 
     suffixes = (".txt", ".text")
 
-    def items(self, path: Path, asked: ReaderSettings) -> Iterator[FileItem]:
-        if asked.unit == "line":
+    def items(self, path: Path, settings: ReaderSettings) -> Iterator[FileItem]:
+        if settings.unit == "line":
             for number, line, read in lines(path):
                 yield FileItem(f"line {number}", utf8(line), read)
-        elif asked.unit == "paragraph":
+        elif settings.unit == "paragraph":
             yield from _paragraphs(path)
         else:
             yield _whole(path)
@@ -182,7 +182,7 @@ class JsonLines(Reader):
 
     suffixes = (".jsonl", ".ndjson", ".json.lines")
 
-    def items(self, path: Path, asked: ReaderSettings) -> Iterator[FileItem]:  # noqa: ARG002 -- what any of them needs
+    def items(self, path: Path, settings: ReaderSettings) -> Iterator[FileItem]:  # noqa: ARG002 -- what any of them needs
         decode = msgspec.json.Decoder().decode
         for number, line, read in lines(path):
             yield FileItem(f"line {number}", _value(decode, line), read)
