@@ -111,7 +111,7 @@ def standing_of(architecture: str, known: tuple[str, ...] = ()) -> Standing:
     names = (architecture, *known)
     try:
         found = family_of((*names, *map(generating, names)))
-        family = next(name for name, one in FAMILIES.items() if one is found)
+        family = next(name for name, record in FAMILIES.items() if record is found)
     except UnsupportedModel:
         family = ""
     tables = registered()
@@ -120,7 +120,7 @@ def standing_of(architecture: str, known: tuple[str, ...] = ()) -> Standing:
         own = set()
     pools = not own & GENERATING and bool(own & POOLING or (not own and base & GENERATING))
     runs = pools or bool(own & GENERATING) or by_transformers(architecture)
-    proved = [one for one in records() if one.architecture in (names if runs else (architecture,))]
+    proved = [record for record in records() if record.architecture in (names if runs else (architecture,))]
     state, reason = _state(architecture, family, proved, {*own, *(base if pools else ())})
     said = f"it is a pooling model, served only by `encode`: {reason}" if pools and state != "refused" else reason
     return Standing(architecture, state, said, family, pools)
@@ -146,11 +146,11 @@ def _state(architecture: str, family: str, proved: Sequence[ProvedModel], tables
         proved: its records.
         tables: names of its tables in vLLM's registry.
     """
-    compared = [one for one in proved if one.against_transformers and not one.refused]
-    tried = ", ".join(sorted({f"{one.vllm} on {one.device}" for one in compared}))
+    compared = [record for record in proved if record.against_transformers and not record.refused]
+    tried = ", ".join(sorted({f"{record.vllm} on {record.device}" for record in compared}))
     if tried and family:
         return "proved", f"compared with transformers, vLLM {tried}"
-    reasons = [one.refused for one in proved if one.refused and not one.refused.startswith(DIFFERS)]
+    reasons = [record.refused for record in proved if record.refused and not record.refused.startswith(DIFFERS)]
     if reasons and not tried:
         return "refused", reasons[0]
     other = None
@@ -327,15 +327,15 @@ def register(app: typer.Typer) -> None:
             terminal.show(answer, _answered(answer))
             return
         found = [
-            one
-            for one in records()
-            if bool(one.refused) == refused
-            and part.lower() in " ".join((one.name, one.architecture, *one.code)).lower()
+            record
+            for record in records()
+            if bool(record.refused) == refused
+            and part.lower() in " ".join((record.name, record.architecture, *record.code)).lower()
         ]
         table = Table(box=None, padding=(0, 2, 0, 0))
         for title in ("architecture", "configuration", "why") if refused else TITLES:
             table.add_column(title, overflow="fold")
-        for one in found:
-            cells = (one.architecture, one.name, one.refused) if refused else columns(one)
+        for record in found:
+            cells = (record.architecture, record.name, record.refused) if refused else columns(record)
             table.add_row(*map(Text, cells))
         terminal.show(found, table)

@@ -117,7 +117,7 @@ class Watch:
         stopped = None if sample.stop is None else sample.stop.monitor
         reports = []
         for number, monitor_reader in enumerate(self._monitor_readers):
-            fired = tuple(one for one in sample.crossings if one.monitor == monitor_reader.label)
+            fired = tuple(crossing for crossing in sample.crossings if crossing.monitor == monitor_reader.label)
             steers = monitor_reader.monitor.do == "steer"
             begun = steers and sample.steered is not None and sample.steered < self._prompt_len + len(sample.tokens) - 1
             reports.append(
@@ -169,14 +169,14 @@ class Watch:
         last: RequestOutput | None = None
         async with aclosing(outputs):
             async for output in outputs:
-                mine = [one for one in output.outputs if not self._samples[one.index].ended]
-                for one in mine:
-                    self._grow(one, new=new)
-                await self._score(rows, {one.index for one in mine})
+                parts = [part for part in output.outputs if not self._samples[part.index].ended]
+                for part in parts:
+                    self._grow(part, new=new)
+                await self._score(rows, {part.index for part in parts})
                 last = copy.copy(output)
-                last.outputs = [self._cut(one, text, new=new) for one in mine]
-                latest |= {one.index: one for one in last.outputs}
-                await self._engage(engage, {one.index for one in mine})
+                last.outputs = [self._cut(part, text, new=new) for part in parts]
+                latest |= {part.index: part for part in last.outputs}
+                await self._engage(engage, {part.index for part in parts})
                 if all(sample.ended for sample in self._samples):
                     break
                 if last.outputs and not (final or output.finished):
@@ -184,7 +184,7 @@ class Watch:
         assert last is not None, "the engine ended a request without an output"
         last.finished = True
         if final:
-            last.outputs = [one for _, one in sorted(latest.items())]
+            last.outputs = [part for _, part in sorted(latest.items())]
         yield last
 
     def _grow(self, output: Any, *, new: bool) -> None:
@@ -198,10 +198,10 @@ class Watch:
 
     async def _score(self, rows: Rows, grown: Collection[int]) -> None:
         """Score the rows that came since the last call."""
-        some = {index: self._samples[index] for index in grown if self._samples[index].tokens}
-        found = await rows({index: (one.tokens, one.rows) for index, one in some.items()})
+        samples = {index: self._samples[index] for index in grown if self._samples[index].tokens}
+        found = await rows({index: (sample.tokens, sample.rows) for index, sample in samples.items()})
         for index, came in found.items():
-            self._enter(some[index], came)
+            self._enter(samples[index], came)
 
     async def _engage(
         self, engage: Callable[[Sequence[int]], Awaitable[Sequence[int]]], grown: Collection[int]
@@ -215,7 +215,7 @@ class Watch:
             for index in sorted(grown)
             if (sample := self._samples[index]).steered is None
             and not sample.ended
-            and any(one.monitor in steering for one in sample.crossings)
+            and any(crossing.monitor in steering for crossing in sample.crossings)
         ]
         # One call for all samples: with a call each, the engine would run on, and the last texts might end before it.
         for index, start in zip(due, await engage(due) if due else (), strict=True):
@@ -232,13 +232,13 @@ class Watch:
             crossings += self._crossings(
                 monitor_reader, came.positions[own], monitor_reader.scores(came.captures)[torch.from_numpy(own)]
             )
-        crossings.sort(key=lambda one: one.position)
+        crossings.sort(key=lambda crossing: crossing.position)
         stopping = {
             monitor_reader.label for monitor_reader in self._monitor_readers if monitor_reader.monitor.do == "stop"
         }
-        sample.stop = next((one for one in crossings if one.monitor in stopping), None)
+        sample.stop = next((crossing for crossing in crossings if crossing.monitor in stopping), None)
         end = self._limit if sample.stop is None else sample.stop.position
-        sample.crossings += [one for one in crossings if one.position <= end]
+        sample.crossings += [crossing for crossing in crossings if crossing.position <= end]
         for number, positions in enumerate(scored):
             sample.scored[number] += int((positions <= end).sum())
 

@@ -100,9 +100,9 @@ class CaptureStore:
             CaptureMemoryFull: a limit leaves no room for it.
         """
         self.require_room(owner, len(content))
-        one = WaitingCapture(f"cap-{secrets.token_hex(16)}", owner, content, self._clock() + self.time_to_live)
-        self._waiting[one.name] = one
-        return one
+        capture = WaitingCapture(f"cap-{secrets.token_hex(16)}", owner, content, self._clock() + self.time_to_live)
+        self._waiting[capture.name] = capture
+        return capture
 
     def require_room(self, owner: str, size: int = 0) -> None:
         """Check that an owner may store `size` bytes more.
@@ -129,21 +129,21 @@ class CaptureStore:
         Raises:
             CaptureMemoryFull: a limit leaves no room for it.
         """
-        one = self.put(content, owner)
+        capture = self.put(content, owner)
         asyncio.get_running_loop().call_later(self.time_to_live + 1, self.sweep)
-        url, seconds = f"/v1/steercap/captures/{one.name}", round(self.expires_in(one), 1)
-        return {"id": one.name, "bytes": one.size, "url": url, "expires_in": seconds}
+        url, seconds = f"/v1/steercap/captures/{capture.name}", round(self.expires_in(capture), 1)
+        return {"id": capture.name, "bytes": capture.size, "url": url, "expires_in": seconds}
 
     def held(self, owner: str | None = None) -> int:
         """Return the bytes of waiting captures, of one owner or of all."""
         self.sweep()
-        return sum(one.size for one in self._waiting.values() if owner is None or one.owner == owner)
+        return sum(capture.size for capture in self._waiting.values() if owner is None or capture.owner == owner)
 
     def get(self, name: str, owner: str) -> WaitingCapture | None:
         """Return an owner's capture; None if there is none of the name, or it is another owner's."""
         self.sweep()
-        one = self._waiting.get(name)
-        return one if one is not None and secrets.compare_digest(one.owner, owner) else None
+        capture = self._waiting.get(name)
+        return capture if capture is not None and secrets.compare_digest(capture.owner, owner) else None
 
     def remove(self, name: str, owner: str) -> bool:
         """Remove an owner's capture; return whether it existed."""
@@ -155,7 +155,7 @@ class CaptureStore:
     def of(self, owner: str) -> Iterator[WaitingCapture]:
         """Iterate over an owner's captures, in order of expiry."""
         self.sweep()
-        return (one for one in tuple(self._waiting.values()) if one.owner == owner)
+        return (capture for capture in tuple(self._waiting.values()) if capture.owner == owner)
 
     def expires_in(self, capture: WaitingCapture) -> float:
         """Return the seconds until a capture expires."""

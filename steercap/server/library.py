@@ -162,7 +162,7 @@ class Library:
         for whose in (owner, OPERATOR):
             if (found := self._kept.get((whose, name))) is not None:
                 return found
-        known = sorted(one.name for one in self.of(owner))
+        known = sorted(named.name for named in self.of(owner))
         raise InvalidSpec(f"no vector or steering is called {name[:80]!r}; {choices(name, known)}")
 
     def sae(self, name: Any) -> SAE:
@@ -177,14 +177,14 @@ class Library:
 
     def of(self, owner: str) -> Iterator[Named]:
         """Iterate over the content that an owner sees."""
-        return (one for one in tuple(self._kept.values()) if one.owner in {owner, OPERATOR})
+        return (named for named in tuple(self._kept.values()) if named.owner in {owner, OPERATOR})
 
     def warn_of_other_models(self, names: Collection[str]) -> None:
         """Warn about content from the operator that was made for a model with other names."""
-        for one in self.of(OPERATOR):
-            parts = one.content.of_rows() if isinstance(one.content, SteeringSpec) else [one.content]
+        for named in self.of(OPERATOR):
+            parts = named.content.of_rows() if isinstance(named.content, SteeringSpec) else [named.content]
             for label in sorted({part.model for part in parts}):
-                warn_of_other_model(f"--vectors {one.name}", label, names)
+                warn_of_other_model(f"--vectors {named.name}", label, names)
         for name, sae in self.saes.items():
             warn_of_other_model(f"--sae {name}", sae.model, names, tuned=True)
 

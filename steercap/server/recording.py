@@ -167,20 +167,20 @@ class Recorder:
         while self._coming:
             together, failed = self._next(), None
             try:
-                await fetch_all([handle.lifecycle for one in together if not one.rows for handle in one.handles])
+                await fetch_all([handle.lifecycle for ended in together if not ended.rows for handle in ended.handles])
             except Exception as error:  # noqa: BLE001 -- other rows are here, and later requests are still fetched
                 failed = error
-            for one in together:
+            for ended in together:
                 self._coming.popleft()
                 try:
-                    self._queue.put(one if one.rows else self._weighed(one))
+                    self._queue.put(ended if ended.rows else self._weighed(ended))
                 except Exception as error:  # noqa: BLE001 -- likewise
-                    self._done(one, "rows", failed or error)
+                    self._done(ended, "rows", failed or error)
 
     def _next(self) -> list[_Ended]:
         """Return the next ended requests: one, or as many as hold at most `FETCH_BYTES`; they are still coming."""
-        places = enumerate(zip(self._coming, accumulate(one.size for one in self._coming), strict=True))
-        return [one for place, (one, size) in places if not place or size <= FETCH_BYTES]
+        places = enumerate(zip(self._coming, accumulate(ended.size for ended in self._coming), strict=True))
+        return [ended for place, (ended, size) in places if not place or size <= FETCH_BYTES]
 
     def _weighed(self, ended: _Ended) -> _Ended:
         """Return fetched rows with the bytes that they have; in the workers they may hold room for many more."""
@@ -193,14 +193,14 @@ class Recorder:
         """Write what is queued, until None comes; runs on a thread of its own."""
         while True:
             try:
-                one = self._queue.get(timeout=TIDY_SECONDS)
+                ended = self._queue.get(timeout=TIDY_SECONDS)
             except Empty:
                 self._tidy()
                 continue
-            if one is None:
+            if ended is None:
                 self.folder.close()
                 return
-            self._done(one, *self._write_request(one))
+            self._done(ended, *self._write_request(ended))
 
     def _tidy(self) -> None:
         try:
@@ -274,8 +274,8 @@ class Recorder:
     def _give_up(self) -> None:
         """Drop the queued requests, since the disk does not take the one before them."""
         with suppress(Empty):
-            while (one := self._queue.get_nowait()) is not None:
-                self._done(one, "ended")
+            while (ended := self._queue.get_nowait()) is not None:
+                self._done(ended, "ended")
         self._queue.put(None)  # for when it takes them after all
         _LOG.warning("writing to %s does not end; %d bytes of rows may not be recorded", self.folder.path, self.pending)
 

@@ -135,29 +135,29 @@ class Routes:
         """List the caller's captures."""
         owner = owner_of(request.headers.get("authorization", ""))
         found = [
-            {"id": one.name, "bytes": one.size, "expires_in": round(self._captures.expires_in(one), 1)}
-            for one in self._captures.of(owner)
+            {"id": capture.name, "bytes": capture.size, "expires_in": round(self._captures.expires_in(capture), 1)}
+            for capture in self._captures.of(owner)
         ]
         return JSONResponse({"object": "list", "data": found})
 
     async def capture(self, request: Request) -> Response:
         """Send a capture as a safetensors file, whole or a range of its bytes."""
-        one = self._captures.get(*_named(request))
-        if one is None:
+        capture = self._captures.get(*_named(request))
+        if capture is None:
             return refused(404, NOT_WAITING)
-        tag = f'"{one.name}"'
+        tag = f'"{capture.name}"'
         headers = {"accept-ranges": "bytes", "etag": tag}
         asked = request.headers.get("range", "").lower()
         whole = request.method == "HEAD" or request.headers.get("if-range", tag) != tag
         # RFC 9110, 14.2: other units are ignored, and several ranges may be.
         if whole or not asked.startswith("bytes=") or "," in asked:
-            return _file(one.content, 0, one.size, 200, headers)
-        found = _range(asked, one.size)
+            return _file(capture.content, 0, capture.size, 200, headers)
+        found = _range(asked, capture.size)
         if found is None:
-            return Response(status_code=416, headers={"content-range": f"bytes */{one.size}"})
+            return Response(status_code=416, headers={"content-range": f"bytes */{capture.size}"})
         start, stop = found
-        headers["content-range"] = f"bytes {start}-{stop - 1}/{one.size}"
-        return _file(one.content, start, stop, 206, headers)
+        headers["content-range"] = f"bytes {start}-{stop - 1}/{capture.size}"
+        return _file(capture.content, start, stop, 206, headers)
 
     async def forget_capture(self, request: Request) -> Response:
         """Delete a capture."""
@@ -169,7 +169,7 @@ class Routes:
     async def list_vectors(self, request: Request) -> Response:
         """List the caller's vectors, and the operator's."""
         owner = owner_of(request.headers.get("authorization", ""))
-        return JSONResponse({"object": "list", "data": [one.described() for one in self._library.of(owner)]})
+        return JSONResponse({"object": "list", "data": [named.described() for named in self._library.of(owner)]})
 
     async def vector(self, request: Request) -> Response:
         """Describe named vectors or steering."""
@@ -280,4 +280,4 @@ def explorer_routes() -> list[Route]:
 def assets() -> dict[str, bytes]:
     """Return the contents of the page's files, by name."""
     folder = resources.files("steercap.server") / "assets"
-    return {one.name: one.read_bytes() for one in folder.iterdir() if one.name.rpartition(".")[2] in KINDS}
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name.rpartition(".")[2] in KINDS}

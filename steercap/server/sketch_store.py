@@ -58,10 +58,10 @@ class SketchStore:
 
     def keep(self, running: RunningSketch, owner: str) -> HeldSketch:
         """Keep an open sketch."""
-        one = HeldSketch(f"sketch-{secrets.token_hex(16)}", owner, running, self._clock() + self.time_to_live)
-        self._held[one.name] = one
-        self._sweep_later(one)
-        return one
+        sketch = HeldSketch(f"sketch-{secrets.token_hex(16)}", owner, running, self._clock() + self.time_to_live)
+        self._held[sketch.name] = sketch
+        self._sweep_later(sketch)
+        return sketch
 
     def get(self, name: str, owner: str) -> HeldSketch:
         """Return an owner's sketch.
@@ -69,13 +69,13 @@ class SketchStore:
         Raises:
             SketchClosed: there is none of the name, or it is another owner's.
         """
-        one = self._held.get(name)
-        if one is None or not secrets.compare_digest(one.owner, owner):
+        sketch = self._held.get(name)
+        if sketch is None or not secrets.compare_digest(sketch.owner, owner):
             raise SketchClosed(
                 f"no sketch {shown(name)} is open: it was closed, it is not yours, or nothing used it for "
                 f"{self.time_to_live:.0f} s; begin another one, or keep them longer by `--captures-seconds`"
             )
-        return one
+        return sketch
 
     @contextmanager
     def using(self, sketch: HeldSketch) -> Iterator[None]:
@@ -97,12 +97,12 @@ class SketchStore:
             InvalidRequest: they read different tokens.
         """
         found = [self.get(name, owner) for name in names]
-        for one in found[1:]:
-            require_nested(found[0].running, one.running)
+        for sketch in found[1:]:
+            require_nested(found[0].running, sketch.running)
         with ExitStack() as uses:
-            for one in found:
-                uses.enter_context(self.using(one))
-            yield tuple(one.running for one in found)
+            for sketch in found:
+                uses.enter_context(self.using(sketch))
+            yield tuple(sketch.running for sketch in found)
 
     async def close(self, sketch: HeldSketch) -> None:
         """Free a sketch; requests that still run in it fail."""
@@ -117,8 +117,8 @@ class SketchStore:
     def sweep(self) -> None:
         """Free sketches that have expired, without waiting for it."""
         now = self._clock()
-        for one in [one for one in self._held.values() if not one.users and one.until <= now]:
-            del self._held[one.name]
-            task = asyncio.ensure_future(one.running.aclose())
+        for sketch in [sketch for sketch in self._held.values() if not sketch.users and sketch.until <= now]:
+            del self._held[sketch.name]
+            task = asyncio.ensure_future(sketch.running.aclose())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)

@@ -73,12 +73,12 @@ class CodecCheck:
         of concepts and directions, `failed`, the measures below their bars, and `chosen`.
         """
         groups: dict[tuple[str, str], list[CodecMeasure]] = {}
-        for one in self.measures:
-            groups.setdefault((one.site, one.codec), []).append(one)
+        for measure in self.measures:
+            groups.setdefault((measure.site, measure.codec), []).append(measure)
         sites = list(dict.fromkeys(site for site, _ in groups))
         found: list[dict[str, Any]] = []
         for (site, codec), own in sorted(groups.items(), key=lambda item: (sites.index(item[0][0]), item[1][0].bytes)):
-            failed = sorted({one.measure for one in own if not one.passes})
+            failed = sorted({measure.measure for measure in own if not measure.passes})
             found.append({"site": site, "codec": codec, "bytes": own[0].bytes, **_worst(own), "failed": failed})
         taken: set[str] = set()
         for record in found:
@@ -98,15 +98,15 @@ class CodecCheck:
             OSError: it cannot be written.
         """
         about = {"model": self.model, "rows": self.rows, "texts": self.texts, "notes": dict(self.notes)}
-        return self.codecs.save(path, **about, measures=[msgspec.to_builtins(one) for one in self.measures])
+        return self.codecs.save(path, **about, measures=[msgspec.to_builtins(measure) for measure in self.measures])
 
 
 def _worst(measures: Sequence[CodecMeasure]) -> dict[str, float | None]:
     """Return the worst value of each measure; None if one is None."""
     found: dict[str, float | None] = {}
-    for name in dict.fromkeys(one.measure for one in measures):
-        own = [one for one in measures if one.measure == name]
-        values = [one.value for one in own if one.value is not None]
+    for name in dict.fromkeys(measure.measure for measure in measures):
+        own = [measure for measure in measures if measure.measure == name]
+        values = [measure.value for measure in own if measure.value is not None]
         found[name] = None if len(values) < len(own) else max(values) if own[0].at_most else min(values)
     return found
 
@@ -228,13 +228,13 @@ async def check_codecs(
         labelled = {name: numbers[taken] for name, numbers in asked.labels.items()}
         check_labels(labelled)
         for site in asked.sites:
-            whole = torch.cat([one[site] for one in rows.values()])[: asked.most_rows]
+            whole = torch.cat([item[site] for item in rows.values()])[: asked.most_rows]
             judge = CodecJudge(Point(layer, site), whole, groups, labelled, asked)
             found += await asyncio.to_thread(judge.measures, notes)
             if progress is not None:
-                progress(len({(one.site, one.layer) for one in found}))
+                progress(len({(item.site, item.layer) for item in found}))
     order = {site: number for number, site in enumerate(asked.sites)}
-    measures = sorted(found, key=lambda one: (order[one.site], one.layer, one.bytes))
+    measures = sorted(found, key=lambda item: (order[item.site], item.layer, item.bytes))
     return CodecCheck(tuple(measures), model_name(model.model), len(groups), len(taken), notes)
 
 

@@ -26,11 +26,11 @@ async def score(
     if not folder.is_done("score"):
         folder.begin("score")
     kept, ready = folder.traits_of("score"), folder.is_done("score")
-    before = [one for one in read_table(path, Score) if one.trait in kept] if kept else []
-    found = {one.id: one for one in before}
+    before = [item for item in read_table(path, Score) if item.trait in kept] if kept else []
+    found = {item.id: item for item in before}
     todo = [trait for trait in settings.resolved() if trait.name not in kept]
     for trait in todo:
-        found |= {one.id: one for one in TableWriter(folder.parts("score", trait.name), Score).read()}
+        found |= {item.id: item for item in TableWriter(folder.parts("score", trait.name), Score).read()}
     count = Count("score", len(responses), sum(response.id in found for response in responses), report)
     for trait in todo:
         mine = [response for response in responses if response.trait == trait.name]
@@ -40,7 +40,7 @@ async def score(
         )
     scores = [found[response.id] for response in responses]
     if not ready:
-        write_table(path, [*scores, *(one for one in before if one.trait not in folder.traits)])
+        write_table(path, [*scores, *(item for item in before if item.trait not in folder.traits)])
         folder.finish("score")
     return scores
 
@@ -95,7 +95,7 @@ def keep(
     Raises:
         TooFewKept: every trait has fewer than `min_kept` of a kind, or fewer than two questions with both kinds.
     """
-    said = {one.id: one.score for one in scores}
+    said = {item.id: item.score for item in scores}
     shown = {response.id for response in responses if _shown(settings, response, said[response.id])}
     full = {response.id for response in responses if room is not None and room[response.id] < 1} & shown
     shown -= full
@@ -111,7 +111,7 @@ def keep(
     left_out = {name: why for name, why in told.items() if why}
     if len(left_out) == len(names):
         raise TooFewKept("; ".join(f"{name}: {why}" for name, why in left_out.items()))
-    return [one for one in kept if one.trait not in left_out], left_out
+    return [item for item in kept if item.trait not in left_out], left_out
 
 
 def _shown(settings: PersonaSettings, response: Response, value: float | None) -> bool:

@@ -107,22 +107,24 @@ class TriedLayers:
     replies: tuple[Tried, ...]
 
     def __repr__(self) -> str:
-        tried = f"±{self.scale:g} at layers {span([one.layer for one in self.effects()])}"
+        tried = f"±{self.scale:g} at layers {span([effect.layer for effect in self.effects()])}"
         return f"TriedLayers({self.name!r}, {tried}, {len(self.prompts)} prompts, best: {self.best})"
 
     def effects(self) -> list[LayerEffect]:
         """Return the effects of each layer that was tried, ascending."""
-        plain = {one.prompt: one.perplexity for one in self.replies if one.layer is None}
+        plain = {reply.prompt: reply.perplexity for reply in self.replies if reply.layer is None}
         found = []
-        for layer in sorted({one.layer for one in self.replies if one.layer is not None}):
-            own = [one for one in self.replies if one.layer == layer]
-            ways = Counter(one.prompt for one in own if math.isfinite(one.effect))
+        for layer in sorted({reply.layer for reply in self.replies if reply.layer is not None}):
+            own = [reply for reply in self.replies if reply.layer == layer]
+            ways = Counter(reply.prompt for reply in own if math.isfinite(reply.effect))
             both = {prompt for prompt, number in ways.items() if number == WAYS}
-            effects = [(one.scale > 0, one.effect) for one in own if one.prompt in both]
+            effects = [(reply.scale > 0, reply.effect) for reply in own if reply.prompt in both]
             up, down = (_mean(effect for way, effect in effects if way == wanted) for wanted in (True, False))
-            perplexity = _factor(one.perplexity for one in own if one.prompt in both or one.perplexity == math.inf)
+            perplexity = _factor(
+                reply.perplexity for reply in own if reply.prompt in both or reply.perplexity == math.inf
+            )
             sound = perplexity <= BROKEN * _factor(plain[prompt] for prompt in both) < math.inf
-            repeated = max(repeated_share(one.text.split(), 3) for one in own)
+            repeated = max(repeated_share(reply.text.split(), 3) for reply in own)
             broken = not sound or repeated >= REPEATS
             found.append(LayerEffect(layer, up, down, up - down, perplexity, repeated, broken, len(both)))
         return found
@@ -130,8 +132,8 @@ class TriedLayers:
     @property
     def best(self) -> int | None:
         """Layer whose replies are furthest apart without being broken text; None if there is none."""
-        fit = [one for one in self.effects() if not one.broken and one.apart > 0]
-        return max(fit, key=lambda one: one.apart).layer if fit else None
+        fit = [effect for effect in self.effects() if not effect.broken and effect.apart > 0]
+        return max(fit, key=lambda effect: effect.apart).layer if fit else None
 
     def _repr_html_(self) -> str:
         """Return an HTML table of the replies for a notebook."""

@@ -63,7 +63,7 @@ class Receiver:
         object.__setattr__(self, "heads", heads)
         object.__setattr__(self, "tokens", TokenSelection.parse(self.tokens))
         if not self.name:
-            object.__setattr__(self, "name", f"{self.site} of {', '.join(f'{one}.{head}' for one, head in heads)}")
+            object.__setattr__(self, "name", f"{self.site} of {', '.join(f'{layer}.{head}' for layer, head in heads)}")
 
     @property
     def points(self) -> list[Point]:
@@ -93,9 +93,14 @@ class Routes:
         self._model = model
         self.receivers = _receivers(receivers)
         self.tokens = TokenSelection.parse(tokens)
-        last = max(self._last(one) if isinstance(one, Receiver) else model.num_layers for one in self.receivers)
+        last = max(
+            self._last(receiver) if isinstance(receiver, Receiver) else model.num_layers for receiver in self.receivers
+        )
         self.senders = self._heads(senders, last)
-        for site, heads in (("z", self.senders), *((one.site, one.heads) for one in self._heads_that_receive())):
+        for site, heads in (
+            ("z", self.senders),
+            *((receiver.site, receiver.heads) for receiver in self._heads_that_receive()),
+        ):
             self._check_heads(site, heads)
         if late := [head for head in self.senders if head[0] >= last]:
             raise InvalidSpec(f"senders hold {late[0]}, but no receiver is in a later layer, so it cannot affect any")
@@ -121,7 +126,7 @@ class Routes:
 
     def check(self, pair: Pair) -> None:
         """Check that all token selections fit a prompt."""
-        for selection in (self.tokens, *(one.tokens for one in self._heads_that_receive())):
+        for selection in (self.tokens, *(receiver.tokens for receiver in self._heads_that_receive())):
             assert isinstance(selection, TokenSelection)
             positions_of(selection, len(pair.base))
 
@@ -152,9 +157,9 @@ class Routes:
 
     def reached(self, sender: Head) -> Iterator[Receiver | Literal["logits"]]:
         """Yield the receivers with a head after the sender."""
-        for one in self.receivers:
-            if not isinstance(one, Receiver) or self._last(one) > sender[0]:
-                yield one
+        for receiver in self.receivers:
+            if not isinstance(receiver, Receiver) or self._last(receiver) > sender[0]:
+                yield receiver
 
     @staticmethod
     def _last(receiver: Receiver) -> int:
@@ -167,11 +172,13 @@ class Routes:
             if not points:
                 raise InvalidSpec("no layer is before that of the receivers, so no sender can affect them")
             self._check_armed(points)
-            return [(one.layer, head) for one in points for head in range(head_count(one, self._model.points[one]))]
+            return [
+                (point.layer, head) for point in points for head in range(head_count(point, self._model.points[point]))
+            ]
         return list(heads_in(senders, "senders"))
 
     def _heads_that_receive(self) -> list[Receiver]:
-        return [one for one in self.receivers if isinstance(one, Receiver)]
+        return [receiver for receiver in self.receivers if isinstance(receiver, Receiver)]
 
     def _check_heads(self, site: str, heads: Sequence[Head]) -> None:
         for layer, head in heads:
@@ -198,8 +205,8 @@ def heads_in(given: Any, what: str) -> tuple[Head, ...]:
         InvalidSpec: not such pairs, none, or one twice.
     """
     found = []
-    for one in parts_of(given, what) or [None]:
-        parts = [index_of(part) for part in one] if isinstance(one, (tuple, list)) else []
+    for item in parts_of(given, what) or [None]:
+        parts = [index_of(part) for part in item] if isinstance(item, (tuple, list)) else []
         if len(parts) != 2 or None in parts:
             raise InvalidSpec(f"{what}={shown(given)}; give (layer, head) of each, in a list")
         found.append((parts[0], parts[1]))
@@ -210,9 +217,9 @@ def heads_in(given: Any, what: str) -> tuple[Head, ...]:
 
 def _receivers(given: Any) -> list[Any]:
     several = [given] if isinstance(given, (Receiver, str)) else parts_of(given, "receivers")
-    if not several or not all(isinstance(one, Receiver) or one == LOGITS for one in several):
+    if not several or not all(isinstance(receiver, Receiver) or receiver == LOGITS for receiver in several):
         raise InvalidSpec(f"receivers={shown(given)}; give 'logits', a Receiver, or a list of them")
-    names = [one.name if isinstance(one, Receiver) else one for one in several]
+    names = [receiver.name if isinstance(receiver, Receiver) else receiver for receiver in several]
     if len(set(names)) < len(names):
         raise InvalidSpec(f"receivers are called {names}; give each a name= of its own")
     return several

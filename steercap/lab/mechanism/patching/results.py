@@ -90,9 +90,9 @@ class Effects:
 
     def _repr_html_(self) -> str:
         """Return an HTML table for a notebook: the runs that changed the metric most, the strongest on top."""
-        strongest = sorted(self.records, key=lambda one: -abs(np.nan_to_num(one.difference)))[:STRONGEST]
+        strongest = sorted(self.records, key=lambda record: -abs(np.nan_to_num(record.difference)))[:STRONGEST]
         columns = [*KEYS, "token", "base", "value", "difference", "effect"]
-        rows = [[getattr(one, name) for name in columns] for one in strongest]
+        rows = [[getattr(record, name) for name in columns] for record in strongest]
         return html_table(f"The strongest {len(rows)} of {len(self):,} runs", columns, rows)
 
     def where(self, **columns: Any) -> Effects:
@@ -106,9 +106,11 @@ class Effects:
         """
         if unknown := sorted(set(columns) - set(KEYS)):
             raise InvalidSpec(f"{unknown} is not a column to choose by; {choices(unknown[0], KEYS)}")
-        found = [one for one in self.records if all(getattr(one, name) == value for name, value in columns.items())]
+        found = [
+            record for record in self.records if all(getattr(record, name) == value for name, value in columns.items())
+        ]
         if not found:
-            here = {name: _few({getattr(one, name) for one in self.records}) for name in columns}
+            here = {name: _few({getattr(record, name) for record in self.records}) for name in columns}
             raise InvalidSpec(f"no run has {columns}; there are {here}")
         return Effects(found, self.tokens)
 
@@ -123,7 +125,7 @@ class Effects:
         names = (*PatchEffect.__struct_fields__, "difference", "effect")
         return pa.table(
             {
-                name: pa.array([getattr(one, name) for one in self.records], kinds.get(name, pa.int64()))
+                name: pa.array([getattr(record, name) for record in self.records], kinds.get(name, pa.int64()))
                 for name in names
             }
         )
@@ -161,11 +163,11 @@ class Effects:
         quantity = self.quantity(of)
         axis, layers, columns = self.axis, self.layers, self.columns
         sums = np.zeros((3, len(layers), len(columns)))
-        for one in self.records:
-            column = columns.index(getattr(one, axis))
-            span = math.nan if one.source is None else one.source - one.base
-            at = (slice(None), layers.index(one.layer), column)
-            sums[at] += (1, one.value if quantity == "value" else one.difference, span)
+        for record in self.records:
+            column = columns.index(getattr(record, axis))
+            span = math.nan if record.source is None else record.source - record.base
+            at = (slice(None), layers.index(record.layer), column)
+            sums[at] += (1, record.value if quantity == "value" else record.difference, span)
         with np.errstate(divide="ignore", invalid="ignore"):
             found: npt.NDArray[np.float64] = sums[1] / (sums[2] if quantity == "effect" else sums[0])
         return np.where(np.isfinite(found), found, np.nan)
@@ -173,12 +175,12 @@ class Effects:
     @property
     def layers(self) -> list[int]:
         """Layers that were changed, ascending."""
-        return sorted({one.layer for one in self.records})
+        return sorted({record.layer for record in self.records})
 
     @property
     def columns(self) -> list[int | None]:
         """Positions or heads that were changed, ascending; [None] for whole rows of several tokens at once."""
-        return sorted({getattr(one, self.axis) for one in self.records}, key=lambda at: -1 if at is None else at)
+        return sorted({getattr(record, self.axis) for record in self.records}, key=lambda at: -1 if at is None else at)
 
     @property
     def axis(self) -> Literal["position", "head"]:
@@ -188,15 +190,15 @@ class Effects:
             InvalidSpec: as for `array`.
         """
         for name in ("site", "receiver"):
-            if len(found := {getattr(one, name) for one in self.records}) > 1:
+            if len(found := {getattr(record, name) for record in self.records}) > 1:
                 raise InvalidSpec(f"there are several of {name}, {_few(found)}; choose one: effects.where({name}=...)")
-        heads, positions = ({getattr(one, name) for one in self.records} for name in ("head", "position"))
+        heads, positions = ({getattr(record, name) for record in self.records} for name in ("head", "position"))
         if len(heads) > 1 and len(positions) > 1:
             raise InvalidSpec(
                 f"there are heads, {_few(heads)}, and positions, {_few(positions)}; choose one head or one position: "
                 "effects.where(head=...)"
             )
-        lengths = {len(self.tokens[one.pair]) for one in self.records}
+        lengths = {len(self.tokens[record.pair]) for record in self.records}
         if len(positions) > 1 and len(lengths) > 1:
             raise InvalidSpec(
                 f"the prompts have {_few(lengths)} tokens, so that their positions are not the same; choose one: "
@@ -210,7 +212,7 @@ class Effects:
         Raises:
             InvalidSpec: an unknown quantity, or the effect of an ablation.
         """
-        comes_from_a_run = all(one.source is not None for one in self.records)
+        comes_from_a_run = all(record.source is not None for record in self.records)
         if of is None:
             return "effect" if comes_from_a_run else "difference"
         if of not in get_args(Quantity) or (of == "effect" and not comes_from_a_run):
@@ -223,7 +225,7 @@ class Effects:
         """Return labels of the columns; a position has its token's text, if it is the same in all pairs."""
         if self.axis == "head":
             return [str(head) for head in self.columns]
-        pairs = {one.pair for one in self.records}
+        pairs = {record.pair for record in self.records}
         found = []
         for position in self.columns:
             texts = set() if position is None else {self.tokens[pair][position] for pair in pairs}
