@@ -29,7 +29,7 @@ from steercap.captures.files import encode
 from steercap.captures.site_codecs import SiteCodecs
 from steercap.client.connection import ERROR_HEADER
 from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidRequest, InvalidSpec, SketchClosed
-from steercap.requests.sketching import EngineSketches, RunningSketch, book_of
+from steercap.requests.sketching import EngineSketches, RunningSketch, record_of
 from steercap.requests.stats import Stats
 from steercap.server.asks import capture_of, parsed_field, ranges, steering_of
 from steercap.server.call import CURRENT, described, logits_of
@@ -720,7 +720,7 @@ async def test_work_ends_when_its_client_has_gone(asks, body, library) -> None:
     """Nobody waits for it, and it takes room and time from others."""
     model: Any = Endless()
     store, sketches = CaptureStore(), SketchStore()
-    running = RunningSketch(book_of("one", "moments", None, {}), CaptureSpec(), EngineSketches(model))
+    running = RunningSketch(record_of("one", "moments", None, {}), CaptureSpec(), EngineSketches(model))
     names = {
         "capture": store.put(encode(a_handle().as_saved()), owner_of("")).name,
         "sketch": sketches.keep(running, owner_of("")).name,
