@@ -44,12 +44,12 @@ from steercap.lab.demo import smollm2
 from steercap.lab.directions import Contrast, chance_band
 from steercap.lab.directions.contrast import directions_of
 from steercap.lab.measures.scores import SCORERS, Scored, make_scorer
-from steercap.lab.measures.scores.judge import asked, judgement
+from steercap.lab.measures.scores.judge import filled_rubric, judgement
 from steercap.lab.measures.scores.minilm import cross_validated, split
 from steercap.lab.personas import PersonaSettings, Progress, load_trait, run, traits, write_levels
 from steercap.lab.personas.capture import VERSION, AnswerRowsHeader, capture, load_rows, room_of, rows_file
 from steercap.lab.personas.folder import Count, open_folder
-from steercap.lab.personas.generate import AnswerGroup, answer_groups, ends_of, generate, said
+from steercap.lab.personas.generate import AnswerGroup, answer_groups, answer_ids, ends_of, generate
 from steercap.lab.personas.pipeline import PersonaResult, check
 from steercap.lab.personas.records import SIGNS, Records, Response, Score, all_requests
 from steercap.lab.personas.report import outcomes, write_report
@@ -238,7 +238,7 @@ def test_a_judge_may_answer_in_parts() -> None:
 
 def test_braces_in_an_answer_mean_nothing() -> None:
     """What is judged is put into the rubric as it stands."""
-    prompt = asked(traits()["formal"].rubric, Scored("{answer}", "{question} {0}"))
+    prompt = filled_rubric(traits()["formal"].rubric, Scored("{answer}", "{question} {0}"))
     assert "Question: {answer}\nAnswer: {question} {0}\n" in prompt
 
 
@@ -571,7 +571,7 @@ def test_records_are_written_in_parts_as_they_come(tmp_path) -> None:
 )
 def test_what_ended_an_answer_is_no_part_of_it(ids, finish, stop_reason, left) -> None:
     """An EOS of the generation configuration or vLLM's stop token where it ended the answer, special tokens always."""
-    assert said(ids, ends_of({"eos_token_id": [7, 8]}, [0, 1]), finish, stop_reason) == left
+    assert answer_ids(ids, ends_of({"eos_token_id": [7, 8]}, [0, 1]), finish, stop_reason) == left
 
 
 def test_the_tokens_that_end_a_turn_are_one_several_or_none() -> None:
