@@ -933,7 +933,9 @@ async def test_a_sketch_belongs_to_its_key_and_goes_with_its_connection(url: str
                 await asyncio.sleep(0.01)
         with pytest.raises(errors.SketchClosed):
             await late
-        await mine._backend.begun("moments", None, CaptureSpec(layers=1, codec="raw"))  # as if its block never ended
+        await mine._backend.open_sketch(
+            "moments", None, CaptureSpec(layers=1, codec="raw")
+        )  # as if its block never ended
         assert (await tiny.stats()).sketches == 1
     assert (await tiny.stats()).sketches == 0
 

@@ -82,7 +82,7 @@ def test_word_is_left_of_how_a_worker_ended(number, tmp_path, monkeypatch) -> No
     for process in (lives, ends):  # the start of another one reaps a child that has ended
         process.start()
     kind = type("Executor", (Executor,), {})
-    death.leave_word_of(kind)
+    death.record_exit_codes(kind)
     executor = kind([Handle(ends), Handle(lives)])
     executor.shutdown()
     assert executor.ended

@@ -286,7 +286,7 @@ class _Spread:
         self._documents = _documents(source)
         self._turn, self._began = asyncio.Lock(), time.monotonic()
         self._known: dict[int, Receipt] = {}
-        self._make_shard: list[Receipt] = []
+        self._made: list[Receipt] = []
         self._number = 0
         self._read_bytes: int | None = 0
 
@@ -310,7 +310,7 @@ class _Spread:
             )
         with stopping(self._storage):
             totals = await changed(folder.complete)
-        read, seconds = sum(one.tokens for one in self._make_shard), time.monotonic() - self._began
+        read, seconds = sum(one.tokens for one in self._made), time.monotonic() - self._began
         complaints = tuple(self._source.complaints)
         return Collected(str(self._storage), totals, self._source.skipped, complaints, resumed, mended, read, seconds)
 
@@ -336,7 +336,7 @@ class _Spread:
         while (part := await self._next(each)) is not None:
             number, documents = part
             receipt = await _answer(ask.remote(definition, number, _as_tuples(documents)))
-            self._make_shard.append(msgspec.json.decode(receipt, type=Receipt))
+            self._made.append(msgspec.json.decode(receipt, type=Receipt))
             self._tell(documents[-1])
 
     async def _next(self, shard_documents: int) -> tuple[int, list[CorpusDocument]] | None:
@@ -358,7 +358,7 @@ class _Spread:
     def _tell(self, last: CorpusDocument) -> None:
         if self._arguments.progress is None:
             return
-        made, source = self._make_shard, self._source
+        made, source = self._made, self._source
         documents = sum(one.documents for one in (*made, *self._known.values()))
         share = None
         if source.bytes and last.bytes is not None:
