@@ -23,6 +23,10 @@ os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="steercap-tests-")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.pop("FORCE_COLOR", None)  # rich and typer would take a pipe for a terminal
+os.environ.pop("PY_COLORS", None)
+os.environ.pop("GITHUB_ACTIONS", None)
+os.environ.pop("STEERCAP_PROGRESS", None)
 if "PYTEST_XDIST_WORKER" in os.environ:  # tests beside these need a core too
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

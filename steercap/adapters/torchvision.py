@@ -5,9 +5,9 @@ it for media alone. Such an import gets placeholders, which raise an error when 
 without it. Everything else finds torchvision absent as before: `find_spec`, `sys.modules`, other packages' imports.
 
 It relies on this: an import statement calls the `__import__` of its module's `__builtins__`; `_run_in_subprocess` of
-vLLM's registry calls a function in a fresh process, to inspect a model's class; a processor of `MULTIMODAL_REGISTRY`
-makes inputs of each kind that `info.allowed_mm_limits` lists. It can go when vLLM and transformers import torchvision
-where they use it.
+vLLM's registry pickles a function by cloudpickle and calls it in a fresh process, to inspect a model's class; a
+processor of `MULTIMODAL_REGISTRY` makes inputs of each kind that `info.allowed_mm_limits` lists. It can go when vLLM
+and transformers import torchvision where they use it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Placeholder(type):
     def __getattr__(cls, name: str) -> _Placeholder:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _placeholder(f"{cls.__qualname__}.{name}")
+        return _PLACEHOLDERS[f"{cls.__qualname__}.{name}"]
 
     def __call__(cls, *_args: object, **_options: object) -> NoReturn:
         used = next(base.__qualname__ for base in cls.__mro__ if base.__module__ == __name__)
@@ -52,15 +52,24 @@ class _Placeholder(type):
         )
 
 
-@functools.cache
-def _placeholder(name: str) -> _Placeholder:
-    return _Placeholder(name.rpartition(".")[2], (), {"__qualname__": name, "__module__": __name__})
+class _Placeholders(dict[str, _Placeholder]):
+    """Placeholders by name, made on first use; pickled without them."""
+
+    def __missing__(self, name: str) -> _Placeholder:
+        made = _Placeholder(name.rpartition(".")[2], (), {"__qualname__": name, "__module__": __name__})
+        return self.setdefault(name, made)
+
+    def __reduce__(self) -> tuple[type[_Placeholders], tuple[()]]:
+        return type(self), ()
+
+
+_PLACEHOLDERS: Final = _Placeholders()
 
 
 def _import(name: str, *args: Any, **options: Any) -> Any:
     if name.partition(".")[0] == NAME and is_absent():
         names = args[2] if len(args) > 2 else options.get("fromlist")
-        return _placeholder(name if names else NAME)
+        return _PLACEHOLDERS[name if names else NAME]
     return builtins.__import__(name, *args, **options)
 
 
@@ -98,9 +107,11 @@ def hook() -> None:
     hook_imports()
     if not is_absent():
         return
+    import cloudpickle
     from vllm.model_executor.models import registry
 
     require("registry", registry)
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a fresh process may not find it
     original = getattr(registry, _INSPECTION)
     if hasattr(original, _HOOKED):
         return

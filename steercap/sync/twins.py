@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, Self, TypeVar
 from torch.utils.data import IterableDataset
 
 from steercap.captures.handle import CHUNK_ROWS, CaptureHandle
-from steercap.concurrency.loops import running_loop
 from steercap.core.protocols import BLOCKING
 from steercap.errors import ModelClosed, WrongEventLoop
 
@@ -140,8 +139,8 @@ def run_end(run: Run, end: Callable[[], Coroutine[Any, Any, object]]) -> None:
         try:
             run(end())
         except WrongEventLoop:
-            if running_loop() is not None:
-                asyncio.ensure_future(end())  # noqa: RUF006 -- the loop has it until it ends
+            with suppress(RuntimeError):  # no loop runs here: a fork
+                asyncio.get_running_loop().create_task(end())
 
 
 class Twin(Generic[Awaited]):

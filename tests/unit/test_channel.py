@@ -97,14 +97,15 @@ def test_processes_of_another_user_are_not_answered(listener) -> None:
     )
     said = subprocess.run([sys.executable, "-c", code, listener.address], capture_output=True, text=True, check=True)
     assert said.stdout.strip() == "b''"
+    name = f"steercap-test-{os.getpid()}"  # another run on this machine has another
     code = (
-        "import os, socket; os.setuid(65534); s = socket.socket(socket.AF_UNIX); s.bind('\\0steercap-test-other');"
+        f"import os, socket; os.setuid(65534); s = socket.socket(socket.AF_UNIX); s.bind('\\0{name}');"
         "s.listen(); print('up', flush=True); s.accept(); input()"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1) as other:
         other.stdout.readline()
         with pytest.raises(PermissionError, match="65534"):
-            Channel.open("steercap-test-other")
+            Channel.open(name)
         other.kill()
 
 

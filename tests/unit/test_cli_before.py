@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import pty
+import re
 import shlex
 import socket
 import subprocess
@@ -641,8 +642,9 @@ async def test_a_start_says_how_far_it_is(kind, fails, monkeypatch) -> None:
             if fails:
                 raise OSError("lost")
     *before, last = written.getvalue().rstrip("\n").split("\r")
-    assert all(line == "" or line.startswith(("m: importing, 0 s", "m: loading, 0 s")) for line in before)
-    assert last.rstrip() == f"m {'did not start' if fails else 'is ready'} after 0 s: importing 0 s, loading 0 s"
+    assert all(re.fullmatch(r"(m: (importing|loading), \d+ s)? *", line) for line in before)
+    said = re.sub(r"\d+ s", "N s", last.rstrip())  # a slow machine takes some
+    assert said == f"m {'did not start' if fails else 'is ready'} after N s: importing N s, loading N s"
 
 
 @pytest.mark.parametrize(
