@@ -82,7 +82,7 @@ STAGES: Final[Sequence[tuple[Any, str]]] = (
     (cuda, "pieces"),
     (CudaTaps, "_copy_away"),
     (Runtime, "_take_completed"),
-    (Runtime, "_take_in"),
+    (Runtime, "_verify"),
     (RequestTable, "label"),
     (RequestTable, "complete"),
 )
