@@ -204,7 +204,7 @@ def _norms_engines(run: Run) -> list[str]:
 
 
 async def check_bf16(run: Run, show: Show) -> None:
-    """bfloat16, layer by layer: the least row cosine with transformers in float32 on the rows captured before the layer.
+    """bfloat16, block by block: the least row cosine with transformers in float32 on the rows captured before it.
 
     With transformers in bfloat16 it is shown too, and not judged: two roundings are in it, ours and theirs.
     """

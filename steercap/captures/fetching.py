@@ -1,4 +1,4 @@
-"""Fetch of rows: of many handles in a batch, by one RPC or from disk, and of requests that still run."""
+"""Fetch of rows: of many handles in a batch, by one call or from disk, and of requests that still run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ AGAIN: Final = 64
 
 
 async def fetch_all(lifecycles: Sequence[Lifecycle]) -> None:
-    """Fetch the rows of handles of one model, by one RPC; handles that were fetched before are skipped.
+    """Fetch the rows of handles of one model, by one call; handles that were fetched before are skipped.
 
     Raises:
         CaptureIncomplete: some rows are missing or wrong; those of the other handles are fetched all the same.
@@ -186,7 +186,7 @@ class Arrived:
 
 
 async def arrived(engine: Engine, wanted: Sequence[tuple[Owner, Expected]]) -> list[Arrived]:
-    """Fetch and check the new rows of running samples, by one RPC, which concurrent calls share.
+    """Fetch and check the new rows of running samples, by one call, which concurrent callers share.
 
     Args:
         engine: the engine that runs them.

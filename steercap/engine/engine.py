@@ -360,7 +360,7 @@ class Engine:
     def done_with(self, plan: Plan, reservation: Reservation) -> None:
         """Free the rows of a finished request that nobody will fetch.
 
-        The memory is free after the next RPC; until then the request counts as running.
+        The memory is free after the next call of the workers; until then the request counts as running.
         """
         *others, last = (Owner(plan.key, sample) for sample in range(plan.samples))
         for owner in others:
@@ -368,7 +368,7 @@ class Engine:
         self.give_back(last, reservation)
 
     def give_back(self, owner: Owner, reservation: Reservation | None) -> None:
-        """Free a request's rows and records with the next RPC. Idempotent."""
+        """Free a request's rows and records with the next call of the workers. Idempotent."""
         freed = None if reservation is None else partial(self.admission.release, reservation)
         self.workers.give_back(owner, freed, soon=self.admission.budget.waiting > 0)
 
@@ -401,7 +401,7 @@ class Engine:
         )
 
     async def collect(self, wanted: Sequence[Wanted], *, growing: bool = False) -> list[Delivery]:
-        """Fetch requests' rows: by one RPC for all, then the rows are read out of each arena.
+        """Fetch requests' rows: by one call for all, then the rows are read out of each arena.
 
         Args:
             wanted: owners and numbers of rows.

@@ -90,14 +90,14 @@ class Sketching:
 
     def __init__(self, workers: Workers, ranks: Ranks, most_bytes: int) -> None:
         self._workers, self._ranks, self._most_bytes = workers, ranks, most_bytes
-        self._weighing: Batcher[Joining, Found] = Batcher(self._prepare)
+        self._preparing: Batcher[Joining, Found] = Batcher(self._prepare)
         self._committing: Batcher[tuple[Joining, tuple[SketchRecord, ...]], int] = Batcher(self._commit)
         self._turn = asyncio.Lock()  # so that no reader sees a request half entered
         self._records: list[SketchRecord] = []
 
     async def aclose(self) -> None:
         """Fail all waiting callers. Idempotent."""
-        await self._weighing.aclose()
+        await self._preparing.aclose()
         await self._committing.aclose()
 
     def lose(self, why: str) -> None:
@@ -147,7 +147,7 @@ class Sketching:
 
     async def prepare(self, joining: Joining) -> Found:
         """Prepare a finished request for its sketches: return its rows, or why it cannot enter; see `PrepareSketch`."""
-        return await self._weighing.ask(joining)
+        return await self._preparing.ask(joining)
 
     async def commit(self, joining: Joining, records: Sequence[SketchRecord]) -> int:
         """Add the rows of a request after `prepare` to its sketches; returns their number.

@@ -247,7 +247,7 @@ class Workers:
         return found
 
     async def locate(self, wanted: Sequence[Wanted]) -> list[list[list[CapturedRows | Unknown]]]:
-        """Make finished requests' rows readable and locate them, by one RPC.
+        """Make finished requests' rows readable and locate them, by one call.
 
         Returns:
             For each request, the captured rows of each capturing worker, engine by engine.
@@ -258,7 +258,7 @@ class Workers:
         return [[[answer.shares[index] for answer in answers] for answers in engines] for index in range(len(wanted))]
 
     async def locate_growing(self, wanted: Sequence[Wanted]) -> list[list[list[CapturedRows | Unknown]]]:
-        """Locate rows of requests that still run; concurrent calls share one RPC."""
+        """Locate rows of requests that still run; concurrent callers share one call of the workers."""
         return await self._growing.ask(wanted)
 
     async def _locate(self, wanted: Sequence[Sequence[Wanted]]) -> list[list[list[list[CapturedRows | Unknown]]]]:
@@ -266,7 +266,7 @@ class Workers:
         return [[next(rows) for _ in items] for items in wanted]
 
     async def settle(self, wanted: Sequence[Wanted], *, ended: bool, biased: bool) -> list[Records]:
-        """Return the steering records of a request's samples so far; concurrent calls share one RPC.
+        """Return the steering records of a request's samples so far; concurrent callers share one call of the workers.
 
         Args:
             wanted: owner and number of inputs of each sample.
@@ -343,7 +343,7 @@ class Workers:
         asked = Project(layer, site, *_sent(rows))
         answers = (await self.ask(asked, Projected))[engine]
         if not answers:
-            raise WorkerFailure(f"no worker of engine 0 has layer {layer}")
+            raise WorkerFailure(f"no worker of engine {engine} has layer {layer}")
         _require_rows(answers[0].rows, len(rows), _FLOAT_BYTES)
         return torch.frombuffer(bytearray(answers[0].rows), dtype=torch.float32).view(len(rows), -1)
 
@@ -443,7 +443,7 @@ class Workers:
     # Releases
 
     def give_back(self, owner: Owner, freed: Callable[[], None] | None, *, soon: bool) -> None:
-        """Free a request's rows and records with the next RPC, or with one of its own. Idempotent.
+        """Free a request's rows and records with the next call of the workers, or with one of its own. Idempotent.
 
         Args:
             owner: sample of the request.

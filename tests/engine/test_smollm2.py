@@ -34,7 +34,7 @@ async def test_float32_rows_are_those_of_transformers(smol, smol_reference, reco
 async def test_bfloat16_rows_are_those_of_transformers(record_property) -> None:
     """bfloat16, all sites.
 
-    Layer by layer, on the rows captured before it: the least row cosine with transformers in float32 is above 0.999
+    Block by block, on the rows captured before it: the least row cosine with transformers in float32 is above 0.999
     (with transformers in bfloat16, which rounds elsewhere on each kind of CPU, two roundings part: 0.998 to 0.9991).
     From end to end bfloat16 itself drifts (transformers in bfloat16 against transformers in float32 has a row of 0.96):
     the worst captured row must be no further from float32 than transformers' own worst row.
@@ -46,7 +46,7 @@ async def test_bfloat16_rows_are_those_of_transformers(record_property) -> None:
     assert all(rows.dtype == torch.bfloat16 for rows in handles[0].captures.values())
     half, full = Reference(smollm2(), torch.bfloat16), Reference(smollm2())
     for name, same in worst(parity(handle, full, by_layer=True) for handle in handles).items():
-        record_property(f"SmolLM2 bfloat16, layer by layer, {name}", f"cos {same.cosine:.6f}, error {same.error:.1e}")
+        record_property(f"SmolLM2 bfloat16, block by block, {name}", f"cos {same.cosine:.6f}, error {same.error:.1e}")
         assert same.cosine > 0.999, (name, same)
     for name, same in worst(parity(handle, half) for handle in handles).items():
         record_property(f"SmolLM2 bfloat16, end to end, {name}", f"cos {same.cosine:.6f}, error {same.error:.1e}")

@@ -236,6 +236,16 @@ def test_a_row_of_another_batch_in_sixteen_bits_is_no_wrong_edit() -> None:
     assert not edited(point, clean, found, vector, torch.float32, alone=False).holds
 
 
+def test_a_weaker_edit_in_sixteen_bits_is_seen() -> None:
+    """Also where it is within what rows of other batches may differ by."""
+    clean, vector = torch.randn(3, 256), torch.randn(256).expand(3, 256)
+    massive = clean * torch.tensor([[5.0], [1.0], [1.0]])  # a first token, whose row is missed
+    missed = vector * torch.tensor([[0.0], [1.0], [1.0]])
+    for before, added in [(clean, vector / 2), (clean, vector * 2), (massive, missed)]:
+        for alone in (False, True):
+            assert not edited(Point(2, "mlp_in"), before, before + added, vector, torch.bfloat16, alone=alone).holds
+
+
 def lens(reported: list[float], logits: torch.Tensor, tokens: list[int], dtype: torch.dtype = torch.float32):
     edges = logits.aminmax()
     return closes(
