@@ -314,8 +314,7 @@ def warn_of_room(requests: Iterable[tuple[Any, int | None, int]], context: int |
 
     Args:
         requests: for each request, the sampling parameters as the user gave them, their parsed `max_tokens`, and the
-            number
-            of prompt tokens. Where the user did not set `max_tokens` (None, or a dict without it) nothing is warned of.
+            number of prompt tokens; where the user set no `max_tokens`, nothing is warned of.
         context: maximum number of tokens of a prompt and its reply; None if unknown.
     """
     if context is None:

@@ -261,9 +261,7 @@ _short.maxlist = _short.maxtuple = _short.maxset = _short.maxdict = 8
 
 
 def check_seed(seed: int | None, samples: int) -> None:
-    """Check the seed of sampling; sample i is drawn with `seed + i`, and runners keep seeds as int64.
-
-    vLLM takes -1 for no seed, so that a sample with that seed would be drawn without one.
+    """Check the seed of sampling: sample i is drawn with `seed + i`, an int64, and vLLM takes -1 for no seed.
 
     Raises:
         InvalidRequest: a sample has no such seed.

@@ -339,7 +339,7 @@ def _since(job: Job, plan: Plan, index: int) -> Plan:
 def handles_of(
     job: Job, samples: Sequence[Sample], reservation: Reservation, receipts: Sequence[SteeringReceipt] | None
 ) -> list[CaptureHandle]:
-    """Return a handle for each sample, and reduce its memory claim to the pages that it really holds."""
+    """Return a handle for each sample, and reduce its reservation to the pages that it really holds."""
     assert job.plan is not None
     engine, plan = job.engine, job.plan
     reservations = engine.finish(reservation, [_pages_kept(job, plan, len(sample.token_ids)) for sample in samples])
@@ -418,7 +418,7 @@ async def run_all(
     """Run jobs concurrently, each as soon as it is prepared; the first error cancels the others.
 
     Args:
-        jobs: coroutines of the jobs (`run_job`), in the order in which memory is claimed.
+        jobs: coroutines of the jobs (`run_job`), in the order in which memory is reserved.
         running: set that holds the tasks while they run; closing the model cancels the tasks in it.
 
     Raises:

@@ -93,6 +93,7 @@ class PoolingRoutes:
                         said = await asyncio.to_thread(_as_json, encoded)
                         if handle is not None:
                             result["capture"] = await self._stored(handle, owner)
+                            request.state.undo = partial(self._dropped, result["capture"]["id"], owner)
         choice = {"index": 0, "text": "", "token_ids": [], "prompt_token_ids": list(encoded.prompt_token_ids)}
         return as_json({"choices": [choice], "steercap": {"results": [result]}, "encoded": said})
 
@@ -126,6 +127,10 @@ class PoolingRoutes:
             "add_special_tokens": special,
             "priority": priority,
         }
+
+    async def _dropped(self, capture: str, owner: str) -> None:
+        """Remove a capture from the store."""
+        self._captures.remove(capture, owner)
 
     async def _stored(self, handle: CaptureHandle, owner: str) -> dict[str, Any]:
         """Put fetched rows into the store, as a file; return their description for the answer."""

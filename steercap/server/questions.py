@@ -63,7 +63,8 @@ def answering(handler: Handler) -> Handler:
 def computing(handler: Handler, most: int = MOST_BODY) -> Handler:
     """Wrap a handler of long work as `answering` does, and cancel it when the client disconnects.
 
-    A handler that keeps something for the client does so after its last await, so that it is told of or not kept.
+    A handler that keeps something for the client does so after its last await, and sets `request.state.undo` to a
+    coroutine function that drops it: the client may disconnect just then.
 
     Args:
         handler: handler to wrap.
@@ -72,12 +73,15 @@ def computing(handler: Handler, most: int = MOST_BODY) -> Handler:
 
     async def computed(request: Request) -> Response:
         body = await _body(request, most)  # first: what is received later is the end of the connection
-        work = asyncio.ensure_future(handler(Request(request.scope, replayed(body, request.receive))))
+        inner = Request(request.scope, replayed(body, request.receive))
+        work = asyncio.ensure_future(handler(inner))
         gone = asyncio.ensure_future(_disconnected(request))
         try:
             await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
+            if not gone.done():
                 return work.result()
+            if work.done() and hasattr(inner.state, "undo"):
+                await inner.state.undo()
             raise ClientDisconnect
         finally:
             gone.cancel()

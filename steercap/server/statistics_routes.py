@@ -6,6 +6,7 @@ import asyncio
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
@@ -63,6 +64,7 @@ class SketchRoutes:
         spec = capture_of({**rows, "codec": "raw"}, self._library, owner)
         running = await open_sketch(self._model.serving.here(), given.get("kind", "moments"), given.get("size"), spec)
         one = self._store.keep(running, owner)
+        request.state.undo = partial(self._store.close, one)
         return JSONResponse({"id": one.name, "points": [list(point) for point in running.points]}, 201)
 
     async def sketch(self, request: Request) -> Response:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import concurrent.futures
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import suppress
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, Self, TypeVar
 
 from torch.utils.data import IterableDataset
@@ -26,6 +26,8 @@ Value = TypeVar("Value")
 
 #: Seconds that `stop` waits for running tasks to clean up.
 STOP_SECONDS: Final = 3.0
+#: Name of a loop's thread.
+NAME: Final = "steercap-sync"
 
 
 class LoopThread:
@@ -36,7 +38,7 @@ class LoopThread:
         self._open = True
         self._entering: Final = threading.RLock()  # the garbage collector may end a generator in it, which calls `run`
         self._process: Final = os.getpid()
-        self._thread: Final = threading.Thread(target=self._serve, name="steercap-sync", daemon=True)
+        self._thread: Final = threading.Thread(target=self._serve, name=NAME, daemon=True)
         self._thread.start()
         atexit.register(self.stop)  # or it would still run during the interpreter's shutdown
 
@@ -47,21 +49,35 @@ class LoopThread:
             ModelClosed: the loop was stopped, before or during the call.
             WrongEventLoop: called from within the loop, or in a fork of the process.
         """
+        tasks: list[asyncio.Task[Value]] = []
+        # A wait that holds no lock of the loop's, as the garbage collector may end a generator meanwhile, by `run`.
+        ended = SimpleQueue[asyncio.Task[Value]]()
+
+        def begin() -> None:
+            tasks.append(self.loop.create_task(work))
+            tasks[0].add_done_callback(ended.put)
+
+        def cancel() -> None:
+            tasks[0].cancel()
+
         try:
             self._require_elsewhere()
             with self._entering:  # so that `stop` sees everything that was begun
                 self._require_open()
-                future = asyncio.run_coroutine_threadsafe(work, self.loop)
+                self.loop.call_soon_threadsafe(begin)
         except BaseException:
             work.close()
             raise
         try:
-            return future.result()
-        except concurrent.futures.CancelledError:
-            raise ModelClosed("the model was closed while this call ran") from None
+            task = ended.get()
         except BaseException:
-            future.cancel()
+            with suppress(RuntimeError):  # the loop was closed
+                self.loop.call_soon_threadsafe(cancel)
             raise
+        try:
+            return task.result()
+        except asyncio.CancelledError:
+            raise ModelClosed("the model was closed while this call ran") from None
 
     def stop(self) -> None:
         """Cancel running tasks, end the loop and its thread; from any other thread. Idempotent."""
@@ -133,14 +149,19 @@ def at_once(work: Coroutine[Any, Any, Value]) -> Value:
 def run_end(run: Run, end: Callable[[], Coroutine[Any, Any, object]]) -> None:
     """Run the clean-up of a generator, which the garbage collector may end in any thread.
 
-    In the loop's own thread it is begun and not waited for. If the model was closed, that was its end.
+    In the loop's own thread it is begun and not waited for; in a fork it is left to the first process. If the model was
+    closed, that was its end.
     """
+
+    async def ending() -> None:  # closed before it begins, where `end()` itself would begin in Python 3.13
+        await end()
+
     with suppress(ModelClosed):
         try:
-            run(end())
+            run(ending())
         except WrongEventLoop:
-            with suppress(RuntimeError):  # no loop runs here: a fork
-                asyncio.get_running_loop().create_task(end())
+            if threading.current_thread().name == NAME:
+                asyncio.get_running_loop().create_task(ending())
 
 
 class Twin(Generic[Awaited]):

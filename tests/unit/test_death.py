@@ -52,7 +52,7 @@ def test_a_process_that_ends_is_seen_and_one_of_another_machine_is_not_looked_fo
 
 
 class Executor:
-    """What vLLM's executor is to `leave_word_of`."""
+    """What vLLM's executor is to `record_exit_codes`."""
 
     def __init__(self, workers) -> None:
         self.workers = workers

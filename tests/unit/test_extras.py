@@ -26,7 +26,10 @@ PROJECT = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
 #: Where libraries may be imported as if they were there, and why.
 BEHIND = {
     "cli/": ({"rich", "typer"}, "steercap.cli requires its extra before any module of the room is imported"),
-    "adapters/": (set(EXTRAS["cuda"]), "the start of an engine imports what needs them under extra('cuda', 'cpu')"),
+    "adapters/": (
+        {*EXTRAS["cuda"], "cloudpickle"},  # vLLM requires it
+        "the start of an engine imports what needs them under extra('cuda', 'cpu')",
+    ),
     "server/": ({"starlette", "prometheus_client"}, "the server imports it under extra('cuda', 'cpu')"),
     "kernels/triton_": ({"triton"}, "PyTorch brings it wherever there is a GPU to run it on"),
 }

@@ -203,6 +203,25 @@ def test_garbage_is_collected_in_the_middle_of_a_call(garbage) -> None:
     thread.stop()
 
 
+def test_garbage_is_collected_while_a_call_waits(garbage, monkeypatch) -> None:
+    """With no lock held that the loop takes to tell the call that it has ended."""
+    thread, stream = garbage
+    wait = threading.Condition.wait
+
+    def collecting(condition: threading.Condition, timeout: float | None = None) -> bool:
+        if threading.current_thread() is not threading.main_thread():
+            gc.collect()
+        return wait(condition, timeout)
+
+    monkeypatch.setattr(threading.Condition, "wait", collecting)
+    call = on_thread(lambda: thread.run(asyncio.sleep(0.01, "answered")), "steercap test")
+    assert call.result(timeout=60) == "answered"
+    monkeypatch.undo()
+    gc.collect()
+    assert stream.closed.wait(60)
+    thread.stop()
+
+
 def test_garbage_is_collected_in_the_loop_itself(garbage) -> None:
     """Nothing waits for itself, and the stream is closed."""
     thread, stream = garbage

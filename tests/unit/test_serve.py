@@ -22,6 +22,7 @@ from handles import a_handle
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.applications import Starlette
+from starlette.requests import Request
 
 from steercap import Ablate, Add, CaptureSpec, LogitBias, SteeringSpec
 from steercap.adapters import server
@@ -746,6 +747,33 @@ async def test_work_ends_when_its_client_has_gone(asks, body, library) -> None:
             model.end.set()
             await asyncio.wait([answered])
             await writer.wait_closed()
+
+
+async def test_nothing_is_kept_for_a_client_that_goes_as_its_answer_is_made(library, monkeypatch) -> None:
+    """Both are known in the same turn of the event loop."""
+    model: Any = Endless()
+    sketches, gone = SketchStore(), asyncio.Event()
+
+    async def opened(*_given: Any) -> RunningSketch:
+        gone.set()
+        return RunningSketch(record_of("one", "moments", None, {}), CaptureSpec(), EngineSketches(model))
+
+    async def closed(record: Any) -> None:
+        record.closed = True
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    messages = [{"type": "http.request", "body": b"{}", "more_body": False}]
+    model.sketching.close = closed
+    monkeypatch.setattr("steercap.server.statistics_routes.open_sketch", opened)
+    (route, *_) = SketchRoutes(model, library, sketches).routes
+    request = Request({"type": "http", "method": "POST", "headers": []}, receive)
+    assert (await route.endpoint(request)).status_code == 400
+    assert not sketches._held
 
 
 async def test_the_identity_is_of_the_start(library) -> None:

@@ -93,14 +93,9 @@ class Routes:
         self._model = model
         self.receivers = _receivers(receivers)
         self.tokens = TokenSelection.parse(tokens)
-        last = max(
-            self._last(receiver) if isinstance(receiver, Receiver) else model.num_layers for receiver in self.receivers
-        )
+        last = max(self._last(end) if isinstance(end, Receiver) else model.num_layers for end in self.receivers)
         self.senders = self._heads(senders, last)
-        for site, heads in (
-            ("z", self.senders),
-            *((receiver.site, receiver.heads) for receiver in self._heads_that_receive()),
-        ):
+        for site, heads in (("z", self.senders), *((end.site, end.heads) for end in self._heads_that_receive())):
             self._check_heads(site, heads)
         if late := [head for head in self.senders if head[0] >= last]:
             raise InvalidSpec(f"senders hold {late[0]}, but no receiver is in a later layer, so it cannot affect any")
