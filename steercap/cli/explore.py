@@ -115,12 +115,13 @@ async def _forward(engine: warm.WarmEngine, port: int, terminal: Terminal, *, br
 
     async def join(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         ours = writer.get_extra_info("sockname"), writer.get_extra_info("peername")
-        if await asyncio.to_thread(user_of, *ours) != os.geteuid():  # the socket is this user's alone
+        try:
+            if await asyncio.to_thread(user_of, *ours) == os.geteuid():  # the socket is this user's alone
+                with suppress(OSError):  # the engine is gone
+                    there, back = await asyncio.open_unix_connection(engine.socket)
+                    await asyncio.gather(_copied(reader, back), _copied(there, writer))
+        finally:
             writer.close()
-            return
-        with suppress(OSError):
-            there, back = await asyncio.open_unix_connection(engine.socket)
-            await asyncio.gather(_copied(reader, back), _copied(there, writer))
 
     server, ended = await asyncio.start_server(join, HOST, port), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):  # the usual end of a page, and no interruption

@@ -541,6 +541,7 @@ def test_the_explorer_of_a_warm_engine(model) -> None:
             assert not task.done(), task
         _, given_up = await asyncio.open_connection(HOST, port)
         given_up.close()
+        await given_up.wait_closed()
         async with SteerModel.connect(address) as one, SteerModel.connect(address) as two:
             assert one.served_name == two.served_name == model
         os.kill(engine.pid, signal.SIGKILL)
