@@ -6,6 +6,7 @@ A line for each process (a worker of an engine), kind of pass and number of requ
 
 period    from the begin of a pass to that of the next
 host      what the thread that launches spends on a pass: execute_model and sample_tokens
+thread    processor time of that thread in a period; others: of the process's other threads
 begin     of it, steercap's work before the pass; end: after it; launch: the launch of the graph
 wait      between these two calls, and before the next pass: for the engine's core, or at work for it
 prepare   on the device, from the begin of the pass to its graph; graph; tail: behind it (closing kernel, sampling)
@@ -19,14 +20,14 @@ import argparse
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from rich.console import Console
 from rich.table import Table
 
-COLUMNS = ("period", "host", "begin", "end", "launch", "wait", "prepare", "graph", "tail", "gap")
+COLUMNS = ("period", "host", "thread", "others", "begin", "end", "launch", "wait", "prepare", "graph", "tail", "gap")
 #: The fewest passes whose median is shown.
 LEAST = 20
 
@@ -40,7 +41,10 @@ def of_pass(before: Mapping[str, Any], one: Mapping[str, Any]) -> dict[str, floa
         "period": one["started"] - before["started"],
         "host": one["executed"] - one["started"] + one["ended"] - one["sampling"],
         "wait": one["sampling"] - one["executed"] + one["started"] - before["ended"],
+        "thread": one["thread"] - before["thread"],
+        "others": one["process"] - before["process"] - one["thread"] + before["thread"],
         **{name: one[name] for name in ("begin", "end", "launch")},
+        **{name: one["stages"].get(name, 0.0) for name in one["stages"] | before["stages"]},
     }
     said = {name: one[name] for name in ("prepare", "graph", "tail", "gap") if name in one}
     return {name: 1e6 * value for name, value in seconds.items()} | said
@@ -76,10 +80,15 @@ def summary(folder: Path, least: int = LEAST) -> dict[Key, dict[str, float]]:
             for name, value in of_pass(before, one).items():
                 found[path.stem, one["kind"], one["requests"], one["replayed"]][name].append(value)
     return {
-        key: {"passes": len(numbers["period"]), **{name: statistics.median(all_) for name, all_ in numbers.items()}}
+        key: {"passes": len(numbers["period"]), **{name: _typical(name, all_) for name, all_ in numbers.items()}}
         for key, numbers in sorted(found.items())
         if len(numbers["period"]) >= least
     }
+
+
+def _typical(name: str, numbers: Sequence[float]) -> float:
+    """The median; of a stage the mean, since some have work in few passes."""
+    return statistics.median(numbers) if name in COLUMNS else statistics.fmean(numbers)
 
 
 def table_of(found: Mapping[Key, Mapping[str, float]]) -> Table:
@@ -93,6 +102,22 @@ def table_of(found: Mapping[Key, Mapping[str, float]]) -> Table:
     return table
 
 
+def stages_of(found: Mapping[Key, Mapping[str, float]]) -> Table | None:
+    """The table of steercap's stages, means; None if none was timed."""
+    names = list(
+        dict.fromkeys(name for numbers in found.values() for name in numbers if name not in {*COLUMNS, "passes"})
+    )
+    if not names:
+        return None
+    table = Table(title="µs of stages, means over all passes", title_justify="left")
+    for name in ("process", "kind", "requests", "one graph", *names):
+        table.add_column(name, justify="right")
+    for (process, kind, requests, replayed), numbers in found.items():
+        cells = (f"{numbers[name]:.1f}" if name in numbers else "" for name in names)
+        table.add_row(process, kind, str(requests), "yes" if replayed else "no", *cells)
+    return table
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -100,7 +125,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     found = summary(args.folder)
-    Console(width=150).print(table_of(found))
+    for table in filter(None, (table_of(found), stages_of(found))):
+        Console(width=170).print(table)
     if args.json:
         names = ("process", "kind", "requests", "one graph")
         args.json.write_text(

@@ -15,6 +15,13 @@ from pathlib import Path
 from typing import Any, Final
 
 now = time.perf_counter
+#: Functions of steercap that are timed apart: classes of the modules that are patched, and names in them.
+STAGES: Final = {
+    "RequestTable": ("make_step",),
+    "CudaTaps": ("open", "_upload", "close", "_bundle", "_queue"),
+    "Runtime": ("_take_completed", "_verify"),
+    "kernel": ("launch_close",),
+}
 #: Seconds without a pass after which what was measured is written: the engine stands still.
 QUIET: Final = 0.4
 
@@ -32,6 +39,8 @@ class PassTimes:
         launch: of it, the launch of the pass's graph.
         taps: of it, steercap's taps where they run outside of graphs.
         collected: of it, Python's garbage collector.
+        thread, process: processor time of this thread and of the process, so far.
+        stages: of begin and end, each function of `STAGES`, by its name.
         replayed: whether the pass is one graph.
         events: the device's: at the begin, before and behind the graph, and at the end.
     """
@@ -48,6 +57,9 @@ class PassTimes:
     launch: float = 0.0
     taps: float = 0.0
     collected: float = 0.0
+    thread: float = field(default_factory=time.thread_time)
+    process: float = field(default_factory=time.process_time)
+    stages: dict[str, float] = field(default_factory=dict)
     replayed: bool = False
     events: list[Any] = field(default_factory=list, repr=False)
 
@@ -202,6 +214,7 @@ def patch_runtime(module: Any) -> None:
             times.current.end = now() - start
 
     runtime.begin_step, runtime.end_step = begin_step, end_step
+    time_stages(module, "RequestTable", "Runtime")
 
 
 def patch_cuda(module: Any) -> None:
@@ -217,7 +230,31 @@ def patch_cuda(module: Any) -> None:
             times.current.taps += now() - start
 
     taps.on_tap = timed
+    time_stages(module, "CudaTaps", "kernel")
     gc.callbacks.append(Collections(times))
+
+
+def time_stages(module: Any, *owners: str) -> None:
+    """Time the functions of `STAGES` of some classes, or modules, that a module names."""
+    for owner in owners:
+        for name in STAGES[owner]:
+            target = getattr(module, owner)
+            setattr(target, name, _timed(getattr(target, name), name))
+
+
+def _timed(function: Any, name: str) -> Any:
+    times = recorder()
+
+    @functools.wraps(function)
+    def timed(*args: Any, **options: Any) -> Any:
+        start = now()
+        try:
+            return function(*args, **options)
+        finally:
+            if (one := times.current) is not None:
+                one.stages[name] = one.stages.get(name, 0.0) + now() - start
+
+    return timed
 
 
 class Collections:
