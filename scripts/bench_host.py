@@ -12,6 +12,9 @@ nothing, so that what is timed is Python and NumPy alone, and what the closing k
 what is timed; `passes --device cuda` has a GPU do all of it, its taps in a CUDA graph. vLLM's runner prepares a pass
 while the device computes the one before, so that this time is hidden as long as all of the host's work takes less.
 
+Between two passes other code runs and reads memory, as vLLM's scheduler and runner do: steercap's code is then out of
+the processor's caches, and takes four times as long as in a loop of its own.
+
 In the end the worker must have every row and every edit, and have asked for a copy of every byte: a plan that it does
 not follow would cost nothing. Times of passes are the median, and in brackets the tenth percentile, of means of 16.
 """
@@ -106,6 +109,24 @@ def names_of(count: int) -> list[str]:
     return [f"r{number:05d}-abcdef012345" for number in range(count)]
 
 
+class Elsewhere:
+    """What else a process does between two passes."""
+
+    def __init__(self) -> None:
+        self._memory = np.zeros(6 << 20, dtype=np.uint8)
+        self._square = torch.ones(64, 64)
+        self._text = json.dumps([{"number": number, "list": [number] * 5} for number in range(60)])
+
+    def work(self) -> None:
+        """Read as much memory as a processor's core caches, and run some code of Python, NumPy and PyTorch."""
+        self._memory[::64] += 1
+        text = json.dumps(json.loads(self._text), indent=1, sort_keys=True)
+        sorted(text.split("\n"), key=len)
+        order = np.argsort(np.concatenate([np.arange(64), np.arange(32)]) % 7)
+        torch.softmax(self._square @ self._square, -1).topk(3)
+        torch.cat([self._square[order[:32] % 64], self._square]).fill_(0)
+
+
 def blocks(seconds: Sequence[float]) -> list[float]:
     """Means of blocks of passes, µs, without the first block where there are more: it warms up."""
     whole = [seconds[at : at + BLOCK] for at in range(BLOCK, len(seconds) - BLOCK + 1, BLOCK)]
@@ -128,11 +149,11 @@ def steady(
 ) -> list[tuple[float, float]]:
     """Run the prompts of all requests in one pass, then `passes` of one token each; returns the times of these."""
     rank.run(names, np.zeros(len(names), dtype=np.int64), np.full(len(names), PROMPT))
-    one = np.ones(len(names), dtype=np.int64)
-    return [
-        rank.run(names, one * (PROMPT + number), one, profiler if number > passes // 4 else None)
-        for number in range(passes)
-    ]
+    one, elsewhere, times = np.ones(len(names), dtype=np.int64), Elsewhere(), []
+    for number in range(passes):
+        elsewhere.work()
+        times.append(rank.run(names, one * (PROMPT + number), one, profiler if number > passes // 4 else None))
+    return times
 
 
 def measure_passes(

@@ -137,7 +137,7 @@ def kernel_times() -> dict[str, float]:
         ids = torch.from_numpy(tokens)
         hidden, residual, place = torch.randn(64, WIDTH), torch.randn(64, WIDTH), torch.zeros(1, dtype=torch.int32)
         with torch.inference_mode():
-            taps.open(step, BatchRows(["all"], tokens[:1], tokens[-1:] + 1, ids, ids), None)
+            taps.open(step, BatchRows(["all"], tokens[:1], tokens[-1:] + 1, len(tokens), ids, ids), None)
             best = float("inf")
             for _ in range(7):
                 start = time.perf_counter()

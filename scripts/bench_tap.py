@@ -118,7 +118,7 @@ def opened(taps: CudaTaps, tokens: int, mode: str, device: torch.device) -> None
     )
     ids = torch.arange(tokens, device=device)
     if mode != "idle":
-        failure = taps.open(step, BatchRows(["all"], every[:1], np.array([tokens]), ids, ids), None)
+        failure = taps.open(step, BatchRows(["all"], every[:1], np.array([tokens]), tokens, ids, ids), None)
         assert failure is None, failure
 
 

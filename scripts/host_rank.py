@@ -191,7 +191,7 @@ class Rank:
     ) -> tuple[float, float]:
         """Run one pass; returns the seconds before it and after it, which `watch` watches."""
         watch = watch or nullcontext()
-        batch = BatchRows(list(names), starts, counts, self._ids, self._positions)
+        batch = BatchRows(list(names), starts, counts, int(counts.sum()), self._ids, self._positions)
         self._prepare(batch)
         with watch:
             start = time.perf_counter()

@@ -183,6 +183,7 @@ def batch(  # noqa: PLR0917 -- as for `BatchRows`
         list(names),
         np.asarray(starts, dtype=np.int64),
         np.asarray(counts, dtype=np.int64),
+        int(np.sum(counts)),
         torch.as_tensor(np.asarray(token_ids), device=device),
         torch.as_tensor(np.asarray(positions), device=device),
     )

@@ -178,8 +178,9 @@ def _preprocess(original: Callable[[], Any], runner: Any, scheduler_output: Any,
     runtime.begin_step(
         BatchRows(
             request_ids=names,
-            starts=batch.num_computed_tokens_cpu[:requests].astype(np.int64),
-            counts=np.array([scheduler_output.num_scheduled_tokens[name] for name in names], dtype=np.int64),
+            starts=batch.num_computed_tokens_cpu[:requests].copy(),
+            counts=np.array([scheduler_output.num_scheduled_tokens[name] for name in names]),
+            num_tokens=scheduler_output.total_num_scheduled_tokens,
             token_ids=runner.input_ids.gpu,
             positions=runner.positions,
         )

@@ -47,8 +47,9 @@ def _prepare_inputs(original: Callable[[], Any], runner: Any, *_args: Any, **_op
     runtime.begin_step(
         BatchRows(
             request_ids=batch.req_ids,
-            starts=batch.num_computed_tokens_np.astype(np.int64),
-            counts=batch.num_scheduled_tokens.astype(np.int64),
+            starts=batch.num_computed_tokens_np,
+            counts=batch.num_scheduled_tokens,
+            num_tokens=batch.num_tokens,
             token_ids=batch.input_ids,
             positions=batch.positions,
         )

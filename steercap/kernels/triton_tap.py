@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float, Int
+from triton.runtime import driver
 
 from steercap.core.program import HOLE
 from steercap.kernels import bits
@@ -446,12 +447,20 @@ class TapLauncher:
 
     def _run(self, kernel: Any, key: tuple[object, ...], programs: int, block: int, arguments: tuple[Any, ...]) -> None:
         """Launch a kernel, compiled at the first launch of its key."""
-        grid = programs, 1, 1
         if (compiled := self._compiled.get(key)) is not None:
-            compiled[grid](*arguments)
+            _launch(compiled, programs, arguments)
             return
         early = {"launch_pdl": True} if self._early else {}
-        self._compiled[key] = kernel[grid](*arguments, num_warps=_warps(block), **early)
+        self._compiled[key] = kernel[programs, 1, 1](*arguments, num_warps=_warps(block), **early)
+
+
+def _launch(compiled: Any, programs: int, arguments: tuple[Any, ...]) -> None:
+    """Launch a compiled kernel on the current stream of the device of its first argument.
+
+    `compiled[grid]` does it too, but looks for the device and for profilers' hooks each time, and a pass waits for it.
+    """
+    stream = driver.active.get_current_stream(arguments[0].device.index)
+    compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
 
 
 #: Elements of a row that one warp of 32 threads holds in registers.
@@ -495,11 +504,11 @@ def launch_close(
         first: row of `reports` that the first token is written to.
         count: tokens of the pass, padding not counted.
     """
-    grid = triton.cdiv(count, _CLOSE_BLOCK), 1, 1
+    programs = -(-count // _CLOSE_BLOCK)
     arguments = tokens, checksums, reports, token_ids, positions, first, count, _CLOSE_BLOCK
-    inputs = token_ids, positions
-    key = tokens.device, *((values.dtype, values.data_ptr() % _ALIGNED) for values in inputs)
+    places = token_ids.data_ptr() % _ALIGNED, positions.data_ptr() % _ALIGNED
+    key = tokens.device, token_ids.dtype, positions.dtype, places
     if (compiled := _compiled_closes.get(key)) is not None:
-        compiled[grid](*arguments)
-    elif (compiled := _close_kernel[grid](*arguments)) is not None:  # None in Triton's interpreter
+        _launch(compiled, programs, arguments)
+    elif (compiled := _close_kernel[programs, 1, 1](*arguments)) is not None:  # None in Triton's interpreter
         _compiled_closes[key] = compiled

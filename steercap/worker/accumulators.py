@@ -25,6 +25,7 @@ from steercap.kernels.bits import LAST, MAX, SUM
 from steercap.worker.step import Step
 
 _KINDS: Final[dict[Reduction, int]] = {"sum": SUM, "mean": SUM, "max": MAX, "last": LAST}
+_NONE_CROWDED: Final[Ints] = np.empty(0, dtype=np.int64)
 #: Position of a slot that holds no row.
 EMPTY: Final = -1
 
@@ -143,7 +144,7 @@ class Accumulators:
             more newest rows than can be held: none of these is added from here on.
         """
         if not self.in_use or not (step.accumulators != NONE).any():
-            return None, np.empty(0, dtype=np.int64)
+            return None, _NONE_CROWDED
         rows = _Rows.of(step)
         accumulators, request = rows.accumulators, rows.request
         sure = np.maximum(self._sure[accumulators], rows.ends - self.lag)

@@ -183,6 +183,7 @@ class RequestTable:
 
     def flush(self, tracked: Tracked) -> None:
         """Report to a request the tokens that ran according to the request table's array alone."""
+        self._note_series()
         reached = NONE if tracked.index == NONE else int(self._next[tracked.index])
         if reached <= tracked.run_from:
             return
@@ -199,14 +200,14 @@ class RequestTable:
         if tracked.index != NONE:
             self._stop[tracked.index] = 0
             self._holding[tracked.index] = False
-            self._series = None
+            self._end_series()
 
     def look_again(self, tracked: Tracked) -> None:
         """Discard the prediction of a request's next tokens, which may not hold any more."""
         if tracked.index != NONE:
             self.flush(tracked)
             self._stop[tracked.index] = 0
-            self._series = None
+            self._end_series()
 
     def slots(self) -> dict[int, Slot]:
         """Return the slots in use by running requests, and the contents of each."""
@@ -228,16 +229,29 @@ class RequestTable:
         tracked, indices = self._find_all(tuple(batch.request_ids))
         if not len(tracked):
             return None
-        if self._series is not None and (step := self._series.next(batch)) is not None:
-            self._next[indices] = self._series.starts
-        elif (step := self._step_of(batch, tracked, indices)) is None:
-            return None
-        self._begun += 1
+        if self._series is not None:
+            if (step := self._series.next(batch)) is not None:
+                self._begun += 1
+                return step
+            self._end_series()
+        if (step := self._step_of(batch, tracked, indices)) is not None:
+            self._begun += 1
         return step
+
+    def _note_series(self) -> None:
+        """Note how far the requests of the series are."""
+        if self._series is not None and not self._series.noted:
+            self._next[self._series.indices] = self._series.starts[self._series.tracked]
+            self._series.noted = True
+
+    def _end_series(self) -> None:
+        """End the series, since the next pass may differ."""
+        self._note_series()
+        self._series = None
 
     def _step_of(self, batch: BatchRows, tracked: Ints, indices: Ints) -> Step | None:
         """Build the step of a pass that need not be like the one before it."""
-        starts, counts = batch.starts, batch.counts
+        starts, counts = batch.starts.astype(np.int64), batch.counts.astype(np.int64)
         behind = counts.cumsum()
         first_tokens, num_tokens = behind - counts, int(behind[-1])
         if len(tracked) < len(starts):
@@ -257,7 +271,8 @@ class RequestTable:
             self._next[indices] = ends
             step = self._alike_tokens(indices, starts, counts, first_tokens, num_tokens=num_tokens)
             if len(step) and num_tokens == len(batch.counts):
-                self._series = SteadyDecode(tracked, ends, int((self._stop[indices] - ends).min()), step)
+                left = int((self._stop[indices] - ends).min())
+                self._series = SteadyDecode(tracked, indices, batch.starts + 1, left, step)
             return step if len(step) else None
         self._next[indices[alike]] = ends[alike]
         own = [numbers[alike] for numbers in (indices, starts, counts, first_tokens)]
@@ -277,7 +292,7 @@ class RequestTable:
             indices = np.frombuffer(pack(f"{len(names)}q", *found), dtype=np.int64)  # in half the time of `np.array`
             tracked = (indices != NONE).nonzero()[0]
             self._last = names, tracked, indices[tracked]
-            self._series = None
+            self._end_series()
         return self._last[1:]
 
     def _work_out(self, request: Tracked, start: int, first_token: int, count: int) -> Step | None:
@@ -331,7 +346,7 @@ class RequestTable:
         self.flush(request)
         capture_buffer, steered = request.capture_buffer, request.steered
         request.run_from = start
-        self._series = None
+        self._end_series()
         stop, work = NEVER, self._work[:, request.index]
         work[:] = _IDLE
         work[REQUEST] = request.index

@@ -77,7 +77,7 @@ from steercap.worker.request_table import RequestTable, Tracked
 from steercap.worker.saes import SAEs
 from steercap.worker.sketching import Sketches
 from steercap.worker.steering import Steering
-from steercap.worker.step import COMPARED, BatchRows, Step, StepReport
+from steercap.worker.step import BatchRows, Step, StepReport
 from steercap.worker.taps import Taps
 
 _LOG: Final = logging.getLogger(__name__)
@@ -240,7 +240,7 @@ class Runtime:
             steps: their steps.
             report: their report.
         """
-        whole = Step(np.concatenate([step.table[:COMPARED] for step in steps], axis=1))
+        whole = Step.compared(steps)
         wrong = (report.positions != whole.positions) | (report.edits != whole.edits) | (report.copies != whole.copies)
         wrong |= report.overflowed != NONE
         if report.failure:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,21 +24,22 @@ TOKEN, FIRST, LINE, STRIDE, ACCUMULATOR, RAW_LINES, ENCODED, COLUMNS = range(
 )
 
 
-@dataclass(frozen=True)
-class BatchRows:
+class BatchRows(NamedTuple):
     """Layout of one forward pass: request by request, tokens of a request consecutive.
 
     Args:
         request_ids: the runner's ids, in batch order.
-        starts: position of each request's first token in this pass: int64 [requests].
-        counts: tokens of each request in this pass: int64 [requests].
+        starts: position of each request's first token in this pass: integers [requests].
+        counts: tokens of each request in this pass, one at least: integers [requests].
+        num_tokens: their sum.
         token_ids: the ids the model reads, [tokens] at least, on the model's device.
         positions: the positions the model reads, [tokens] at least, on the model's device.
     """
 
     request_ids: Sequence[str]
-    starts: Ints
-    counts: Ints
+    starts: npt.NDArray[np.integer]
+    counts: npt.NDArray[np.integer]
+    num_tokens: int
     token_ids: torch.Tensor
     positions: torch.Tensor
 
@@ -54,27 +55,43 @@ class StepColumn:
         return column
 
 
+class MovingColumn(StepColumn):
+    """Column that grows from pass to pass of a series: by 1, or by the column `growth`."""
+
+    def __init__(self, number: int, growth: int | None = None) -> None:
+        super().__init__(number)
+        self._growth = growth
+
+    def __get__(self, step: Step, _owner: type[Step]) -> Ints:
+        column = super().__get__(step, _owner)
+        if not step.ahead:
+            return column
+        return column + (step.ahead if self._growth is None else step.ahead * step.table[self._growth])
+
+
 @dataclass
 class Step:
     """Work for the tracked tokens of one pass, in the order of the batch.
 
     Args:
-        table: its columns, int64 [COLUMNS, tracked].
+        table: its columns, int64 [COLUMNS, tracked]; in a series those of its first step.
         replaced: bank row of each replacement, NONE for none, int64 [replacements], by the index of the token in these
             tables; only for tokens with a replacement.
-        series: identity of the series; the steps of one series differ in positions, firsts and lines alone.
+        series: identity of the series; its steps differ in positions, firsts and lines alone.
+        ahead: passes since the first step of the series.
     """
 
     table: Ints
     replaced: dict[int, Ints] = field(default_factory=dict)
     series: object = field(default_factory=object, repr=False, compare=False)
+    ahead: int = 0
 
     #: Index of each token in the batch.
     tokens = StepColumn(TOKEN)
     #: Position of the first token of the same request in this pass.
-    firsts = StepColumn(FIRST)
+    firsts = MovingColumn(FIRST)
     #: First line of each token's record in the arena, NONE if it has none there.
-    lines = StepColumn(LINE)
+    lines = MovingColumn(LINE, STRIDE)
     #: Lines of that record, 0 if it has none there.
     strides = StepColumn(STRIDE)
     #: Accumulator of the request, NONE if it has none or the token is not kept.
@@ -86,7 +103,7 @@ class Step:
     #: Index of each token's request in the request table.
     requests = StepColumn(REQUEST)
     #: Position of each token, as scheduled.
-    positions = StepColumn(POSITION)
+    positions = MovingColumn(POSITION)
     #: Expected checksum of each token's copies.
     copies = StepColumn(COPIES)
     #: Expected checksum of each token's edits.
@@ -122,7 +139,8 @@ class Step:
     @property
     def records(self) -> Ints:
         """First line of each token's record in the arena, and its lines; NONE and 0 for none: int64 [2, tracked]."""
-        return self.table[LINE : STRIDE + 1]
+        records = self.table[LINE : STRIDE + 1]
+        return np.stack([self.lines, records[1]]) if self.ahead else records
 
     @property
     def asked(self) -> Ints:
@@ -149,18 +167,22 @@ class Step:
 
     def following(self) -> Step:
         """Return the next step of the series: positions plus 1, lines plus those of a record."""
-        step = Step(self.table.copy(), self.replaced, self.series)
-        step.table[POSITION] += 1
-        step.table[FIRST] = step.table[POSITION]
-        step.table[LINE] += step.table[STRIDE]
-        return step
+        return Step(self.table, self.replaced, self.series, self.ahead + 1)
 
     def keeping_nothing(self) -> Step:
         """Return a step with the same edits that keeps no rows."""
-        step = Step(self.table.copy(), self.replaced)
+        step = Step(self.table.copy(), self.replaced, ahead=self.ahead)
         step.table[[LINE, ASKED + LAYOUT]] = NONE
         step.table[[STRIDE, RAW_LINES, ENCODED, COPIES, ASKED + BEFORE]] = 0
         return step
+
+    @staticmethod
+    def compared(steps: Sequence[Step]) -> Step:
+        """Return the first COMPARED columns of consecutive passes, one pass after the other."""
+        whole = Step(np.concatenate([step.table[:COMPARED] for step in steps], axis=1))
+        if any(step.ahead for step in steps):
+            whole.table[POSITION] += np.repeat([step.ahead for step in steps], [len(step) for step in steps])
+        return whole
 
     @staticmethod
     def joined(parts: Sequence[Step]) -> Step:
@@ -208,28 +230,34 @@ class StepReport:
 
 @dataclass
 class SteadyDecode:
-    """State that the passes of a series share, and its progress.
+    """Progress of a series: passes of one token a request, over the same requests in the same order.
 
     Args:
         tracked: places in the batch of the tracked requests, int64 [requests tracked].
-        starts: positions of the next pass, int64 [requests tracked].
+        indices: their indices in the request table, int64 [requests tracked].
+        starts: positions of all requests in the next pass, integers [requests], changed in place.
         left: number of passes that still belong to the series.
         step: step of the last pass.
+        noted: False if a pass has run since the request table was told how far the requests are.
     """
 
     tracked: Ints
-    starts: Ints
+    indices: Ints
+    starts: npt.NDArray[np.integer]
     left: int
     step: Step
+    noted: bool = True
 
     def next(self, batch: BatchRows) -> Step | None:
-        """Return the step of the next pass over the same requests in the same order; None if the series ends."""
-        if self.left < 1 or batch.counts.max() != 1:
+        """Return the step of the next pass; None if the series ends."""
+        if self.left < 1 or batch.num_tokens != len(batch.starts):
             return None
-        if (batch.starts[self.tracked] != self.starts).any():
+        # Few arrays are computed here: in a model's loop the code for each is out of the processor's caches.
+        if batch.starts.tobytes() != self.starts.tobytes():
             return None
         self.left -= 1
-        self.starts = self.starts + 1
+        self.starts += 1
+        self.noted = False
         self.step = self.step.following()
         return self.step
 
@@ -242,7 +270,7 @@ class Pattern:
         series: identity of the series.
         table: instructions for each token of the pass, LINE still NONE: int32 [tokens, columns].
         places: places of the tracked tokens in it: int64 [tracked], or a slice of all.
-        records: first line of each raw record, relative to that of the first: int64 [tracked].
+        records: first line of each raw record, relative to that of the first, NONE if nothing is kept: int64 [tracked].
         kept: True for the tracked tokens that are kept: bool [tracked]; None if all are.
         encoded: True where the record is stored in another form than it is computed in: bool [tracked].
         drains, encodes: True if any record goes to the arena, and if any of those is encoded.
@@ -277,10 +305,13 @@ class Pattern:
         if encodes := bool(encoded.any()):
             lines += int(step.strides[encoded != 0].sum())
         kept, drains = None if raw.all() else raw != 0, bool(step.strides.any())
-        return Pattern(step.series, table, places, ends - raw, kept, encoded != 0, drains, encodes, total, lines)
+        records = ends - raw if total else np.full(len(step), NONE, dtype=np.int64)
+        return Pattern(step.series, table, places, records, kept, encoded != 0, drains, encodes, total, lines)
 
     def sources(self, line: int) -> Ints:
         """Return the first line of each raw record, NONE for none, given the line of the first: int64 [tracked]."""
+        if not self.raw_lines:
+            return self.records
         sources = self.records + line
         return sources if self.kept is None else np.where(self.kept, sources, NONE)
 

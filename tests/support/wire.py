@@ -187,7 +187,7 @@ class AnyWorker:
         names = [name for name, _, _ in parts]
         starts, counts = (np.array([part[at] for part in parts], dtype=np.int64) for at in (1, 2))
         positions = torch.cat([torch.arange(start, start + count) for _, start, count in parts])
-        self.runtime.begin_step(BatchRows(names, starts, counts, positions + 7, positions))
+        self.runtime.begin_step(BatchRows(names, starts, counts, int(counts.sum()), positions + 7, positions))
         made = []
         for point in range(POINTS):
             rows = torch.full((len(positions), WIDTH), float(point)) + positions[:, None]

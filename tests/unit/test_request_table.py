@@ -182,7 +182,9 @@ def test_a_batch_of_one_and_of_strangers() -> None:
     table = runtime._request_table
 
     def made(*names: str) -> Step | None:
-        return table.make_step(BatchRows(names, np.zeros(len(names), int), np.ones(len(names), int), None, None))
+        return table.make_step(
+            BatchRows(names, np.zeros(len(names), int), np.ones(len(names), int), len(names), None, None)
+        )
 
     assert made("x1") is None
     plan = Plan("r1", 4, LIMIT, capture=CapturePlan((0,), (Range(0, None),), None, RAW))

@@ -256,7 +256,7 @@ class CudaTaps(Taps):
 
     def _pattern_of(self, step: Step, batch: BatchRows) -> Pattern:
         if self._pattern is None or self._pattern.series is not step.series:
-            self._pattern = Pattern.of(step, int(batch.counts.sum()))
+            self._pattern = Pattern.of(step, batch.num_tokens)
         return self._pattern
 
     def close(self, failure: str | None) -> None:

@@ -63,7 +63,7 @@ class HostTaps(Taps):
         self._fired[:] = 0
         self._misfit = None
         self._nonfinite = []
-        self._num_tokens = int(batch.counts.sum())
+        self._num_tokens = batch.num_tokens
         tokens = torch.from_numpy(step.tokens)
         self._labels = _host(batch.token_ids, tokens), _host(batch.positions, tokens)
         self._keeping = ([], [])

@@ -14,6 +14,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
+from triton.runtime import driver as drivers
 
 from steercap.core.rows import Ints
 from steercap.errors import WorkerFailure
@@ -141,8 +142,10 @@ class CudaTransfers:
         self.device = device
         self._first_stream = first
         self._stream = torch.cuda.Stream(device)
+        self._model_stream = torch.cuda.current_stream(device)
         driver = ctypes.CDLL("libcuda.so.1")
         self._there: Any = driver.cuMemcpyHtoDAsync_v2
+        self._there.argtypes = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
         self._one: Any = driver.cuMemcpyDtoHAsync_v2
         self._grid: Any = driver.cuMemcpy2DAsync_v2
         # The call lost its `failIdx` argument with CUDA 13; the driver keeps the older one under the older name.
@@ -162,15 +165,20 @@ class CudaTransfers:
     def put(self, target: torch.Tensor, source: torch.Tensor, rows: int) -> None:
         # By address: to take the views of a few rows takes longer than to queue the copy.
         size = rows * target.stride(0) * target.itemsize
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        to, start = ctypes.c_uint64(target.data_ptr()), ctypes.c_void_p(source.data_ptr())
-        if status := self._there(to, start, ctypes.c_size_t(size), ctypes.c_void_p(stream)):
+        if status := self._there(target.data_ptr(), source.data_ptr(), size, self._current().cuda_stream):
             raise WorkerFailure(f"a copy of {size} bytes to the device failed (CUDA error {status})")
 
     def now(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
-        event.record()  # on the current device, which is the worker's own; looking it up is slow
+        event.record(self._current())
         return event
+
+    def _current(self) -> torch.cuda.Stream:
+        """Return the current stream; to make its object anew takes longer than what is queued on it."""
+        handle = drivers.active.get_current_stream(self._model_stream.device_index)
+        if handle != self._model_stream.cuda_stream:
+            self._model_stream = torch.cuda.current_stream(self.device)
+        return self._model_stream
 
     def fetch(
         self, after: torch.cuda.Event, targets: Ints, sources: Ints, sizes: Ints, *, urgent: bool
@@ -223,7 +231,7 @@ class CudaTransfers:
         return not status
 
     def current(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self.device)
+        return self._current()
 
     def using(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
@@ -235,7 +243,7 @@ class CudaTransfers:
         event.synchronize()
 
     def hold(self, event: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(self.device).wait_event(event)
+        self._current().wait_event(event)
 
 
 Holder = TypeVar("Holder")
