@@ -67,7 +67,7 @@ def wrap(owner: type | ModuleType, name: str, hook: Callable[..., Any]) -> None:
 
 
 def require_requests() -> None:
-    """Check that new and finished requests can be read from vLLM as `step_of` does.
+    """Check that new and finished requests can be read from vLLM as `run_step` does.
 
     Raises:
         UnsupportedRunner: they cannot.
@@ -221,22 +221,23 @@ def _logits_of(model: Any, *, lora: bool) -> Callable[[torch.Tensor], torch.Tens
     return made
 
 
-@contextmanager
-def step_of(runner: Any, scheduler_output: Any) -> Iterator[Runtime]:
-    """Run a runner's step in the block: requests are added and removed before it, and the step is ended after it."""
+def run_step(original: Callable[[], Any], runner: Any, scheduler_output: Any) -> Any:
+    """Run a runner's step: requests are added and removed before it, and the step is ended after it."""
     runtime: Runtime = getattr(runner, RUNTIME_ATTRIBUTE)
     with runtime.turn:
-        runtime.forget(scheduler_output.finished_req_ids)
+        if scheduler_output.finished_req_ids:
+            runtime.forget(scheduler_output.finished_req_ids)
         for request in scheduler_output.scheduled_new_reqs:
             extra = carried(request)
             if EXTRA_ARGS_KEY in extra:
                 runtime.register(request.req_id, extra[EXTRA_ARGS_KEY], sample_of(request.req_id))
         try:
-            yield runtime
+            ran = original()
         except BaseException as error:
             runtime.end_step(error)
             raise
         runtime.end_step()
+        return ran
 
 
 def carried(request: Any) -> Mapping[str, Any]:

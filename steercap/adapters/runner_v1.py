@@ -35,7 +35,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
 
 from steercap.adapters import RUNTIME_ATTRIBUTE
-from steercap.adapters.hooks import attach, finding_modules, require_requests, step_of, wrap
+from steercap.adapters.hooks import attach, finding_modules, require_requests, run_step, wrap
 from steercap.adapters.releases import require
 from steercap.worker.runtime import Runtime
 from steercap.worker.step import BatchRows
@@ -189,8 +189,7 @@ def _preprocess(original: Callable[[], Any], runner: Any, scheduler_output: Any,
 
 
 def _execute_model(original: Callable[[], Any], runner: Any, scheduler_output: Any, *_args: Any, **_opts: Any) -> Any:
-    with step_of(runner, scheduler_output):
-        return original()
+    return run_step(original, runner, scheduler_output)
 
 
 def _sample_tokens(original: Callable[[], Any], runner: Any, *_args: Any, **_options: Any) -> Any:

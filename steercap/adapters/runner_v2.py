@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from steercap.adapters import RUNTIME_ATTRIBUTE
-from steercap.adapters.hooks import attach, finding_modules, require_requests, step_of, wrap
+from steercap.adapters.hooks import attach, finding_modules, require_requests, run_step, wrap
 from steercap.adapters.releases import require
 from steercap.worker.runtime import Runtime
 from steercap.worker.step import BatchRows
@@ -66,10 +66,7 @@ def _execute_model(
     *_args: Any,
     **_options: Any,
 ) -> Any:
-    if dummy_run:
-        return original()
-    with step_of(runner, scheduler_output):
-        return original()
+    return original() if dummy_run else run_step(original, runner, scheduler_output)
 
 
 def _sample(

@@ -113,6 +113,8 @@ class Biasing:
 
     def begin(self, batch: BatchRows) -> None:
         """Begin a pass; its logits come later. Fail the requests of the last pass if its biases were never added."""
+        if not self._requests and self._batch is None and not self._pending:
+            return
         if (last := self._batch) is not None:
             self._fail(last, "tokens were sampled from logits without their biases")
         self._batch = batch if self._requests else None
