@@ -9,7 +9,7 @@ import torch
 from conftest import opened
 from safetensors.torch import load_file
 from support.agreement import captured, sites_of, steps_agree
-from support.quantised import KINDS, quantised_checkpoint, quantised_reference, unfit
+from support.quantised import KINDS, quantised_checkpoint, quantised_reference, unfit, unquantised_checkpoint
 from support.rows import TINY_ENGINE, steps, within_16, worst
 
 from steercap import CaptureHandle, SteerModel
@@ -75,7 +75,7 @@ def _steps(handles: Sequence[CaptureHandle], reference: Reference) -> dict[str, 
 
 def _unquantised(kind: str) -> Reference:
     """transformers on the weights that were quantised, which rounds what else the engine rounds."""
-    plain = quantised_checkpoint("fp8_kv")  # the same model with its weights as they are
+    plain = unquantised_checkpoint(kind)
     if not KINDS[kind].config:
         return Reference(plain)
     reference, weights = quantised_reference(kind), load_file(plain / "model.safetensors")

@@ -37,6 +37,14 @@ SIZES: Final = {
     "num_key_value_heads": 4,
     "head_dim": 64,
 }
+#: Of what runs without a kernel of its own, a hundred times slower: oneDNN's reference of FP8 products.
+NARROW: Final = {
+    **SIZES,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 #: What the models compute in, and their scales are stored in.
 DTYPE: Final = torch.bfloat16
 #: Weights of a row that share a scale, in 4 bits.
@@ -84,6 +92,7 @@ class Kind:
         packages: that vLLM needs for it besides its own, by the names that they are imported by.
         cpu: which CPUs vLLM has kernels for: "any", "AVX-512" or "none".
         least: cosine that the worst row is above.
+        sizes: of the model.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -95,6 +104,7 @@ class Kind:
     packages: tuple[str, ...] = ()
     cpu: str = "any"
     least: float = MIN_COSINE_16
+    sizes: Mapping[str, int] = field(default_factory=lambda: SIZES)
 
 
 def unfit(kind: str, device: str = "cpu") -> str:
@@ -126,6 +136,15 @@ def quantised_checkpoint(kind: str) -> Path:
     return _written(kind) / "quantised"
 
 
+def unquantised_checkpoint(kind: str) -> Path:
+    """The same model with its weights as they were before.
+
+    Raises:
+        KeyError: no such kind.
+    """
+    return _written(kind) / "unquantised"
+
+
 def quantised_reference(kind: str, device: str = "cpu") -> Reference:
     """transformers in float32 on the weights that the codes stand for, which rounds what the engine rounds.
 
@@ -145,8 +164,8 @@ def quantised_reference(kind: str, device: str = "cpu") -> Reference:
 
 
 def _written(name: str) -> Path:
-    """The folder of both checkpoints of a kind."""
-    kind, source = KINDS[name], tiny_checkpoint(KINDS[name].family, **SIZES)
+    """The folder of the checkpoints of a kind."""
+    kind, source = KINDS[name], tiny_checkpoint(KINDS[name].family, **KINDS[name].sizes)
     code = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]  # which decides all that is written
     return cached(f"quantised-{name}-{source.name}-{code}", partial(_write, kind, source))
 
@@ -154,17 +173,18 @@ def _written(name: str) -> Path:
 def _write(kind: Kind, source: Path, folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    packed, plain = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    packed, plain, whole = (dict[str, torch.Tensor]() for _ in range(3))
     for name, wide in load_file(source / "model.safetensors").items():
         module, _, part = name.rpartition(".")
         weight = (_power_of_two(wide) if wide.dim() == 1 else wide).to(DTYPE).float()
         linear = module.endswith("_proj")
         found = kind.pack(weight) if linear else Packed({part: weight.to(DTYPE)}, weight)
         packed |= {f"{module}.{end}": tensor.contiguous() for end, tensor in found.tensors.items()}
-        plain[name] = found.weight.contiguous()
+        plain[name], whole[name] = found.weight.contiguous(), weight
     config = json.loads((source / "config.json").read_text()) | {"dtype": "bfloat16"}
     quantised = config | ({"quantization_config": kind.config} if kind.config else {})
-    for part, tensors, settings in (("quantised", packed, quantised), ("plain", plain, config)):
+    parts = (("quantised", packed, quantised), ("plain", plain, config), ("unquantised", whole, config))
+    for part, tensors, settings in parts:
         shutil.copytree(source, folder / part)
         save_file(tensors, folder / part / "model.safetensors", metadata={"format": "pt"})
         (folder / part / "config.json").write_text(json.dumps(settings, indent=2))
@@ -364,7 +384,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "gptq": Kind({"quant_method": "gptq", "desc_act": False, "sym": True, **_FOUR_BITS}, _gptq, cpu="AVX-512"),
     "awq": Kind({"quant_method": "awq", "version": "gemm", "zero_point": True, **_FOUR_BITS}, _awq, cpu="AVX-512"),
     "int8": Kind(_compressed("int"), _int8, inputs=_rows_int8),
-    "fp8": Kind(_compressed("float"), _fp8, inputs=_rows_fp8, least=LEAST_E4M3),
+    "fp8": Kind(_compressed("float"), _fp8, inputs=_rows_fp8, least=LEAST_E4M3, sizes=NARROW),
     "fp8_static": Kind(
         _compressed("float", static=True),
         _fp8_static,
