@@ -58,9 +58,8 @@ from steercap.core.messages import (
 from steercap.core.plan import Plan
 from steercap.worker.accumulators import Accumulators
 from steercap.worker.biasing import Biasing
-from steercap.worker.request_table import RequestTable
+from steercap.worker.request_table import RequestTable, SteadyDecode
 from steercap.worker.runtime import Runtime
-from steercap.worker.step import SteadyDecode
 from steercap.worker.taps import cuda
 from steercap.worker.taps.cuda import CudaTaps
 from steercap.worker.taps.transfers import Transfers

@@ -57,8 +57,8 @@ class PassTimes:
     launch: float = 0.0
     taps: float = 0.0
     collected: float = 0.0
-    thread: float = field(default_factory=time.thread_time)
-    process: float = field(default_factory=time.process_time)
+    thread: float = 0.0
+    process: float = 0.0
     stages: dict[str, float] = field(default_factory=dict)
     replayed: bool = False
     events: list[Any] = field(default_factory=list, repr=False)
@@ -152,7 +152,9 @@ def patch_gpu_worker(module: Any) -> None:
         tokens = scheduler_output.total_num_scheduled_tokens
         if not tokens:
             return execute(self, scheduler_output, *args, **options)
-        times.current = one = PassTimes(len(scheduler_output.num_scheduled_tokens), tokens, now())
+        one = PassTimes(len(scheduler_output.num_scheduled_tokens), tokens, now())
+        one.thread, one.process = time.thread_time(), time.process_time()
+        times.current = one
         times.mark()
         try:
             return execute(self, scheduler_output, *args, **options)

@@ -177,12 +177,7 @@ NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "Model Runner V2 with its model": ("device", "dtype", "get_model", "max_num_tokens", "model", "vllm_config"),
     "forward_context": ("set_forward_context(attn_metadata, vllm_config, num_tokens=, skip_compiled=)",),
-    "SchedulerOutput": (
-        "finished_req_ids",
-        "num_scheduled_tokens",
-        "scheduled_new_reqs",
-        "total_num_scheduled_tokens",
-    ),
+    "SchedulerOutput": ("finished_req_ids", "num_scheduled_tokens", "scheduled_new_reqs"),
     "NewRequestData": ("pooling_params", "req_id", "sampling_params"),
     "lora_ops": (
         "bgmv_shrink(inputs, lora_b_weights, output_tensor, lora_indices_tensor)",

@@ -175,12 +175,13 @@ def _preprocess(original: Callable[[], Any], runner: Any, scheduler_output: Any,
     batch = runner.input_batch
     requests = batch.num_reqs
     names = batch.req_ids[:requests]
+    counts = np.array([scheduler_output.num_scheduled_tokens[name] for name in names])
     runtime.begin_step(
         BatchRows(
             request_ids=names,
             starts=batch.num_computed_tokens_cpu[:requests].copy(),
-            counts=np.array([scheduler_output.num_scheduled_tokens[name] for name in names]),
-            num_tokens=scheduler_output.total_num_scheduled_tokens,
+            counts=counts,
+            num_tokens=int(counts.sum()),
             token_ids=runner.input_ids.gpu,
             positions=runner.positions,
         )

@@ -9,6 +9,7 @@ one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from operator import itemgetter
 from struct import pack
 from typing import Final
@@ -39,7 +40,6 @@ from steercap.worker.step import (
     STRIDE,
     TOKEN,
     BatchRows,
-    SteadyDecode,
     Step,
 )
 
@@ -80,6 +80,40 @@ class _Indices(dict[str, int]):
 
     def __missing__(self, _request_id: str) -> int:
         return NONE
+
+
+@dataclass
+class SteadyDecode:
+    """Progress of a series: passes of one token a request, over the same requests in the same order.
+
+    Args:
+        tracked: places in the batch of the tracked requests, int64 [requests tracked].
+        indices: their indices in the request table, int64 [requests tracked].
+        starts: positions of all requests in the next pass, integers [requests], changed in place.
+        left: number of passes that still belong to the series.
+        step: step of the last pass.
+        noted: False if a pass has run since the request table was told how far the requests are.
+    """
+
+    tracked: Ints
+    indices: Ints
+    starts: npt.NDArray[np.integer]
+    left: int
+    step: Step
+    noted: bool = True
+
+    def next(self, batch: BatchRows) -> Step | None:
+        """Return the step of the next pass; None if the series ends."""
+        if self.left < 1 or batch.num_tokens != len(batch.starts):
+            return None
+        # Few arrays are computed here: in a model's loop the code for each is out of the processor's caches.
+        if batch.starts.tobytes() != self.starts.tobytes():
+            return None
+        self.left -= 1
+        self.starts += 1
+        self.noted = False
+        self.step = self.step.following()
+        return self.step
 
 
 class RequestTable:

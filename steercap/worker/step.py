@@ -229,40 +229,6 @@ class StepReport:
 
 
 @dataclass
-class SteadyDecode:
-    """Progress of a series: passes of one token a request, over the same requests in the same order.
-
-    Args:
-        tracked: places in the batch of the tracked requests, int64 [requests tracked].
-        indices: their indices in the request table, int64 [requests tracked].
-        starts: positions of all requests in the next pass, integers [requests], changed in place.
-        left: number of passes that still belong to the series.
-        step: step of the last pass.
-        noted: False if a pass has run since the request table was told how far the requests are.
-    """
-
-    tracked: Ints
-    indices: Ints
-    starts: npt.NDArray[np.integer]
-    left: int
-    step: Step
-    noted: bool = True
-
-    def next(self, batch: BatchRows) -> Step | None:
-        """Return the step of the next pass; None if the series ends."""
-        if self.left < 1 or batch.num_tokens != len(batch.starts):
-            return None
-        # Few arrays are computed here: in a model's loop the code for each is out of the processor's caches.
-        if batch.starts.tobytes() != self.starts.tobytes():
-            return None
-        self.left -= 1
-        self.starts += 1
-        self.noted = False
-        self.step = self.step.following()
-        return self.step
-
-
-@dataclass
 class Pattern:
     """Tables shared by all steps of a series; only the lines of rows differ.
 

@@ -57,10 +57,14 @@ FAKES = {
     """,
     "steercap/worker/runtime.py": """
         from types import SimpleNamespace
+        class RequestTable:
+            def make_step(self, batch): assert batch == "batch"
         class Runtime:
             taps = SimpleNamespace(open_step=SimpleNamespace(kept=[True], changed=[False]))
-            def begin_step(self, batch): assert batch == "batch"
-            def end_step(self, error=None): assert error is None
+            def begin_step(self, batch): RequestTable().make_step(batch)
+            def end_step(self, error=None): self._take_completed(); assert error is None
+            def _take_completed(self): self._verify()
+            def _verify(self): pass
     """,
 }
 PASSES = """
@@ -104,12 +108,19 @@ def test_modules_are_patched_when_they_are_imported(tmp_path) -> None:
         assert (one["kind"], one["replayed"], one["requests"]) == ("capture", True, 2)
         assert one["started"] < one["executed"] < one["sampling"] < one["ended"]
         assert (one["prepare"], one["graph"], one["tail"]) == (1000, 1000, 1000)
+        assert set(one["stages"]) == {"make_step", "_take_completed", "_verify"}
+        assert 0 < one["stages"]["_verify"] < one["stages"]["_take_completed"] < one["end"]
+        assert 0 < one["thread"] <= one["process"]
     ((key, medians),) = step_report.summary(tmp_path / "times", least=2).items()
     assert key == (path.stem, "capture", 2, True)
     assert (medians["passes"], medians["gap"]) == (2, 1000)
     assert set(step_report.COLUMNS) < set(medians)
-    assert min(medians[name] for name in step_report.COLUMNS) > 0
+    assert min(medians[name] for name in {*step_report.COLUMNS, "make_step"} - {"others"}) > 0
     assert len(step_report.table_of({key: medians}).rows) == 1
+    stages = step_report.stages_of({key: medians})
+    assert stages is not None
+    assert len(stages.columns) == 4 + 3
+    assert step_report.stages_of({key: {"passes": 2}}) is None
 
 
 def test_nothing_is_patched_without_being_asked_for(tmp_path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
 from functools import partial
 
 import msgspec
@@ -41,7 +40,7 @@ from steercap.core.program import Blob, Configuration, Entry, Response, Steering
 from steercap.core.rows import page_shape
 from steercap.core.schema import LINE_BYTES, RAW, REDUCED
 from steercap.core.tokens import Range
-from steercap.worker.step import BatchRows, Step
+from steercap.worker.step import BatchRows, Step, StepColumn
 from steercap.worker.taps import cuda
 from steercap.worker.taps.cuda_rows import pieces, runs
 from steercap.worker.taps.transfers import Ring
@@ -454,10 +453,14 @@ async def test_a_series_of_passes_says_what_each_pass_alone_would() -> None:
                 for bench in both:
                     bench.runtime.forget([name])
     assert len(steps[0]) == len(steps[1])
+    columns = [name for name, one in vars(Step).items() if isinstance(one, StepColumn)]
+    assert len(columns) == 14
     for step, alone in zip(*steps, strict=True):
-        for name in (one.name for one in fields(Step) if one.name != "series"):
+        for name in ("replaced", "records", *columns):
             np.testing.assert_equal(getattr(step, name), getattr(alone, name), err_msg=name)
     assert continued > 30
+    together, apart = (Step.compared(seen) for seen in steps)
+    np.testing.assert_array_equal(together.table, apart.table)
 
 
 @DEVICE_ALONE
@@ -506,7 +509,7 @@ def moved(begin: Callable[[BatchRows], None], batch: BatchRows) -> None:
     """Begin a pass whose second token the model reads at the next position."""
     positions = batch.positions.clone()
     positions[1] += 1
-    begin(replace(batch, positions=positions))
+    begin(batch._replace(positions=positions))
 
 
 @pytest.mark.parametrize("at", [11, 20, 59])
