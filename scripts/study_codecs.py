@@ -449,20 +449,22 @@ def draw(results: dict[str, Any], out: Path) -> None:
     """Two pictures: errors of cosines against the rate, and directions by bytes."""
     import matplotlib.pyplot as plt
 
+    from steercap.core.display import place_names
+
     codecs = results["codecs"]
     colours = {"full8": "C0", "fp8": "C1", "int4": "C2", "rp8": "C3", "rp16": "C4", "topk8": "C5"}
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2))
+    named: list[tuple[str, tuple[float, float], tuple[float, float]]] = []
     for name, found in codecs.items():
         codec = name.split()[0]
         value, low, high = found["rms error of a cosine"]
         size = found["bytes of a row"]
         axes[0].errorbar(size, value, [[value - low], [high - value]], fmt="o", color=colours[codec])
-        axes[0].annotate(name, (size, value), textcoords="offset points", xytext=(4, 4), fontsize=7)
         if "1 / sqrt(k)" in found:
             axes[0].plot(size, found["1 / sqrt(k)"], marker="_", markersize=14, color=colours[codec])
         cosines = [one["difference of means, cosine with the raw one"] for one in found["tasks"].values()]
         axes[1].plot([size] * len(cosines), cosines, "o", color=colours[codec], alpha=0.6)
-        axes[1].annotate(name, (size, min(cosines)), textcoords="offset points", xytext=(4, -9), fontsize=7)
+        named.append((name, (size, value), (size, min(cosines))))
     axes[0].set(xlabel="bytes of a row", ylabel="rms error of a cosine; bar: 1 / √k", xscale="log", yscale="log")
     axes[1].set(xlabel="bytes of a row", ylabel="difference of means: cosine with the raw one", xscale="log")
     for axis in axes:
@@ -470,6 +472,9 @@ def draw(results: dict[str, Any], out: Path) -> None:
         axis.set_xticks([70, 140, 330, 580], ["70", "140", "330", "580"])
         axis.minorticks_off()
     figure.tight_layout()
+    names, *places = zip(*named, strict=True)
+    for axis, points in zip(axes, places, strict=True):
+        place_names(axis, names, points, size=7)
     figure.savefig(out / "codecs.png", dpi=130)
 
 

@@ -25,6 +25,7 @@ from steercap.lab.personas.roles import (
     ASSISTANT,
     AssistantAxis,
     CapRecord,
+    RoleRows,
     RoleRun,
     RoleSettings,
     assistant_axis,
@@ -116,6 +117,17 @@ async def capped(
     return records, told
 
 
+def draw(axis: AssistantAxis, rows: RoleRows, to: Path) -> None:
+    """Draw roles along the axis, and beside it on their first two components, as docs/pictures/roles.png is."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.5, 4.8), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.35))
+    plot_positions(axis, LAYER, left)
+    plot_roles(rows, LAYER, right)
+    figure.savefig(to, dpi=130)
+
+
 async def main(out: Path, questions: int, unseen_questions: int, max_tokens: int) -> None:
     settings, times, begun = settings_of(questions, max_tokens), dict[str, float](), time.monotonic()
 
@@ -138,8 +150,7 @@ async def main(out: Path, questions: int, unseen_questions: int, max_tokens: int
     differences = changes(records, LAYER)
     study |= {"floors": floors, "changes": msgspec.to_builtins(differences), "times": times}
     (out / "study.json").write_text(json.dumps(study, indent=1))
-    plot_positions(axis, LAYER, out / "positions.png")
-    plot_roles(found.rows, LAYER, out / "roles.png")
+    draw(axis, found.rows, out / "roles.png")
     for name in floors:
         for read in (False, True):
             file = f"changes-{name.replace(', ', '-')}{'-read' if read else ''}.png"

@@ -175,9 +175,9 @@ def _edits_of(asked: Any, library: Library, owner: str) -> Sequence[Edit | Logit
     op = asked.get("op", "add")
     if op == LOGIT_BIAS:
         return [_bias_of(asked)]
-    kind = EDITS[op] if isinstance(op, str) else None
-    if kind is None:
+    if op not in EDITS:
         raise InvalidSpec(f"op={shown(op)}; {choices(op, (*EDITS, LOGIT_BIAS))}")
+    kind = EDITS[op]
     known = [one.name for one in dataclasses.fields(kind) if one.init]
     given = dict(_object(asked, f"an edit {op!r}", ("op", *known)))
     given.pop("op", None)

@@ -620,6 +620,19 @@ def test_pictures_follow_the_style_of_matplotlib(tmp_path, llama, monkeypatch) -
                 assert all(sum(to_rgb(line.get_color())) > 0.5 for line in axes.lines), name
 
 
+def test_the_lowest_panel_of_each_column_has_the_scale(tmp_path, llama, monkeypatch) -> None:
+    """Four panels are three and one: the second and third, with nothing below them, are labelled too."""
+    figures = []
+    monkeypatch.setattr(pictures, "save_figure", lambda figure, *_rest: figures.append(figure))
+    said = analysis.vector_lens(drawn(4), llama, layers=[1], top=3)
+    analysis.plot_tokens(said, tmp_path / "picture.png")
+    panels = figures[-1].axes
+    labelled = [
+        (bool(axes.get_xlabel()), any(text.get_visible() for text in axes.get_xticklabels())) for axes in panels
+    ]
+    assert labelled[:4] == [(False, False), (True, True), (True, True), (True, True)]
+
+
 def test_names_beside_points_do_not_overlap() -> None:
     axes = Figure(layout="constrained").subplots()
     points = [(0.01 * number, 0.0) for number in range(4)] + [(0.3, 0.3)]

@@ -206,7 +206,8 @@ def test_a_name_that_means_no_vector_is_told_what_would(place, name, says, libra
             {"steering": "nothing"},
             "no vector or steering is called 'nothing'; known: 'both', 'calm', 'mine', 'single', 'traits'",
         ),
-        ({"steering": {"op": "__class__"}}, "op='__class__'|unknown edit"),
+        ({"steering": {"op": "__class__"}}, "op='__class__'; known: .*'logit_bias'"),
+        ({"steering": {"op": "logit_bais"}}, "op='logit_bais'; did you mean 'logit_bias'"),
         ({"steering": {"op": "add", "vector": "both"}}, "'both' holds steering"),
         ({"steering": {"op": "add", "vector": "traits"}}, "'traits' is not a vector: it holds directions warm, cold"),
         (

@@ -89,7 +89,7 @@ def _draw_maps(maps: dict[str, Any], layers: Sequence[int], path: Path, said: st
         panels = figure.subplots(1, len(maps), squeeze=False, sharey=True)[0]
         for axes, (name, values) in zip(panels, maps.items(), strict=True):
             image = axes.imshow(values, cmap=DIVERGING, **scale.style)
-            axes.set(title=written(name), xlabel=f"head\n{_mark(axes, values, layers)}")
+            axes.set(title=written(name), xlabel=f"head\nframed: {_mark(axes, values, layers)}")
             axes.xaxis.get_major_locator().set_params(integer=True)
             axes.tick_params(length=2)
         step = max(len(layers) // 10, 1)
@@ -196,7 +196,8 @@ def plot_tokens(table: pa.Table, path: str | Path, *, layer: int | None = None, 
             own = [row for row in rows if row["name"] == name]
             _draw(axes, own, chance, max(most, chance * 1.3), scale)
             axes.set_title(f"{written(name)}, layer {at}", fontweight="bold")
-        for axes in panels[-1]:
+        for axes in panels.flat[: len(names)][-across:]:  # below which there is no other
+            axes.tick_params(labelbottom=True)
             axes.set_xlabel(scale.label("z of the logit"))
     return Path(path)
 
