@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 #: Attribute of a hooked runner with its runtime.
 RUNTIME_ATTRIBUTE = "steercap_runtime"
-#: Modules that hook a runner, one that repairs it on CPU, and one that stands in for torchvision.
-_HOOKING: Final = ("torchvision", "runner_v1", "runner_v2", "cpu")
+#: Modules that hook a runner, repair what vLLM loads or its runner on CPU, or stand in for torchvision.
+_HOOKING: Final = ("torchvision", "runner_v1", "runner_v2", "hooks", "cpu")
 #: Reasons why some of them failed, by module: an engine of the other runner does not need them.
 _UNHOOKED: Final[dict[str, str]] = {}
 

@@ -1,14 +1,16 @@
 """Repairs of vLLM's CPU runner, made in the worker.
 
 They concern seeds of chunked prompts, requests without an adapter beside others with one, the temperature, top-k and
-top-p of drafted tokens, prompts of one token in gated delta networks, and the right to use a processor's AMX. Each part
-says what it relies on, and when it can go.
+top-p of drafted tokens, prompts of one token in gated delta networks, experts chosen by sigmoids or biased scores, and
+the right to use a processor's AMX. Each part says what it relies on, and when it can go.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Final
 
 import numpy as np
@@ -30,6 +32,8 @@ _MASKED: Final = "__steercap_masked__"
 #: vLLM's operator of the short convolution in gated delta networks.
 _CONVOLUTION: Final = "causal_conv1d_fwd_cpu"
 _STRIDED: Final = "__steercap_strided__"
+#: vLLM's module with the class of its routers; absent in earlier releases.
+_ROUTERS: Final = "vllm.model_executor.layers.fused_moe.router.cpu_router"
 
 
 def hook() -> None:
@@ -45,6 +49,8 @@ def hook() -> None:
     operator = getattr(_custom_ops, _CONVOLUTION, None)  # absent in earlier releases
     if operator is not None and not hasattr(operator, _STRIDED):
         setattr(_custom_ops, _CONVOLUTION, for_single_tokens(operator))
+    if find_spec(_ROUTERS):
+        wrap(import_module(_ROUTERS).CPURouter, "__init__", _in_one_group)
     for name in _BY_INDEX:
         operator = getattr(lora_ops, name)
         if not hasattr(operator, _MASKED):
@@ -121,6 +127,20 @@ def for_single_tokens(operator: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(strided, _STRIDED, True)
     return strided
+
+
+def _in_one_group(original: Callable[[], Any], router: Any, *_args: Any, **_options: Any) -> None:
+    """Have a router that chooses by sigmoids or biased scores among all experts choose among those of one group.
+
+    Without groups vLLM's router asserts that scores are softmax (MiniMax M2, Laguna and Step 3.5 die of their first
+    pass) and leaves out their bias (ERNIE 4.5 chooses other experts). Relies on the attributes below, read in each
+    pass. Can go when vLLM's router does either without groups.
+    """
+    original()
+    plain = router.scoring_func == "softmax" and router.e_score_correction_bias is None
+    others = router.use_grouped_topk or router.custom_routing_function is not None
+    if not plain and not others and router.scoring_func in {"softmax", "sigmoid"}:
+        router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1
 
 
 def _constrained(original: Callable[[], Any], logits: torch.Tensor, *_args: Any, **_options: Any) -> Any:

@@ -33,7 +33,7 @@ class Need:
     Args:
         kernel: its name in `torch.ops._C`.
         what: description of the models.
-        processor: description of the processors for which vLLM has it.
+        processor: description of the processors for which vLLM has it; "" for none.
         applies: predicate on a model's architectures and its `quantization_config` that says if it needs the kernel.
     """
 
@@ -49,13 +49,21 @@ def _in_4_bits(_architectures: Sequence[str], quantization: Mapping[str, Any]) -
     return quantization.get("quant_method") in {"gptq", "awq"} and bits == 4 and not some_plain
 
 
-#: Kernels that vLLM's library for AVX2 lacks and that have no substitute there.
+#: Architectures whose state-space layers are of Mamba's first generation.
+_SCANNING: Final = frozenset({"FalconMambaForCausalLM", "JambaForCausalLM", "MambaForCausalLM"})
+#: Kernels that a library of vLLM's lacks and that have no substitute there.
 NEEDS: Final = (
     Need(
         "flash_mla_with_kvcache_cpu",
         "DeepSeek-V4's attention",
         "processors with AVX-512 and BF16",
         lambda architectures, _quantization: "DeepseekV4ForCausalLM" in architectures,
+    ),
+    Need(
+        "selective_scan_fwd",
+        "Mamba's layers of the first generation",
+        "",
+        lambda architectures, _quantization: not _SCANNING.isdisjoint(architectures),
     ),
     Need("cpu_gemm_wna16", "GPTQ's and AWQ's weights of 4 bits", "processors with AVX-512", _in_4_bits),
 )
@@ -216,9 +224,10 @@ def lacks(kernel: str) -> str:
 
 def _lacking_message(kernel: str, loaded: str) -> str:
     need = next((need for need in NEEDS if need.kernel == kernel), None)
-    what = f", which {need.what} need{'' if need.what.endswith('bits') else 's'}" if need else ""
-    where = f" on {need.processor}, or" if need else " on a newer processor, perhaps, or"
-    return f"vLLM's library for this processor, {loaded}, has no kernel {kernel!r}{what}; run it{where} on a GPU"
+    what = f", which {need.what} need{'s' if need.what.endswith('attention') else ''}" if need else ""
+    places = [need.processor if need else "a newer processor, perhaps", "a GPU"]
+    where = ", or on ".join(filter(None, places))
+    return f"vLLM's library for this processor, {loaded}, has no kernel {kernel!r}{what}; run it on {where}"
 
 
 def missing_kernel(says: str) -> str:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Final
 
@@ -47,6 +50,10 @@ _HOOKED: Final = "__steercap_hook__"
 _OUTPUT_STREAMS: Final = ("output_copy_stream", "async_output_copy_stream")
 #: A pass may be padded to the largest CUDA graph, beyond the most tokens a step can schedule.
 _PADDING: Final = 1024
+#: Name of a router's bias in a checkpoint that keeps it among the experts, as Laguna's do.
+_BIAS: Final = "e_score_correction_bias"
+#: vLLM's module with the class that runs a layer's experts.
+_RUNNERS: Final = "vllm.model_executor.layers.fused_moe.runner.moe_runner"
 
 
 def wrap(owner: type | ModuleType, name: str, hook: Callable[..., Any]) -> None:
@@ -64,6 +71,33 @@ def wrap(owner: type | ModuleType, name: str, hook: Callable[..., Any]) -> None:
 
     setattr(hooked, _HOOKED, True)
     setattr(owner, name, hooked)
+
+
+def hook() -> None:
+    """Have vLLM's experts load the bias of their router; a second call does nothing."""
+    if find_spec(_RUNNERS) and hasattr(kind := import_module(_RUNNERS).MoERunner, "load_weights"):  # in newer releases
+        wrap(kind, "load_weights", _with_bias)
+
+
+def _with_bias(original: Any, runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:
+    """Load the experts' weights, and the bias of their router among them.
+
+    vLLM 0.32 hands all weights of a checkpoint's `experts` to `routed_experts.load_weights`, which drops what is no
+    expert's: Laguna's routers then choose without their bias. Relies on `original.func`, the method, and on the
+    parameter `e_score_correction_bias` of `routed_experts`. Can go when vLLM loads it.
+    """
+    found, bias = list[str](), getattr(runner.routed_experts, _BIAS, None)
+
+    def others() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            if name == _BIAS and bias is not None:
+                bias.data.copy_(tensor)
+                found.append(f"routed_experts.{name}")
+            else:
+                yield name, tensor
+
+    yield from original.func(runner, others())
+    yield from found
 
 
 def require_requests() -> None:
@@ -141,6 +175,14 @@ def attach(runner: Any) -> None:
     refused: dict[str, str] = {}
     if family.derived and any(point.site in FIELDS for point in armed):  # the stream alone needs no pass
         family, refused = derived(runner, decoder, family, head_dim)
+    pools = model_config.runner_type == "pooling"
+    made = token_head(decoder.model) if pools else _logits_of(decoder.model, lora=config.lora_config is not None)
+    last = get_pp_group().is_last_rank
+    unembed = decoder.unembedding(family, made, bare=pools) if made and last else None
+    if made and unembed and not pools and decoder.norms_late(family, unembed, _row(runner)):
+        family = replace(family, norms_late=True)
+        unembed = decoder.unembedding(family, made)
+        refused["final_norm"] = "the model norms rows as it makes logits of them, those of sampled tokens alone"
     installed = install_taps(
         decoder,
         family,
@@ -176,10 +218,6 @@ def attach(runner: Any) -> None:
     rules = attention_rules(decoder.layers, family, [armed[point] for point in installed.points], model_config)
     known = "" if family.derived else next(name for name, one in FAMILIES.items() if one.classes == family.classes)
     loaded = Loaded(known, decoder.code, len(families), refused)
-    pools = model_config.runner_type == "pooling"
-    made = token_head(decoder.model) if pools else _logits_of(decoder.model, lora=config.lora_config is not None)
-    last = get_pp_group().is_last_rank
-    unembed = decoder.unembedding(family, made, bare=pools) if made and last else None
     project = projecting(decoder.layers, family, installed.shard)
     choose = choosing(decoder.layers, family, runner.dtype)
     runtime = Runtime(
@@ -196,6 +234,12 @@ def attach(runner: Any) -> None:
     )
     setattr(runner, RUNTIME_ATTRIBUTE, runtime)
     bind(taps)
+
+
+def _row(runner: Any) -> torch.Tensor:
+    """Return a row of the stream of a runner's model, of zeros."""
+    hidden = runner.vllm_config.model_config.get_hidden_size()
+    return torch.zeros((1, hidden), dtype=runner.dtype, device=runner.device)
 
 
 def _norms_of(config: Any) -> type[torch.nn.Module] | None:

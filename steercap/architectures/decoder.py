@@ -7,6 +7,7 @@ pipeline stage that list has a placeholder for each layer of the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -130,16 +131,13 @@ class Decoder:
         Raises:
             UnsupportedModel: no norm is found after the layers, where the family names none.
         """
-        norms = [name for name in family.norm.split("|") if isinstance(getattr(self.parent, name, None), nn.Module)]
-        if not norms and family.derived and not bare:
+        norm = [module for name in family.norm.split("|") if (module := self._module(name))][:1]
+        after = [module for name in family.after_norm if (module := self._module(name))]
+        if not norm and family.derived and not bare:
             children = ", ".join(name for name, _ in self.parent.named_children())
             raise UnsupportedModel(
                 f"steercap finds no norm after the layers of {type(self.parent).__name__}, which holds {children}"
             )
-        norm, after = (
-            [module for name in names if isinstance(module := getattr(self.parent, name, None), nn.Module)]
-            for names in (norms[:1], family.after_norm)
-        )
         model: Any = self.model
         divisor = float(getattr(model, family.divisor)) if family.divisor else 1.0
 
@@ -149,9 +147,29 @@ class Decoder:
             return logits
 
         def normed(rows: torch.Tensor) -> torch.Tensor:
-            return _through(norm, collapsed(self.parent, rows) if family.mhc else rows)
+            return _through([] if family.norms_late else norm, collapsed(self.parent, rows) if family.mhc else rows)
 
         return Unembedding(normed, head)
+
+    def norms_late(self, family: Family, unembedding: Unembedding, rows: torch.Tensor) -> bool:
+        """Check if the model's own head norms rows; all ranks of a tensor-parallel group must call it together.
+
+        Args:
+            family: family of its layers.
+            unembedding: its unembedding.
+            rows: any rows [n, hidden].
+        """
+        called: list[nn.Module] = []
+        with torch.inference_mode(), ExitStack() as hooks:
+            for module in filter(None, map(self._module, family.norm.split("|"))):
+                hooks.callback(module.register_forward_pre_hook(lambda norm, _args: called.append(norm)).remove)
+            unembedding.head(rows)
+        return bool(called)
+
+    def _module(self, name: str) -> nn.Module | None:
+        """Return a module beside the layers; None if there is none of that name."""
+        found = getattr(self.parent, name, None)
+        return found if isinstance(found, nn.Module) else None
 
 
 def _through(modules: Sequence[Any], rows: torch.Tensor) -> torch.Tensor:

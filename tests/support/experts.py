@@ -70,16 +70,13 @@ ROUNDED: Final = 4.0
 COMPUTED: Final = 1e-4
 
 
-def routed_checkpoint(name: str, *, biased: bool = True) -> Path:
+def routed_checkpoint(name: str) -> Path:
     """A random checkpoint whose experts are chosen with all that its routers can do: see `ROUTED`, and a bias of scores
     where there is one, which transformers initialises with 0.
 
     Args:
         name: a key of `ROUTED`.
-        biased: whether that bias is another.
     """
-    if not biased:
-        return tiny_checkpoint(name, **ROUTED[name])
     plain, key = tiny_checkpoint(name, **ROUTED[name]), json.dumps([name, dict(ROUTED[name]), _BIAS_STD, SEED])
     return cached(f"routed-{name}-{hashlib.sha256(key.encode()).hexdigest()[:8]}", partial(_biased, plain))
 

@@ -44,6 +44,8 @@ def test_a_model_is_unfit_where_its_kernel_is_missing() -> None:
     for kernel, architecture, quantization, needed in [
         ("flash_mla_with_kvcache_cpu", "DeepseekV4ForCausalLM", {}, True),
         ("flash_mla_with_kvcache_cpu", "DeepseekV3ForCausalLM", {}, False),
+        ("selective_scan_fwd", "JambaForCausalLM", {}, True),
+        ("selective_scan_fwd", "Mamba2ForCausalLM", {}, False),
         ("cpu_gemm_wna16", "Qwen3ForCausalLM", {"quant_method": "gptq", **four}, True),
         ("cpu_gemm_wna16", "Qwen3ForCausalLM", {"quant_method": "awq", **four}, True),
         ("cpu_gemm_wna16", "Qwen3ForCausalLM", {"quant_method": "awq", "w_bit": 4}, True),

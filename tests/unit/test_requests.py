@@ -25,6 +25,7 @@ from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from steercap.adapters import cpu, detokenizer, hardware
+from steercap.adapters.hooks import wrap
 from steercap.adapters.parameters import ParamsReader, read_params
 from steercap.adapters.prompts import prompt_dict
 from steercap.adapters.wire import is_plain_options, is_plain_params, plain_ids
@@ -204,6 +205,24 @@ def test_inputs_of_one_token_are_strided_as_those_of_more() -> None:
         given = cpu.for_single_tokens(lambda *, x: x)(x=x)
         assert given.stride() == (1, 128)
         assert torch.equal(given, x)
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_a_router_without_groups_chooses_by_biased_scores(scores) -> None:
+    """On CPU, vLLM's leaves the bias of softmax out, and refuses sigmoids."""
+    routers = pytest.importorskip("vllm.model_executor.layers.fused_moe.router.cpu_router")
+    wrap(routers.CPURouter, "__init__", cpu._in_one_group)
+    logits, bias = torch.randn(50, 8), torch.randn(8)
+    router = routers.CPURouter(2, 8, scoring_func=scores, e_score_correction_bias=bias)
+    weights, ids = router._compute_routing(torch.zeros(50, 4), logits, None)
+    known = logits.softmax(1) if scores == "softmax" else logits.sigmoid()
+    chosen = (known + bias).topk(2).indices
+    assert torch.equal(ids.long().sort(dim=1).values, chosen.sort(dim=1).values)
+    assert not torch.equal(chosen.sort(dim=1).values, known.topk(2).indices.sort(dim=1).values)
+    picked = known.gather(1, ids.long())
+    assert torch.allclose(weights, picked / picked.sum(1, keepdim=True))
+    plain = routers.CPURouter(2, 8)
+    assert not plain.use_grouped_topk
 
 
 #: vLLM's attention in bfloat16 on 40 tokens, by the instructions that it would choose here, and torch's.

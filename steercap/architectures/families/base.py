@@ -59,6 +59,7 @@ class Family:
         final_norm: path of the norm between the last layer and the unembedding in transformers.
         norms_embeddings: True if embeddings go through that norm too, so that it runs twice a pass and its output is
             no site.
+        norms_late: True if that norm runs as logits are made, on sampled rows alone, so that its output is no site.
         after_norm: names, beside the norm, of modules that follow it in vLLM.
         divisor: name of an attribute of vLLM's model by which the final rows are divided before logits are made of
             them; "" for none.
@@ -101,6 +102,7 @@ class Family:
     resid_mid: str = "post_attention_layernorm"
     final_norm: str = "model.norm"
     norms_embeddings: bool = False
+    norms_late: bool = False
     after_norm: tuple[str, ...] = ()
     divisor: str = ""
     residual_output: int | None = 1

@@ -160,7 +160,7 @@ class FinalNorm(Site):
     within = "decoder"
 
     def known(self, family: Family) -> bool:
-        return bool(family.norm) and not family.norms_embeddings
+        return bool(family.norm) and not family.norms_embeddings and not family.norms_late
 
     def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
         located(layer, family.norm)
