@@ -51,6 +51,8 @@ LOOPED: Final = frozenset({"HrmTextForCausalLM", "IQuestLoopCoderForCausalLM"})
 
 #: Beginning of the reason in records of models that are served, though their rows differ from transformers'.
 DIFFERS: Final = "not proved, not refused"
+#: Sites by which a record of derived sites is of more than the stream.
+_BLOCKS: Final = frozenset({"attn_out", "mlp_out"})
 #: Meaning of "derived".
 DERIVES: Final = "the start derives its sites and serves those that pass its checks, or refuses the model"
 
@@ -148,8 +150,9 @@ def _state(architecture: str, family: str, proved: Sequence[ProvedModel], tables
     """
     compared = [record for record in proved if record.against_transformers and not record.refused]
     tried = ", ".join(sorted({f"{record.vllm} on {record.device}" for record in compared}))
-    if tried and family:
-        return "proved", f"compared with transformers, vLLM {tried}"
+    blocks = any({*record.sites} >= _BLOCKS for record in compared)
+    if tried and (family or blocks):
+        return "proved", f"compared with transformers, vLLM {tried}" + ("" if family else "; a start derives its sites")
     reasons = [record.refused for record in proved if record.refused and not record.refused.startswith(DIFFERS)]
     if reasons and not tried:
         return "refused", reasons[0]

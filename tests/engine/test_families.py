@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator
 from itertools import product
 
 import pytest
+import torch
 from conftest import opened
+from safetensors.torch import load_file
 from support.agreement import adds_up, edits_agree, places_of, rows_agree, sites_of
 from support.attention import attention_agrees
 from support.deriving import built, derivations, named, paths_of
@@ -15,6 +17,7 @@ from support.specs import OPERATIONS, VARIANTS, spec
 from transformers import AutoConfig
 
 from steercap import CaptureSpec, Point, SteerModel
+from steercap.adapters import hooks
 from steercap.architectures.families import FAMILIES
 from steercap.architectures.sites import SITES
 from steercap.errors import UnsupportedModel
@@ -119,6 +122,18 @@ def test_derived_sites_are_those_of_the_family(name) -> None:
         for layer in decoder.layers.values():
             ours, theirs = paths_of(layer, found), paths_of(layer, family)
             assert {site for site, path in theirs.items() if path != ours[site]} <= {"router"}, refused
+
+
+def test_the_bias_of_a_router_among_the_experts_is_loaded() -> None:
+    """vLLM 0.32 drops Laguna's, and its routers then choose other experts."""
+    hooks.hook()
+    path = tiny_checkpoint("laguna")
+    tensors = load_file(path / "model.safetensors")
+    with built(path) as (_, decoder):
+        for index in (1, 2, 3):
+            loaded = decoder.layers[index].mlp.experts.router.e_score_correction_bias
+            assert torch.equal(loaded, tensors[f"model.layers.{index}.mlp.experts.e_score_correction_bias"])
+            assert bool(loaded.any())
 
 
 def test_a_router_and_neurons_are_where_the_model_has_them() -> None:

@@ -26,7 +26,7 @@ from steercap.core.spec import CaptureSpec
 from steercap.lab.demo import cached
 from steercap.steering.spec import SteeringSpec
 from steercap.testing import INIT_STD, SEED, SPECIAL, tokenizer, write_model
-from steercap.testing.architectures import FAMILY_CONFIGS, TINY
+from steercap.testing.architectures import ARCHITECTURES, ENGINES, FAMILY_CONFIGS, TINY
 from steercap.testing.reference import Parity, Reference
 from support.images import picture
 from support.rows import GREEDY, flattened, inputs_of, parity, within, worst
@@ -179,6 +179,29 @@ _GEMMA3: Final = Wrapper(
     stands="<boi>",
     left_out=("token_type_ids",),
 )
+#: What Qwen 3.5 adds to its text: axes of positions, for the quarter of each head that turns.
+_TEXT: Final = {
+    **SPECIAL,
+    "rope_parameters": {
+        **_AXES,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+_QWEN3_5: Final = Wrapper(
+    config={
+        "model_type": "qwen3_5",
+        "text_config": {**ARCHITECTURES["qwen3_5"], **_TEXT},
+        "vision_config": {**_QWEN_VISION, "num_position_embeddings": 64},
+        **_QWEN_IDS,
+    },
+    tokens=_QWEN,
+    processor=_qwen3,
+    stands=f"<begin>{PLACEHOLDER}<end>",
+    engine=ENGINES["qwen3_5"],
+    torchvision="Qwen3VLProcessor",
+)
 #: By name.
 WRAPPERS: Final[Mapping[str, Wrapper]] = {
     "gemma3_mm": _GEMMA3,
@@ -252,6 +275,15 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
         processor=_qwen3,
         stands=f"<begin>{PLACEHOLDER}<end>",
         torchvision="Qwen3VLProcessor",
+    ),
+    "qwen3_5_vl": _QWEN3_5,
+    "qwen3_5_moe_vl": replace(
+        _QWEN3_5,
+        config={
+            **_QWEN3_5.config,
+            "model_type": "qwen3_5_moe",
+            "text_config": {**ARCHITECTURES["qwen3_5_moe"], **_TEXT},
+        },
     ),
 }
 

@@ -10,11 +10,11 @@ import torch
 from steercap.adapters.releases import installed
 from steercap.errors import ModelNotLoaded, TapsNotInstalled, UnsupportedModel
 from steercap.model import SteerModel
-from steercap.testing import tiny_checkpoint
-from steercap.testing.architectures import ENGINES, ON_CUDA
+from steercap.testing.architectures import ON_CUDA
 from steercap.testing.reference import Reference
 from support.agreement import edits_agree, layers_agree, rows_agree
-from support.multimodal import LONGEST, WRAPPERS, Looking, pictures_agree, wrapper_checkpoint
+from support.multimodal import LONGEST, WRAPPERS, Looking, pictures_agree, runnable, wrapper_checkpoint
+from support.published import engine_of, published_checkpoint, transformers_checkpoint
 from support.rows import TINY_ENGINE
 
 CUDA: Final = torch.cuda.is_available()
@@ -27,17 +27,18 @@ async def prove(name: str) -> dict[str, Any]:
 
     In 16 bits rows are compared block by block, and edits are not: they cannot be told from what rounding adds up to.
     """
-    path = wrapper_checkpoint(name) if name in WRAPPERS else tiny_checkpoint(name)
+    path = wrapper_checkpoint(name) if name in WRAPPERS else published_checkpoint(name)
     arguments = _arguments(name)
-    looking = await asyncio.to_thread(Looking, name) if name in WRAPPERS else None
-    reference = looking.reference if looking else await asyncio.to_thread(Reference, path)
+    looking = await asyncio.to_thread(Looking, name) if name in runnable() else None  # or a wrapper reads text alone
+    plain = path if name in WRAPPERS else transformers_checkpoint(name)
+    reference = looking.reference if looking else await asyncio.to_thread(Reference, plain)
     config = reference.model.config
     record = {
         "name": name,
         "device": "cuda" if CUDA else "cpu",
         "vllm": installed(),
         "model_type": config.model_type,
-        "architecture": config.architectures[0],
+        "architecture": arguments.get("hf_overrides", {}).get("architectures", config.architectures)[0],
     }
     try:
         model = await SteerModel(str(path), sites="all", **arguments).start()
@@ -67,7 +68,7 @@ async def prove(name: str) -> dict[str, Any]:
 
 def _arguments(name: str) -> dict[str, Any]:
     """The engine's: eager on CPU; on CUDA with vLLM's defaults, and room for others beside it."""
-    found = {**TINY_ENGINE, "max_num_batched_tokens": CHUNK, **ENGINES.get(name, {})}
+    found = {**TINY_ENGINE, "max_num_batched_tokens": CHUNK, **engine_of(name)}
     if name in WRAPPERS:
         found |= {"max_model_len": LONGEST, **WRAPPERS[name].engine}
     if CUDA:

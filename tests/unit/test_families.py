@@ -7,12 +7,14 @@ import re
 import statistics
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.multimodal import WRAPPERS
+from support.published import TWINS
 from torch import nn
 
 import steercap
@@ -361,6 +363,30 @@ def test_layers_within_a_wrapper_are_those_of_its_language_model() -> None:
     assert decoder_of(wrapper, 3, range(3)).parent is wrapper.model.language_model
 
 
+def test_a_norm_that_the_head_applies_is_applied_once() -> None:
+    """MiMo and Step 3.5 norm the rows of sampled tokens as they make logits of them; then `final_norm` is no site."""
+    model, head, rows = nn.Module(), torch.randn(4, 5), torch.randn(2, 4)
+    model.model = nn.Module()
+    model.model.layers = nn.ModuleList(Whole() for _ in range(3))
+    model.model.norm = nn.LayerNorm(4)
+    family, decoder = FAMILIES["qwen2"], decoder_of(model, 3, range(3))
+    late = replace(family, norms_late=True)
+
+    def plain(rows: torch.Tensor) -> torch.Tensor:
+        return rows @ head
+
+    def normed(rows: torch.Tensor) -> torch.Tensor:
+        return model.model.norm(rows) @ head
+
+    assert not decoder.norms_late(family, decoder.unembedding(family, plain), rows)
+    assert decoder.norms_late(family, decoder.unembedding(family, normed), rows)
+    for known, made in ((family, plain), (late, normed)):
+        (found,) = decoder.unembedding(known, made).logits(rows, normed=False)
+        assert torch.equal(found, normed(rows))
+    assert SITES["final_norm"].known(family)
+    assert not SITES["final_norm"].known(late)
+
+
 def test_a_family_multiplies_by_one_unless_it_says_otherwise() -> None:
     """What blocks give, and logits."""
     assert (Family().factor(None), Family().logits(None)) == (1.0, 1.0)
@@ -380,11 +406,12 @@ def test_forty_architectures_are_proved_by_a_family_that_is_there() -> None:
     served = [one for one in proved.records() if not one.refused]
     assert len({one.architecture for one in served}) >= 40
     for one in served:
-        assert one.name in ARCHITECTURES or one.name in WRAPPERS or one.name in FAMILY_CONFIGS
+        assert one.name in {*ARCHITECTURES, *TWINS, *WRAPPERS, *FAMILY_CONFIGS}
         assert one.code
         assert all(len(digest) == 12 for digest in one.code.values())
         assert one.family == "" or set(one.code) <= set(FAMILIES[one.family].classes)
-        parts = ("prompt", "generated", *(["image"] if one.name in WRAPPERS else []))
+        blind = one.name not in WRAPPERS or (WRAPPERS[one.name].torchvision and "resid_post image" not in one.rows)
+        parts = ("prompt", "generated", *([] if blind else ["image"]))
         assert {f"{site} {part}" for site in one.sites for part in parts} == set(one.rows)
         if one.dtype == "float32":
             assert one.worst.cosine > 0.99999

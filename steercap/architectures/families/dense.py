@@ -156,6 +156,7 @@ MEMBERS: Final[Mapping[str, Family]] = {
             "GlmForCausalLM",
             "HeliumForCausalLM",
             "HunYuanDenseV1ForCausalLM",
+            "IQuestCoderForCausalLM",
             "InternLM3ForCausalLM",
             "Jais2ForCausalLM",
             "NemotronForCausalLM",
@@ -163,6 +164,9 @@ MEMBERS: Final[Mapping[str, Family]] = {
             "Phi3ForCausalLM",
             "SeedOssForCausalLM",
             "SmolLM3ForCausalLM",
+            "TeleChat2ForCausalLM",
+            "TeleChat3ForCausalLM",
+            "TeleFLMForCausalLM",
             "VaultGemmaForCausalLM",
         ),
         classes=(
@@ -237,9 +241,9 @@ MEMBERS: Final[Mapping[str, Family]] = {
         attn_proj="self_attn.dense",
         mlp_proj="mlp.fc2",
     ),
-    # Qwen 2 and 2.5: the stream is hidden + residual.
+    # Qwen 2 and 2.5, and MiMo: the stream is hidden + residual.
     "qwen2": Family(
-        architectures=("Qwen2ForCausalLM",),
+        architectures=("MiMoForCausalLM", "Qwen2ForCausalLM"),
         classes=("qwen2.Qwen2DecoderLayer",),
         loops=("qwen2.Qwen2Model",),
     ),

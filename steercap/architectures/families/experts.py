@@ -51,7 +51,13 @@ MEMBERS: Final[Mapping[str, Family]] = {
     ),
     # DeepSeek V2, V3, R1 and models with their layer: multi-head latent attention, so keys and values are never made.
     "deepseek_v2": Family(
-        architectures=("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
+        architectures=(
+            "DeepseekForCausalLM",
+            "DeepseekV2ForCausalLM",
+            "DeepseekV3ForCausalLM",
+            "Glm4MoeLiteForCausalLM",
+            "MistralLarge3ForCausalLM",
+        ),
         classes=(
             "deepseek_v2.DeepseekV2DecoderLayer",
             "deepseek_v3.DeepseekV3DecoderLayer",
@@ -143,10 +149,10 @@ MEMBERS: Final[Mapping[str, Family]] = {
         router="feed_forward.router",
         varied=True,
     ),
-    # Mixtral: Llama's layer with experts, whose modules have different names in vLLM and transformers.
+    # Mixtral and MiniMax M2: Llama's layer with experts, whose modules have different names in vLLM and transformers.
     "mixtral": Family(
-        architectures=("MixtralForCausalLM",),
-        classes=("mixtral.MixtralDecoderLayer",),
+        architectures=("MiniMaxM2ForCausalLM", "MixtralForCausalLM"),
+        classes=("minimax_m2.MiniMaxM2DecoderLayer", "mixtral.MixtralDecoderLayer"),
         mlp_out="block_sparse_moe|mlp",
         mlp_proj="",
         router="block_sparse_moe.gate|mlp.gate",
@@ -157,12 +163,14 @@ MEMBERS: Final[Mapping[str, Family]] = {
         architectures=(
             "Dots1ForCausalLM",
             "Ernie4_5_MoeForCausalLM",
+            "ExaoneMoEForCausalLM",
             "ExaoneMoeForCausalLM",
             "Glm4MoeForCausalLM",
             "HYV3ForCausalLM",
             "HunYuanMoEV1ForCausalLM",
             "MellumForCausalLM",
             "MiMoV2FlashForCausalLM",
+            "MiMoV2ForCausalLM",
             "OlmoeForCausalLM",
             "Qwen2MoeForCausalLM",
             "SolarOpenForCausalLM",

@@ -202,9 +202,19 @@ MEMBERS: Final[Mapping[str, Family]] = {
         single=True,
     ),
     # Qwen 3 Next: a gated delta network in place of attention in most layers, a gate on the heads' output in others.
+    # Laguna has such a gate in all layers, and no network.
     "qwen3_next": Family(
-        architectures=("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
-        classes=("qwen3_next.Qwen3NextDecoderLayer", "qwen3_5.Qwen3_5DecoderLayer"),
+        architectures=(
+            "LagunaForCausalLM",
+            "Qwen3NextForCausalLM",
+            "Qwen3_5ForCausalLM",
+            "Qwen3_5MoeForCausalLM",
+        ),
+        classes=(
+            "laguna.LagunaDecoderLayer",
+            "qwen3_next.Qwen3NextDecoderLayer",
+            "qwen3_5.Qwen3_5DecoderLayer",
+        ),
         attn_out="self_attn|linear_attn",
         gated=True,
         router="mlp.gate",

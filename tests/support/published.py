@@ -1,0 +1,312 @@
+"""Tiny models of architectures that transformers lacks, with the weights of another that computes the same.
+
+Their checkpoints name tensors otherwise, or join several: vLLM reads those, and transformers the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from steercap.lab.demo import cached
+from steercap.testing import tiny_checkpoint
+from steercap.testing.architectures import ENGINES
+
+Tensors: TypeAlias = "dict[str, torch.Tensor]"
+#: Pairs of a pattern and what takes its place.
+Names: TypeAlias = "tuple[tuple[str, str], ...]"
+
+_QKV: Final = re.compile(r"(.*\.self_attn\.)q_proj(\.weight|\.bias)")
+
+
+def _joined(name: str, join: Callable[..., torch.Tensor], names: Names) -> Callable[[Tensors], Tensors]:
+    """Return a function that joins queries, keys and values in one tensor, and renames the others."""
+
+    def made(tensors: Tensors) -> Tensors:
+        left = dict(tensors)
+        for found in filter(None, map(_QKV.fullmatch, tensors)):
+            parts = [left.pop(f"{found[1]}{part}_proj{found[2]}") for part in "qkv"]
+            left[f"{found[1]}{name}{found[2]}"] = join(*parts)
+        return _renamed(left, names)
+
+    return made
+
+
+def _renamed(tensors: Tensors, names: Names) -> Tensors:
+    found = {}
+    for name, tensor in tensors.items():
+        other = name
+        for pattern, instead in names:
+            other = re.sub(pattern, instead, other)
+        found[other] = tensor
+    return found
+
+
+def _in_turn(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return torch.cat([queries, keys, values])
+
+
+def _by_group(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, groups: int = 2) -> torch.Tensor:
+    """Join the queries, the key and the value of each head of keys."""
+    each = [part.view(groups, -1, part.shape[-1]) for part in (queries, keys, values)]
+    return torch.cat(each, dim=1).reshape(-1, queries.shape[-1])
+
+
+def _telechat2(tensors: Tensors) -> Tensors:
+    """Join the key and the value of each head, and add the biases that two of a layer's projections have."""
+    left = dict(tensors)
+    for found in filter(None, map(_QKV.fullmatch, tensors)):
+        keys, values = (left.pop(f"{found[1]}{part}_proj.weight").view(4, -1, 128) for part in "kv")
+        left[f"{found[1]}key_value.weight"] = torch.cat([keys, values], dim=1).reshape(-1, 128)
+    for name in tensors:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            left[name.replace("weight", "bias")] = torch.zeros(128)
+    return _renamed(left, _TELECHAT2)
+
+
+_TELECHAT2: Final = (
+    (r"^model\.embed_tokens", "transformer.word_embeddings"),
+    (r"^model\.layers", "transformer.h"),
+    (r"^model\.norm", "transformer.ln_f"),
+    (r"self_attn\.o_proj", "self_attention.dense"),
+    (r"self_attn\.q_proj", "self_attention.query"),
+    (r"self_attn", "self_attention"),
+)
+#: From Mixtral's names of experts.
+_EXPERTS: Final = (
+    (r"block_sparse_moe", "mlp"),
+    (r"(experts\.\d+)\.w1", r"\1.gate_proj"),
+    (r"(experts\.\d+)\.w2", r"\1.down_proj"),
+    (r"(experts\.\d+)\.w3", r"\1.up_proj"),
+)
+_BAILING: Final = _joined(
+    "query_key_value",
+    _in_turn,
+    (
+        *_EXPERTS,
+        (r"embed_tokens", "word_embeddings"),
+        (r"self_attn\.o_proj", "attention.dense"),
+        (r"self_attn\.q_norm", "attention.query_layernorm"),
+        (r"self_attn\.k_norm", "attention.key_layernorm"),
+        (r"self_attn", "attention"),
+        (r"e_score_correction_bias", "expert_bias"),
+    ),
+)
+_CHATGLM: Final = _joined(
+    "query_key_value",
+    _in_turn,
+    (
+        (r"^model\.embed_tokens", "transformer.embedding.word_embeddings"),
+        (r"^model\.layers", "transformer.encoder.layers"),
+        (r"^model\.norm", "transformer.encoder.final_layernorm"),
+        (r"^lm_head", "transformer.output_layer"),
+        (r"self_attn\.o_proj", "self_attention.dense"),
+        (r"self_attn", "self_attention"),
+        (r"mlp\.gate_up_proj", "mlp.dense_h_to_4h"),
+        (r"mlp\.down_proj", "mlp.dense_4h_to_h"),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A tiny model that vLLM runs as an architecture of its own.
+
+    Args:
+        architecture: vLLM's name.
+        of: tiny model of transformers with the same weights.
+        changes: changes to its configuration, with what vLLM reads besides.
+        tensors: what becomes of the tensors that transformers writes.
+    """
+
+    architecture: str
+    of: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Callable[[Tensors], Tensors] = dict
+
+
+_LING: Final = {
+    "use_qk_norm": True,
+    "use_rmsnorm": True,
+    "embedding_dropout": 0.0,
+    "use_bias": False,
+    "use_qkv_bias": False,
+    "partial_rotary_factor": 0.5,
+    "num_experts": 8,
+    "num_shared_experts": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.7,
+    "score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
+_GLM: Final = {
+    "num_layers": 4,
+    "padded_vocab_size": 512,
+    "ffn_hidden_size": 256,
+    "seq_length": 512,
+    "layernorm_epsilon": 1.5625e-07,
+    "rmsnorm": True,
+    "original_rope": True,
+    "multi_query_attention": True,
+    "multi_query_group_num": 2,
+    "kv_channels": 32,
+    "add_bias_linear": False,
+    "add_qkv_bias": True,
+    "attention_bias": True,
+    "hidden_dropout": 0.0,
+    "post_layer_norm": True,
+    "fp32_residual_connection": False,
+    "apply_residual_connection_post_layernorm": False,
+}
+#: Granite's factors of attention and of the stream, as Llama has them.
+_NO_FACTORS: Final = {"attention_multiplier": 32**-0.5, "residual_multiplier": 1.0, "embedding_multiplier": 1.0}
+_SOFTMAX: Final = {
+    "intermediate_size": 64,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 0,
+    "norm_topk_prob": True,
+}
+#: By name.
+TWINS: Final[Mapping[str, Twin]] = {
+    "llama_published": Twin("LLaMAForCausalLM", "llama"),
+    "internlm3": Twin("InternLM3ForCausalLM", "llama", {"attention_bias": True}),
+    "iquest_coder": Twin("IQuestCoderForCausalLM", "llama", {"head_dim": 32}),
+    "telechat3": Twin("TeleChat3ForCausalLM", "llama", {"mlp_bias": True}),
+    "pangu_embedded": Twin("PanguEmbeddedForCausalLM", "llama", {"attention_bias": True}),
+    "teleflm": Twin(
+        "TeleFLMForCausalLM",
+        "granite",
+        {**_NO_FACTORS, "logits_scaling": 2.0, "use_mup": True, "output_mult": 2.0, "mup_scale_factor": 4.0},
+    ),
+    "minicpm": Twin(
+        "MiniCPMForCausalLM",
+        "granite",
+        {
+            **_NO_FACTORS,
+            "residual_multiplier": 0.7,
+            "embedding_multiplier": 2.0,
+            "logits_scaling": 2.0,
+            "scale_depth": 1.4,
+            "scale_emb": 2.0,
+            "dim_model_base": 64,
+        },
+    ),
+    "mimo": Twin("MiMoForCausalLM", "qwen2", {"num_nextn_predict_layers": 1}),
+    "mimo_v2": Twin("MiMoV2ForCausalLM", "mimo_v2_flash"),
+    "orion": Twin("OrionForCausalLM", "stablelm", {"partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5}),
+    "rnj1": Twin("Rnj1ForCausalLM", "gemma3", {"layer_types": ["full_attention"] * 4}),
+    "exaone_moe_published": Twin("ExaoneMoEForCausalLM", "exaone_moe"),
+    "mistral_large_3": Twin("MistralLarge3ForCausalLM", "deepseek_v3"),
+    "sarvam_mla": Twin(
+        "SarvamMLAForCausalLM",
+        "deepseek_v3",
+        {"num_experts": 8, "num_shared_experts": 1, "score_function": "sigmoid"},
+    ),
+    "internlm2": Twin(
+        "InternLM2ForCausalLM",
+        "llama",
+        {},
+        _joined(
+            "wqkv",
+            _by_group,
+            (
+                (r"embed_tokens", "tok_embeddings"),
+                (r"^lm_head", "output"),
+                (r"self_attn\.o_proj", "attention.wo"),
+                (r"self_attn", "attention"),
+                (r"mlp\.gate_proj", "feed_forward.w1"),
+                (r"mlp\.down_proj", "feed_forward.w2"),
+                (r"mlp\.up_proj", "feed_forward.w3"),
+                (r"input_layernorm", "attention_norm"),
+                (r"post_attention_layernorm", "ffn_norm"),
+            ),
+        ),
+    ),
+    "exaone": Twin(
+        "ExaoneForCausalLM",
+        "llama",
+        {"activation_function": "silu", "layer_norm_epsilon": 1e-6},
+        partial(
+            _renamed,
+            names=(
+                (r"^model\.embed_tokens", "transformer.wte"),
+                (r"^model\.layers", "transformer.h"),
+                (r"^model\.norm", "transformer.ln_f"),
+                (r"self_attn\.o_proj", "attn.attention.out_proj"),
+                (r"self_attn", "attn.attention"),
+                (r"mlp\.gate_proj", "mlp.c_fc_0"),
+                (r"mlp\.up_proj", "mlp.c_fc_1"),
+                (r"mlp\.down_proj", "mlp.c_proj"),
+                (r"input_layernorm", "ln_1"),
+                (r"post_attention_layernorm", "ln_2"),
+            ),
+        ),
+    ),
+    "telechat2": Twin(
+        "TeleChat2ForCausalLM",
+        "llama",
+        {"num_key_value_heads": 4, "n_layer": 4, "n_head": 4, "ffn_hidden_size": 256, "layer_norm_epsilon": 1e-6},
+        _telechat2,
+    ),
+    "chatglm": Twin("ChatGLMForConditionalGeneration", "glm", _GLM, _CHATGLM),
+    "chatglm_model": Twin("ChatGLMModel", "glm", _GLM, _CHATGLM),
+    "bailing_moe": Twin(
+        "BailingMoeForCausalLM",
+        "mixtral",
+        {
+            **_SOFTMAX,
+            "num_experts": 8,
+            "num_shared_experts": 0,
+            "use_bias": False,
+            "use_qkv_bias": False,
+            "head_dim": 32,
+        },
+        _BAILING,
+    ),
+    "bailing_moe_v2": Twin("BailingMoeV2ForCausalLM", "glm4_moe", _LING, _BAILING),
+    "sarvam_moe": Twin("SarvamMoEForCausalLM", "glm4_moe", _LING, _BAILING),
+    "deepseek": Twin(
+        "DeepseekForCausalLM",
+        "mixtral",
+        {**_SOFTMAX, "n_routed_experts": 8, "n_shared_experts": None},
+        partial(_renamed, names=_EXPERTS),
+    ),
+}
+
+
+def transformers_checkpoint(name: str) -> Path:
+    """The checkpoint of a tiny model that transformers reads."""
+    twin = TWINS.get(name)
+    return tiny_checkpoint(twin.of, **twin.changes) if twin else tiny_checkpoint(name)
+
+
+def published_checkpoint(name: str) -> Path:
+    """The checkpoint of a tiny model that vLLM reads."""
+    plain = transformers_checkpoint(name)
+    if name not in TWINS or TWINS[name].tensors is dict:
+        return plain
+    digest = hashlib.sha256(f"{name} {Path(__file__).read_text()}".encode()).hexdigest()[:8]
+    return cached(f"published-{name}-{digest}", partial(_write, TWINS[name], plain))
+
+
+def engine_of(name: str) -> Mapping[str, Any]:
+    """The engine arguments that a tiny model needs."""
+    twin = TWINS.get(name)
+    if twin is None:
+        return ENGINES.get(name, {})
+    return {**ENGINES.get(twin.of, {}), "hf_overrides": {"architectures": [twin.architecture]}}
+
+
+def _write(twin: Twin, plain: Path, folder: Path) -> None:
+    shutil.copytree(plain, folder, dirs_exist_ok=True)
+    file = folder / "model.safetensors"
+    save_file({key: one.contiguous() for key, one in twin.tensors(load_file(file)).items()}, file, {"format": "pt"})
