@@ -137,6 +137,7 @@ class Twin:
 _LING: Final = {
     "use_qk_norm": True,
     "use_rmsnorm": True,
+    "embedding_dropout": 0.0,
     "use_bias": False,
     "use_qkv_bias": False,
     "partial_rotary_factor": 0.5,
