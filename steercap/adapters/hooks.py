@@ -82,7 +82,7 @@ def hook() -> None:
 def _with_bias(original: Any, runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:
     """Load the experts' weights, and the bias of their router among them.
 
-    vLLM 0.32 hands all weights of a checkpoint's `experts` to `routed_experts.load_weights`, which drops what is no
+    vLLM hands all weights of a checkpoint's `experts` to `routed_experts.load_weights`, which drops what is no
     expert's: Laguna's routers then choose without their bias. Relies on `original.func`, the method, and on the
     parameter `e_score_correction_bias` of `routed_experts`. Can go when vLLM loads it.
     """
