@@ -429,7 +429,7 @@ async def steering(model: Any, out: Path) -> dict[str, Any]:
         tokens="generated",
         sampling={"max_tokens": 32, "temperature": 0.0},
         random=4,
-        reversed=False,
+        negated=False,
     )
     results = await run_sweep(model, sweep, out=out / "sweep", measures=[Score(TRAIT)])
     summary: dict[str, Any] = {}

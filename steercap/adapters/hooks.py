@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import chain
 from types import ModuleType
 from typing import Any, Final
 
@@ -79,7 +80,7 @@ def hook() -> None:
         wrap(kind, "load_weights", _with_bias)
 
 
-def _with_bias(original: Any, runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:
+def _with_bias(original: Any, runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str]:
     """Load the experts' weights, and the bias of their router among them.
 
     vLLM hands all weights of a checkpoint's `experts` to `routed_experts.load_weights`, which drops what is no
@@ -96,8 +97,7 @@ def _with_bias(original: Any, runner: Any, weights: Iterable[tuple[str, torch.Te
             else:
                 yield name, tensor
 
-    yield from original.func(runner, others())
-    yield from found
+    return chain(original.func(runner, others()) or (), found)  # filled when the others are loaded, now or later
 
 
 def require_requests() -> None:

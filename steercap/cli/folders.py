@@ -166,7 +166,7 @@ def _sweep(path: Path) -> Found:
         "operations": ", ".join(definition.operations),
         "layers": ", ".join("+".join(map(str, together)) for together in definition.layers),
         "scales": ", ".join(f"{scale:g}" for scale in definition.scales),
-        "controls": f"{definition.random} random vectors{', the other sign' if definition.reversed else ''}",
+        "controls": f"{definition.random} random vectors{', negated scales' if definition.negated else ''}",
         "prompts": len(definition.prompts),
         "answers": f"{answers:,} of {asked:,}",
         "measured": ", ".join(sorted(part.name.rpartition("-")[0] for part in (path / "values").glob("*"))),
@@ -191,7 +191,7 @@ def _requested_answers(definition: Definition) -> int:
         operations=definition.operations,
         relative=definition.relative,
         random=definition.random,
-        reversed=definition.reversed,
+        negated=definition.negated,
     )
     return len(sweep.conditions()) * len(definition.prompts) * definition.samples
 

@@ -124,8 +124,8 @@ def register(app: typer.Typer) -> None:
         random: Annotated[
             int | None, typer.Option(min=0, help="Number of random control vectors of equal norm (default 20).")
         ] = None,
-        turned: Annotated[
-            bool | None, typer.Option("--reversed/--no-reversed", help="Also sweep the negated vectors.")
+        negated: Annotated[
+            bool | None, typer.Option("--negated/--no-negated", help="Also sweep negated scales.")
         ] = None,
         measures: Annotated[
             str | None,
@@ -158,7 +158,7 @@ def register(app: typer.Typer) -> None:
             "operations": _parse_optional(operations, names_of),
             "prompts": _parse_optional(str(prompts) if prompts else None, str),
             "measures": _parse_optional(measures, measures_in),
-            "reversed": turned,
+            "negated": negated,
         }
         same = {"chat": chat, "tokens": tokens, "relative": relative, "random": random, "base": base, "seed": seed}
         flags |= {**same, "max_tokens": max_tokens, "temperature": temperature, "samples": samples}
@@ -182,7 +182,7 @@ def table_of(results: SweepResults, measure: str) -> Table:
     varied = [name for shown, name in zip(several, ("vector", "operation"), strict=True) if shown]
     table = titled(
         measure,
-        (*varied, "layers", "scale", "steered", "none", "reversed", "random", "outside", "sd"),
+        (*varied, "layers", "scale", "steered", "none", "negated", "random", "outside", "sd"),
         words=varied,
         caption="outside: distance beyond the range of the random vectors, in widths of that range; sd: distance "
         "from their mean, in their standard deviations",
@@ -195,7 +195,7 @@ def table_of(results: SweepResults, measure: str) -> Table:
             f"{at.scale:g}",
             Text(_number(one.steered.value), style="bold" if one.outside else ""),
             _number(one.plain.value),
-            _number(one.turned.value) if one.turned is not None else "",
+            _number(one.negated.value) if one.negated is not None else "",
             f"{_number(min(one.random))} to {_number(max(one.random))}" if one.random else "",
             "" if math.isnan(one.outside) else f"{one.outside:.1f}×",
             "" if math.isnan(one.deviations) else f"{one.deviations:+.1f}",
@@ -207,12 +207,12 @@ def document_of(results: SweepResults, out: Path) -> dict[str, Any]:
     """Return the effects by measure, for JSON, with NaN as null."""
 
     def plain(effect: Effect) -> dict[str, Any]:
-        turned: Mean | None = effect.turned
+        negated: Mean | None = effect.negated
         return {
             **msgspec.to_builtins(effect.condition),
             "steered": effect.steered,
             "none": effect.plain,
-            "reversed_mean": turned,
+            "negated_mean": negated,
             "random": effect.random,
             "outside": effect.outside if math.isfinite(effect.outside) else None,
             "deviations": effect.deviations if math.isfinite(effect.deviations) else None,

@@ -32,7 +32,7 @@ class SweepFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         scales: factors of the vectors.
         prompts: path of a file of prompts, or texts.
         chat: True to apply the chat template to prompts.
-        operations, relative, random, reversed, seed, samples: as for `Sweep`.
+        operations, relative, random, negated, seed, samples: as for `Sweep`.
         tokens: steered tokens, as in the shell.
         max_tokens, temperature: sampling parameters.
         measures: names in `MEASURES`; "score:evil" is the score of a trait, "score:evil:keywords" by another scorer;
@@ -50,7 +50,7 @@ class SweepFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     tokens: str = "generated"
     relative: bool = False
     random: int = 20
-    reversed: bool = True
+    negated: bool = True
     seed: int = 0
     samples: int = 1
     max_tokens: int = 64
@@ -116,7 +116,7 @@ def sweep_of(settings: SweepFile) -> Sweep:
         tokens=tokens_of(settings.tokens),
         relative=settings.relative,
         random=settings.random,
-        reversed=settings.reversed,
+        negated=settings.negated,
         seed=settings.seed,
         sampling={"max_tokens": settings.max_tokens, "temperature": settings.temperature},
         samples=settings.samples,

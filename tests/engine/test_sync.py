@@ -89,7 +89,7 @@ def test_sync_gives_what_async_gives(tiny_reference, tmp_path) -> None:
             scales=[1],
             prompts=["a", "b"],
             random=0,
-            reversed=False,
+            negated=False,
             sampling={"max_tokens": 2},
         )
         assert len(run_sweep(model, sweep, out=tmp_path / "sweep").records) == 4

@@ -63,7 +63,7 @@ def test_every_sweep_has_its_controls() -> None:
         here = {(one.control, one.scale) for one in found if one.layers == (layer,)}
         assert here == {
             *(("", scale) for scale in (1, 2)),
-            *(("reversed", scale) for scale in (-1, -2)),
+            *(("negated", scale) for scale in (-1, -2)),
             *((f"random-0{at}", scale) for at in range(3) for scale in (1, 2)),
         }
 
@@ -71,7 +71,7 @@ def test_every_sweep_has_its_controls() -> None:
 def test_a_scale_of_the_other_sign_that_is_swept_is_no_second_control() -> None:
     """The same edit is not run twice under two names."""
     found = sweep(scales=(-1, 1, 2)).conditions()
-    assert {one.scale for one in found if one.control == "reversed"} == {-2}
+    assert {one.scale for one in found if one.control == "negated"} == {-2}
 
 
 def test_a_scale_that_changes_nothing_is_no_steering() -> None:
@@ -112,7 +112,7 @@ def test_the_spec_of_a_condition_is_its_edit_at_its_layers() -> None:
         (Add, 3, 2.0, "'all'"),
     ]
     assert torch.equal(edits[1].vector, one.vectors["warm"][3])
-    assert [edit.scale for edit in found["reversed", -2.0].flat()] == [-2.0, -2.0]
+    assert [edit.scale for edit in found["negated", -2.0].flat()] == [-2.0, -2.0]
     noise = found["random-01", 2.0].flat()
     assert [float(edit.vector.norm()) for edit in noise] == pytest.approx(
         [float(edit.vector.norm()) for edit in edits], rel=1e-6
@@ -137,7 +137,7 @@ def test_an_operation_leaves_rows_alone_at_its_neutral_scale_only(name) -> None:
 
 @pytest.mark.parametrize("name", list(OPERATIONS))
 def test_an_operation_is_signed_if_the_other_sign_is_the_reverse(name) -> None:
-    """By the formulas of `testing.edits`; and a sweep has reversed controls of no other operation."""
+    """By the formulas of `testing.edits`; and a sweep has negated controls of no other operation."""
     from steercap.testing.edits import edited
 
     own, how = vectors(1), OPERATIONS[name]
@@ -146,7 +146,7 @@ def test_an_operation_is_signed_if_the_other_sign_is_the_reverse(name) -> None:
     one, other = (edited(spec, Point(1, "resid_post"), rows, 1, 2) - rows for spec in specs)
     assert torch.allclose(one, -other, atol=1e-9) == how.signed
     controls = {one.control for one in sweep(operations=(name,), scales=(0.5, 1)).conditions()}
-    assert ("reversed" in controls) == how.signed
+    assert ("negated" in controls) == how.signed
     assert "random-00" in controls
 
 
@@ -382,7 +382,7 @@ def results(**changed) -> SweepResults:
     """Answers whose number grows with the dose of the vector, and of no control."""
     one = sweep(**changed)
     records = [record(one, request.number) for request in one.requests()]
-    dose = [10 * row.scale if row.control in {"", "reversed"} else row.prompt_index for row in records]
+    dose = [10 * row.scale if row.control in {"", "negated"} else row.prompt_index for row in records]
     noisy = [value + row.number % 3 for value, row in zip(dose, records, strict=True)]
     return SweepResults(
         one,
@@ -398,7 +398,7 @@ def test_an_effect_stands_beside_its_controls() -> None:
     assert set(found) == {((layer,), scale) for layer in (1, 3) for scale in (1, 2)}
     one = found[(3,), 2.0]
     assert one.steered.value == pytest.approx(21, abs=1)
-    assert one.turned.value == pytest.approx(-19, abs=1)
+    assert one.negated.value == pytest.approx(-19, abs=1)
     assert len(one.random) == 3
     assert one.outside == pytest.approx((one.steered.value - max(one.random)) / (max(one.random) - min(one.random)))
     assert one.outside > 5
@@ -417,7 +417,7 @@ def test_a_notebook_shows_both_signs_of_each_effect() -> None:
     effects = [effect for measure in one.values for effect in one.effects(measure)]
     assert len(lines) == len(effects) == 8
     for line, effect in zip(lines, effects, strict=True):
-        numbers = [effect.condition.scale, effect.plain.value, effect.steered.value, effect.turned.value]
+        numbers = [effect.condition.scale, effect.plain.value, effect.steered.value, effect.negated.value]
         assert [float(cell) for cell in line[4:8]] == pytest.approx(numbers, rel=1e-3)
     assert f"records=<{len(one.records)} × Record>" in repr(one)
     assert len(repr(one)) < 1000
@@ -443,7 +443,7 @@ def test_doses_are_drawn(operations, tmp_path) -> None:
     assert width > height * len(operations)
     assert 10_000 < path.stat().st_size < 400_000
     text = results(operations=operations).plot(tmp_path / "dose.svg", measures=["perplexity"]).read_text()
-    for said in ("random vectors", "other sign", "no steering", "standard error", "perplexity"):
+    for said in ("random vectors", "negated", "no steering", "standard error", "perplexity"):
         assert said in text
 
 

@@ -443,7 +443,7 @@ FURTHER: dict[str, Callable[[Any], Any]] = {
             "operations",
             "tokens",
             "relative",
-            "reversed",
+            "negated",
             "samples",
             "sampling",
         )

@@ -30,9 +30,9 @@ class Condition(msgspec.Struct, frozen=True, kw_only=True):
         vector: name of the vector; for a control, the vector it is compared with; "" without steering.
         operation: name of the operation, "" without steering.
         layers: layers steered together.
-        scale: scale of the operation, 0 without steering; a reversed control has the negated scale.
-        control: "" for the vector itself, "none" for no steering, "random-03" for the fourth random vector, "reversed"
-            for the vector at the negated scale.
+        scale: scale of the operation, 0 without steering; a negated control has minus the scale.
+        control: "" for the vector itself, "none" for no steering, "random-03" for the fourth random vector, "negated"
+            for the vector at minus the scale.
     """
 
     vector: str = ""
@@ -58,14 +58,14 @@ class Request(NamedTuple):
     sample: int
 
 
-class Definition(msgspec.Struct, frozen=True, kw_only=True):
+class Definition(msgspec.Struct, frozen=True, kw_only=True, rename={"negated": "reversed"}):  # as files have it
     """Everything that the answers of a sweep depend on: two sweeps of one definition are the same sweep.
 
     Args:
         model: identity of the model; see `steercap.files.fingerprint`.
         vectors: SHA-256 of the vectors at the layers swept, by name.
         layers: layers steered at once, of each condition.
-        scales, operations, tokens, relative, random, reversed, seed, prompts: as for `Sweep`; tokens as text.
+        scales, operations, tokens, relative, random, negated, seed, prompts: as for `Sweep`; tokens as text.
         sampling: sampling parameters of an answer.
         samples: number of answers to each prompt under each condition.
     """
@@ -78,7 +78,7 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
     tokens: str
     relative: bool
     random: int
-    reversed: bool
+    negated: bool
     seed: int
     prompts: list[Any]
     sampling: dict[str, Any]
@@ -104,14 +104,14 @@ class Sweep:
         vectors: LayerVectors by name; a DirectionSet is such a mapping.
         layers: layers to steer: `(10, 14)` is each layer alone, `[(10,), (10, 12, 14)]` one alone and three at once,
             each with its own vector.
-        scales: numbers, NumPy's included; the opposite sign is another condition.
+        scales: numbers, NumPy's included; a negated one is another condition.
         operations: names in `OPERATIONS`.
         tokens: tokens to steer, as in every edit.
         relative: True if scales are fractions of the row's norm; for "add" only.
         random: number of random vectors of the same norm at each layer, for each vector: all operations, layers and
             scales. The norm matters only to "add"; for the other operations they are random directions.
-        reversed: try each scale with the opposite sign too, for operations where that is the reverse
-            (`Operation.signed`): not for "cap" and "set_projection".
+        negated: try each scale negated too, for operations where that has the opposite effect (`Operation.signed`): not
+            for "cap" and "set_projection".
         seed: seed of the random vectors and of the sampling.
         prompts: str, or conversations of {"role", "content"} dicts.
         sampling: vLLM sampling parameters except `n` and `seed`, which the sweep sets.
@@ -130,7 +130,7 @@ class Sweep:
     tokens: Tokens | TokenSelection = "generated"
     relative: bool = False
     random: int = 20
-    reversed: bool = True
+    negated: bool = True
     seed: int = 0
     sampling: Mapping[str, Any] = field(default_factory=dict)
     samples: int = 1
@@ -146,7 +146,7 @@ class Sweep:
         keep(self, "operations", tuple(self.operations))
         keep(self, "prompts", tuple(_prompt(prompt) for prompt in self.prompts))
         keep(self, "tokens", TokenSelection.parse(self.tokens))
-        settle(self, whole=("random", "samples", "seed"), flags=("relative", "reversed"))
+        settle(self, whole=("random", "samples", "seed"), flags=("relative", "negated"))
         self._check_axes()
         self._check_numbers()
 
@@ -193,9 +193,9 @@ class Sweep:
         for name, operation, layers in product(self.vectors, self.operations, self.groups):
             neutral = OPERATIONS[operation].neutral
             scales = [scale for scale in self.scales if scale != neutral]
-            both = self.reversed and OPERATIONS[operation].signed
-            turned = [-scale for scale in scales if -scale not in self.scales] if both else []
-            controls = {"": scales, "reversed": turned} | {f"random-{at:02}": scales for at in range(self.random)}
+            both = self.negated and OPERATIONS[operation].signed
+            negated = [-scale for scale in scales if -scale not in self.scales] if both else []
+            controls = {"": scales, "negated": negated} | {f"random-{at:02}": scales for at in range(self.random)}
             for control, own in controls.items():
                 for scale in own:
                     one = Condition(vector=name, operation=operation, layers=layers, scale=scale, control=control)

@@ -32,7 +32,7 @@ class Operation:
         axis: axis label of the scale.
         neutral: scale at which it changes nothing; None if there is none.
         relative: True if its scale can be a fraction of the row's norm.
-        signed: True if minus the scale has the opposite effect, so that there is a reversed control. Another sign of a
+        signed: True if minus the scale has the opposite effect, so that there is a negated control. Another sign of a
             projection is another value, not the reverse.
     """
 

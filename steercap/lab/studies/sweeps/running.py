@@ -84,17 +84,17 @@ class SweepResults:
         for alike in places.values():
             for condition, own in alike.items():
                 if not condition.control:
-                    turned = [
+                    negated = [
                         mean
                         for other, mean in alike.items()
-                        if other.scale == -condition.scale and other.control in {"", "reversed"}
+                        if other.scale == -condition.scale and other.control in {"", "negated"}
                     ]
                     random = tuple(
                         mean.value
                         for other, mean in alike.items()
                         if other.scale == condition.scale and other.control.startswith("random-")
                     )
-                    found.append(Effect(condition, own, plain, turned[0] if turned else None, random))
+                    found.append(Effect(condition, own, plain, negated[0] if negated else None, random))
         return found
 
     def _repr_html_(self) -> str:
@@ -108,7 +108,7 @@ class SweepResults:
                 at.scale,
                 one.plain.value,
                 one.steered.value,
-                None if one.turned is None else one.turned.value,
+                None if one.negated is None else one.negated.value,
                 f"{min(one.random):.4g} to {max(one.random):.4g}" if one.random else None,
                 one.outside,
             )

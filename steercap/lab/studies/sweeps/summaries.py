@@ -1,7 +1,4 @@
-"""Answers of a sweep, means of their values by condition, effects of a vector beside its controls; and their pictures.
-
-The pictures show measures against scale, beside random vectors of the same norm.
-"""
+"""Answers of a sweep, means of their values by condition, effects of a vector beside its controls; and their pictures."""
 
 from __future__ import annotations
 
@@ -43,6 +40,10 @@ class Record(Answered, frozen=True, kw_only=True):
     prompt_index: int
     sample: int
     finish_reason: str
+
+    def __post_init__(self) -> None:
+        if self.control == "reversed":  # as steercap 0.1.0 wrote it
+            msgspec.structs.force_setattr(self, "control", "negated")
 
     @property
     def condition(self) -> Condition:
@@ -90,14 +91,14 @@ class Effect(msgspec.Struct, frozen=True):
     Args:
         condition: condition of the vector.
         steered, plain: means with the vector, and without steering.
-        turned: mean at the scale of the opposite sign, None if that was not swept.
+        negated: mean at minus the scale, None if that was not swept.
         random: means of the random vectors at the same place and scale, in their order.
     """
 
     condition: Condition
     steered: Mean
     plain: Mean
-    turned: Mean | None
+    negated: Mean | None
     random: tuple[float, ...]
 
     @property
@@ -130,7 +131,7 @@ class Effect(msgspec.Struct, frozen=True):
 
 
 #: Colours of the colour-blind-safe Okabe-Ito palette.
-STEERED, REVERSED, RANDOM = "#0072B2", "#D55E00", "#999999"
+STEERED, NEGATED, RANDOM = "#0072B2", "#D55E00", "#999999"
 #: Size of one panel in inches, and dots per inch: two columns and rows make some 60 kB.
 PANEL: Final = (4.2, 2.9)
 DPI: Final = 110
@@ -167,7 +168,7 @@ def plot_doses(
 ) -> Path:
     """Draw each measure against the scale of one vector: a row per measure, a column per operation and its layers.
 
-    The vector is drawn with one standard error over prompts, the scales of the other sign dashed, every random
+    The vector is drawn with one standard error over prompts, the negated scales dashed, every random
     vector as a thin line in the band from the least to the greatest, and no steering as a dot where the scale
     changes nothing, or else as a level. Measures that are factors, such as perplexity, have a logarithmic axis.
 
@@ -238,7 +239,7 @@ def _chosen(results: Plotted, vector: str | None, measures: Sequence[str] | None
 
 
 def _draw(axes: Any, means: Mapping[Condition, Mean], plain: Mean, operation: str, *, log: bool) -> None:
-    """Draw one panel: random vectors below, then no steering, the reversed scales, and the vector on top."""
+    """Draw one panel: random vectors below, then no steering, the negated scales, and the vector on top."""
     if log:
         scale_log(axes)
     neutral = OPERATIONS[operation].neutral
@@ -252,8 +253,8 @@ def _draw(axes: Any, means: Mapping[Condition, Mean], plain: Mean, operation: st
     _draw_random(axes, random)
     if neutral is None:
         axes.axhline(plain.value, color=ink(), linewidth=1, linestyle=":", label="no steering")
-    if "reversed" in lines:
-        _draw_line(axes, lines["reversed"], REVERSED, "--", "other sign", log=log)
+    if "negated" in lines:
+        _draw_line(axes, lines["negated"], NEGATED, "--", "negated", log=log)
     if "" in lines:
         _draw_line(axes, lines[""], STEERED, "-", "vector, ± 1 standard error", log=log)
     if neutral is not None:
