@@ -1,4 +1,4 @@
-"""Answers of a sweep, means of their values by condition, effects of a vector beside its controls; and their pictures."""
+"""Answers of a sweep, means by condition, effects of a vector beside its controls; and plots of measures by scale."""
 
 from __future__ import annotations
 
