@@ -104,10 +104,15 @@ async def progress_line(name: str, stage: Callable[[], str]) -> AsyncIterator[No
     if not wants_line():
         yield
         return
-    ended = "did not start"
-    async with watching(
-        stage, lambda running, spent: _rewrite(f"{name}: {running}, {spent:.0f} s"[: _width()])
-    ) as took:
+    ended, shown = "did not start", ""
+
+    def tell(running: str, spent: float) -> None:
+        nonlocal shown
+        if (line := f"{name}: {running}, {spent:.0f} s"[: _width()]) != shown:  # a notebook may store each
+            shown = line
+            _rewrite(line)
+
+    async with watching(stage, tell) as took:
         try:
             yield
             ended = "is ready"

@@ -643,6 +643,7 @@ async def test_a_start_says_how_far_it_is(kind, fails, monkeypatch) -> None:
                 raise OSError("lost")
     *before, last = written.getvalue().rstrip("\n").split("\r")
     assert all(re.fullmatch(r"(m: (importing|loading), \d+ s)? *", line) for line in before)
+    assert len(set(before)) == len(before), "a line is written again, though nothing of it has changed"
     said = re.sub(r"\d+ s", "N s", last.rstrip())  # a slow machine takes some
     assert said == f"m {'did not start' if fails else 'is ready'} after N s: importing N s, loading N s"
 
