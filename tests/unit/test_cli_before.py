@@ -639,6 +639,7 @@ async def test_a_start_says_how_far_it_is(kind, fails, monkeypatch) -> None:
             for stage in ("importing", "loading"):
                 while f"m: {stage}" not in written.getvalue():
                     await asyncio.sleep(0)
+                await asyncio.sleep(0.02)  # some more looks
             if fails:
                 raise OSError("lost")
     *before, last = written.getvalue().rstrip("\n").split("\r")
