@@ -162,7 +162,8 @@ def place_names(axes: Any, names: Sequence[str], points: Any, size: float = 6.5,
             text = axes.annotate(name, point, (across, up), textcoords="offset points", **how)
             box = text.get_window_extent()
             covers = any(map(box.overlaps, taken)) or any(box.contains(*dot) for dot in dots)
-            if number == len(SIDES) or (not covers and frame.x0 <= box.x0 and box.x1 <= frame.x1 + 12):
+            inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 + 12 and frame.y0 <= box.y0 and box.y1 <= frame.y1
+            if number == len(SIDES) or (inside and not covers):
                 taken.append(box)
                 break
             text.remove()

@@ -643,6 +643,17 @@ def test_names_beside_points_do_not_overlap() -> None:
     assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
 
 
+def test_a_name_at_an_edge_stays_in_the_axes() -> None:
+    """Between two points that its sides would cover, at the upper edge above of which is the title, and at the lower."""
+    for height in (1.0, 0.0):
+        axes = Figure(layout="constrained").subplots()
+        axes.set(xlim=(0, 1), ylim=(0, 1))
+        place_names(axes, ["middle", "", ""], [(0.5, height), (0.48, height), (0.52, height)])
+        box, frame = axes.texts[0].get_window_extent(), axes.get_window_extent()
+        assert frame.y0 <= box.y0
+        assert box.y1 <= frame.y1
+
+
 def test_the_command_shows_and_keeps_what_the_library_finds(tmp_path, llama) -> None:
     """Tables for people, JSON for programs, Parquet and pictures in the folder; nothing but the asked parts."""
     vectors = drawn(2, layers=(0, 1, 2), model="tiny")
