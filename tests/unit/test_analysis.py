@@ -644,7 +644,7 @@ def test_names_beside_points_do_not_overlap() -> None:
 
 
 def test_a_name_at_an_edge_stays_in_the_axes() -> None:
-    """Between two points that its sides would cover, at the upper edge above of which is the title, and at the lower."""
+    """The name of a point between two others, at the upper edge and at the lower."""
     for height in (1.0, 0.0):
         axes = Figure(layout="constrained").subplots()
         axes.set(xlim=(0, 1), ylim=(0, 1))
