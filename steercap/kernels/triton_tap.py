@@ -454,12 +454,18 @@ class TapLauncher:
         self._compiled[key] = kernel[programs, 1, 1](*arguments, num_warps=_warps(block), **early)
 
 
+def stream_handle(device: torch.device) -> int:
+    """Return the handle of a CUDA device's current stream."""
+    handle: int = driver.active.get_current_stream(device.index)
+    return handle
+
+
 def _launch(compiled: Any, programs: int, arguments: tuple[Any, ...]) -> None:
     """Launch a compiled kernel on the current stream of the device of its first argument.
 
     `compiled[grid]` does it too, but looks for the device and for profilers' hooks each time, and a pass waits for it.
     """
-    stream = driver.active.get_current_stream(arguments[0].device.index)
+    stream = stream_handle(arguments[0].device)
     compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
 
 

@@ -6,6 +6,7 @@ or grow; and a request that runs meanwhile must be served as if nobody else were
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import random
@@ -353,6 +354,10 @@ def asks_for_a_sketch(frame: bytes) -> bool:
         return False
 
 
+#: Files that the client's event loop has.
+LOOP_FILES: Final = 2
+
+
 def open_files() -> int:
     """Files that this process has open."""
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
@@ -384,7 +389,11 @@ async def fuzz(rounds: int, seed: int, *, every: int = 50) -> int:
         worker.clear()
     finally:
         client.close()
-    assert open_files() <= files + 2, (
-        f"{open_files() - files} files are left open"
-    )  # the client's event loop has its own
+    more = open_files() - files
+    for _ in range(200):  # other threads of the process may have some open for a moment
+        if more <= LOOP_FILES:
+            break
+        await asyncio.sleep(0.05)
+        more = open_files() - files
+    assert more <= LOOP_FILES, f"{more} files are left open"
     return served

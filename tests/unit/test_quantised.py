@@ -67,7 +67,9 @@ def test_8_bits_are_what_compressed_tensors_unpacks(kind) -> None:
     ours = quantised_reference(kind).model
     theirs = AutoModelForCausalLM.from_pretrained(str(quantised_checkpoint(kind)), dtype=torch.float32)
     theirs(torch.tensor([[1]]))  # which has it unpack its weights
-    rows = torch.randn(20, 512, generator=torch.Generator().manual_seed(1)).bfloat16().float()
+    rows = (
+        torch.randn(20, KINDS[kind].sizes["hidden_size"], generator=torch.Generator().manual_seed(1)).bfloat16().float()
+    )
     for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj"):
         module, same = (model.model.layers[1].get_submodule(name) for model in (ours, theirs))
         assert torch.equal(module.linear.weight, same.weight), name
@@ -79,7 +81,7 @@ def test_the_lens_reads_a_quantised_checkpoint(kind) -> None:
     """Its final norm and unembedding are in 16 bits, and give the logits of the reference."""
     lens = Unembedding.load(quantised_checkpoint(kind))
     plain = quantised_reference("fp8_kv" if KINDS[kind].packages else kind).model
-    rows = torch.randn(5, 512, generator=torch.Generator().manual_seed(1))
+    rows = torch.randn(5, KINDS[kind].sizes["hidden_size"], generator=torch.Generator().manual_seed(1))
     assert torch.allclose(lens.logits(rows), plain.lm_head(plain.model.norm(rows)), atol=1e-4)
 
 

@@ -14,10 +14,10 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
-from triton.runtime import driver as drivers
 
 from steercap.core.rows import Ints
 from steercap.errors import WorkerFailure
+from steercap.kernels.triton_tap import stream_handle
 
 _IN_STREAM_ORDER: Final = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _BESIDE_COMPUTE: Final = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
@@ -175,8 +175,7 @@ class CudaTransfers:
 
     def _current(self) -> torch.cuda.Stream:
         """Return the current stream; to make its object anew takes longer than what is queued on it."""
-        handle = drivers.active.get_current_stream(self._model_stream.device_index)
-        if handle != self._model_stream.cuda_stream:
+        if stream_handle(self._model_stream.device) != self._model_stream.cuda_stream:
             self._model_stream = torch.cuda.current_stream(self.device)
         return self._model_stream
 
