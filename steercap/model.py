@@ -421,7 +421,7 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
 
     @property
     def refused(self) -> Mapping[str, str]:
-        """Reasons, by site, why layers of a class that no family knows lack the site; empty for other layers."""
+        """Reasons, by site, why layers of a class that no family knows lack the site, or a model its "final_norm"."""
         return self.serving.opened().refused
 
     @property

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 now = time.perf_counter
-#: Functions of steercap that are timed apart: classes of the modules that are patched, and names in them.
+#: Names of the functions of steercap that are timed apart, by class or module.
 STAGES: Final = {
     "RequestTable": ("make_step",),
     "CudaTaps": ("open", "_upload", "close", "_bundle", "_queue"),
@@ -40,7 +40,7 @@ class PassTimes:
         taps: of it, steercap's taps where they run outside of graphs.
         collected: of it, Python's garbage collector.
         thread, process: processor time of this thread and of the process, so far.
-        stages: of begin and end, each function of `STAGES`, by its name.
+        stages: seconds of each function of `STAGES` in begin and end, by its name; one within another counts twice.
         replayed: whether the pass is one graph.
         events: the device's: at the begin, before and behind the graph, and at the end.
     """

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 #: Attribute of a hooked runner with its runtime.
 RUNTIME_ATTRIBUTE = "steercap_runtime"
-#: Modules that hook a runner, repair what vLLM loads or its runner on CPU, or stand in for torchvision.
+#: Modules that hook a runner, repair vLLM's loading of weights or its runner on CPU, or stand in for torchvision.
 _HOOKING: Final = ("torchvision", "runner_v1", "runner_v2", "hooks", "cpu")
 #: Reasons why some of them failed, by module: an engine of the other runner does not need them.
 _UNHOOKED: Final[dict[str, str]] = {}

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, Final
 
 import numpy as np
@@ -21,7 +19,7 @@ from vllm.lora.punica_wrapper import punica_cpu
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from steercap.adapters.hooks import wrap
+from steercap.adapters.hooks import class_of, wrap
 from steercap.adapters.releases import require
 
 #: Attribute of a runner with the generators of requests whose sampled token will be discarded.
@@ -32,8 +30,8 @@ _MASKED: Final = "__steercap_masked__"
 #: vLLM's operator of the short convolution in gated delta networks.
 _CONVOLUTION: Final = "causal_conv1d_fwd_cpu"
 _STRIDED: Final = "__steercap_strided__"
-#: vLLM's module with the class of its routers; absent in earlier releases.
-_ROUTERS: Final = "vllm.model_executor.layers.fused_moe.router.cpu_router"
+#: Module and name of vLLM's class of routers; absent in earlier releases.
+_ROUTER: Final = "vllm.model_executor.layers.fused_moe.router.cpu_router", "CPURouter"
 
 
 def hook() -> None:
@@ -49,8 +47,8 @@ def hook() -> None:
     operator = getattr(_custom_ops, _CONVOLUTION, None)  # absent in earlier releases
     if operator is not None and not hasattr(operator, _STRIDED):
         setattr(_custom_ops, _CONVOLUTION, for_single_tokens(operator))
-    if find_spec(_ROUTERS):
-        wrap(import_module(_ROUTERS).CPURouter, "__init__", _in_one_group)
+    if (router := class_of(*_ROUTER)) is not None:
+        wrap(router, "__init__", _in_one_group)
     for name in _BY_INDEX:
         operator = getattr(lora_ops, name)
         if not hasattr(operator, _MASKED):
@@ -130,16 +128,16 @@ def for_single_tokens(operator: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_one_group(original: Callable[[], Any], router: Any, *_args: Any, **_options: Any) -> None:
-    """Have a router that chooses by sigmoids or biased scores among all experts choose among those of one group.
+    """Make one group of all experts for a router with sigmoid or biased scores.
 
     Without groups vLLM's router asserts that scores are softmax (MiniMax M2, Laguna and Step 3.5 die of their first
     pass) and leaves out their bias (ERNIE 4.5 chooses other experts). Relies on the attributes below, read in each
     pass. Can go when vLLM's router does either without groups.
     """
     original()
-    plain = router.scoring_func == "softmax" and router.e_score_correction_bias is None
-    others = router.use_grouped_topk or router.custom_routing_function is not None
-    if not plain and not others and router.scoring_func in {"softmax", "sigmoid"}:
+    scores, bias = getattr(router, "scoring_func", ""), getattr(router, "e_score_correction_bias", None)
+    others = getattr(router, "use_grouped_topk", True) or getattr(router, "custom_routing_function", None) is not None
+    if not others and (scores == "sigmoid" or (scores == "softmax" and bias is not None)):
         router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1
 
 

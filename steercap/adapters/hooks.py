@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
-from importlib.util import find_spec
 from itertools import chain
 from types import ModuleType
 from typing import Any, Final
@@ -53,8 +52,8 @@ _OUTPUT_STREAMS: Final = ("output_copy_stream", "async_output_copy_stream")
 _PADDING: Final = 1024
 #: Name of a router's bias in a checkpoint that keeps it among the experts, as Laguna's do.
 _BIAS: Final = "e_score_correction_bias"
-#: vLLM's module with the class that runs a layer's experts.
-_RUNNERS: Final = "vllm.model_executor.layers.fused_moe.runner.moe_runner"
+#: Module and name of vLLM's class that runs a layer's experts; absent in earlier releases.
+_RUNNER: Final = "vllm.model_executor.layers.fused_moe.runner.moe_runner", "MoERunner"
 
 
 def wrap(owner: type | ModuleType, name: str, hook: Callable[..., Any]) -> None:
@@ -74,17 +73,29 @@ def wrap(owner: type | ModuleType, name: str, hook: Callable[..., Any]) -> None:
     setattr(owner, name, hooked)
 
 
+def class_of(module: str, name: str) -> type | None:
+    """Return a class of vLLM's; None if this release has no such module or class."""
+    try:
+        found: type | None = getattr(import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        if not module.startswith(error.name or " "):
+            raise
+        return None
+    return found
+
+
 def hook() -> None:
     """Have vLLM's experts load the bias of their router; a second call does nothing."""
-    if find_spec(_RUNNERS) and hasattr(kind := import_module(_RUNNERS).MoERunner, "load_weights"):  # in newer releases
-        wrap(kind, "load_weights", _with_bias)
+    runner = class_of(*_RUNNER)
+    if runner is not None and hasattr(runner, "load_weights"):
+        wrap(runner, "load_weights", _with_bias)
 
 
 def _with_bias(original: Any, runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str]:
     """Load the experts' weights, and the bias of their router among them.
 
-    vLLM hands all weights of a checkpoint's `experts` to `routed_experts.load_weights`, which drops what is no
-    expert's: Laguna's routers then choose without their bias. Relies on `original.func`, the method, and on the
+    vLLM hands all weights of a checkpoint's `experts` to `routed_experts.load_weights`, which drops what belongs to no
+    expert: Laguna's routers then choose without their bias. Relies on `original.func`, the method, and on the
     parameter `e_score_correction_bias` of `routed_experts`. Can go when vLLM loads it.
     """
     found, bias = list[str](), getattr(runner.routed_experts, _BIAS, None)
@@ -97,7 +108,7 @@ def _with_bias(original: Any, runner: Any, weights: Iterable[tuple[str, torch.Te
             else:
                 yield name, tensor
 
-    return chain(original.func(runner, others()) or (), found)  # filled when the others are loaded, now or later
+    return chain(original.func(runner, others()) or (), found)  # which fills while the others are read, now or later
 
 
 def require_requests() -> None:

@@ -6,6 +6,7 @@ pipeline stage that list has a placeholder for each layer of the others.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from steercap.core.messages import Choose, NotCapturing, Project, Unembed, Unemb
 from steercap.core.spec import Point
 from steercap.errors import UnsupportedModel
 
+_LOG: Final = logging.getLogger(__name__)
 #: Maximum number of rows that are unembedded at a time.
 ROWS: Final = 64
 
@@ -152,7 +154,9 @@ class Decoder:
         return Unembedding(normed, head)
 
     def norms_late(self, family: Family, unembedding: Unembedding, rows: torch.Tensor) -> bool:
-        """Check if the model's own head norms rows; all ranks of a tensor-parallel group must call it together.
+        """Check if making logits applies the final norm; all ranks of a tensor-parallel group must call it together.
+
+        A head that fails on rows of zeros counts as one that does not: the proof at start computes with it too.
 
         Args:
             family: family of its layers.
@@ -163,7 +167,10 @@ class Decoder:
         with torch.inference_mode(), ExitStack() as hooks:
             for module in filter(None, map(self._module, family.norm.split("|"))):
                 hooks.callback(module.register_forward_pre_hook(lambda norm, _args: called.append(norm)).remove)
-            unembedding.head(rows)
+            try:
+                unembedding.head(rows)
+            except Exception as error:  # noqa: BLE001 -- of whatever model; a start needs no logits unless it proves them
+                _LOG.warning("steercap cannot tell if making logits applies the final norm: %r", error)
         return bool(called)
 
     def _module(self, name: str) -> nn.Module | None:

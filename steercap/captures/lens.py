@@ -193,12 +193,14 @@ async def unembed(
 
     Raises:
         InvalidRequest: something that is not such rows, numbers or tokens, rows with NaN, or with what the model's
-            dtype cannot hold, or logits beyond `max_bytes`.
+            dtype cannot hold, normed rows for a model without the site "final_norm", or logits beyond `max_bytes`.
         EngineFailure: the engine has died or was closed.
     """
     require_kind(engine, "unembed", pools=False)
     count, chosen = _checked_request(engine, top, ids)
     normed, full = (truth_of(given, name, wrong=InvalidRequest) for name, given in (("normed", normed), ("full", full)))
+    if normed and (reason := engine.refused.get("final_norm")):
+        raise InvalidRequest(f"normed=True is for rows of 'final_norm', which this model has none of: {reason}")
     width, vocabulary = engine.vllm.hidden_size, engine.vllm.vocabulary
     rounded = _rounded(rows, width, engine.dtype)
     each = 4 * vocabulary if full else 0

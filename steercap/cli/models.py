@@ -51,7 +51,7 @@ LOOPED: Final = frozenset({"HrmTextForCausalLM", "IQuestLoopCoderForCausalLM"})
 
 #: Beginning of the reason in records of models that are served, though their rows differ from transformers'.
 DIFFERS: Final = "not proved, not refused"
-#: Sites by which a record of derived sites is of more than the stream.
+#: Sites that a record of derived sites has if it covers more than the stream.
 _BLOCKS: Final = frozenset({"attn_out", "mlp_out"})
 #: Meaning of "derived".
 DERIVES: Final = "the start derives its sites and serves those that pass its checks, or refuses the model"

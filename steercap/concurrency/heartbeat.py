@@ -108,7 +108,7 @@ async def progress_line(name: str, stage: Callable[[], str]) -> AsyncIterator[No
 
     def tell(running: str, spent: float) -> None:
         nonlocal shown
-        if (line := f"{name}: {running}, {spent:.0f} s"[: _width()]) != shown:  # a notebook may store each
+        if (line := f"{name}: {running}, {spent:.0f} s"[: _width()]) != shown:  # a notebook stores every rewrite
             shown = line
             _rewrite(line)
 

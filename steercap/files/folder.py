@@ -41,10 +41,17 @@ def differences(stored: Any, expected: Any, *, but: Collection[str] = (), none_i
         none_is_unset: True to take a field that is None as one that is missing: a version that did not know it yet
             wrote nothing of it.
     """
-    was, now = (msgspec.json.decode(msgspec.json.encode(one), type=dict[str, Any]) for one in (stored, expected))
+    was, now = map(_as_stored, (stored, expected))
     if none_is_unset:
         was, now = ({name: value for name, value in one.items() if value is not None} for one in (was, now))
     return [line for name in {**was, **now} if name not in but for line in _apart(name, was, now)]
+
+
+def _as_stored(one: Any) -> dict[str, Any]:
+    """Return what JSON holds of a Struct or mapping, under the names that Python has for the fields of the Struct."""
+    found = msgspec.json.decode(msgspec.json.encode(one), type=dict[str, Any])
+    fields = msgspec.structs.fields(one) if isinstance(one, msgspec.Struct) else ()
+    return found | {field.name: found.pop(field.encode_name) for field in fields if field.encode_name in found}
 
 
 def _apart(name: str, was: Mapping[str, Any], now: Mapping[str, Any], under: str = "") -> list[str]:

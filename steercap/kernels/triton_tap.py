@@ -463,7 +463,8 @@ def stream_handle(device: torch.device) -> int:
 def _launch(compiled: Any, programs: int, arguments: tuple[Any, ...]) -> None:
     """Launch a compiled kernel on the current stream of the device of its first argument.
 
-    `compiled[grid]` does it too, but looks for the device and for profilers' hooks each time, and a pass waits for it.
+    `compiled[grid]` does the same more slowly: it looks up the device, and hooks of Triton's profilers, which do not
+    see these launches.
     """
     stream = stream_handle(arguments[0].device)
     compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)

@@ -173,8 +173,8 @@ def norm_after(
     """Return the norm whose input is the stream at a point: that of the next layer, or the one after the last layer.
 
     Returns:
-        The norm; None if the point is not the end of a layer, if this rank does not hold the norm, or if something else
-        reads the stream between the layer and the norm.
+        The norm; None if the point is not the end of a layer, if this rank does not hold the norm, if it runs as logits
+        are made, or if something else reads the stream between the layer and the norm.
     """
     loop = decoder.parent
     if point.site != "resid_post" or name_of(type(loop)) not in family.loops:
@@ -184,6 +184,8 @@ def norm_after(
     following = point.layer + 1
     holder, path = decoder.layers.get(following), "input_layernorm"
     if following == num_layers:
+        if family.norms_late:
+            return None
         holder, path = loop, family.norm
     if any((one.site == "resid_pre" and one.layer == following) or one.site.endswith(f"{path}.input") for one in armed):
         return None

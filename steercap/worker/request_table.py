@@ -106,7 +106,7 @@ class SteadyDecode:
         """Return the step of the next pass; None if the series ends."""
         if self.left < 1 or batch.num_tokens != len(batch.starts):
             return None
-        # Few arrays are computed here: in a model's loop the code for each is out of the processor's caches.
+        # Between passes NumPy's code falls out of the processor's caches, so that each call here is slow.
         if batch.starts.tobytes() != self.starts.tobytes():
             return None
         self.left -= 1

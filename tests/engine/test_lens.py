@@ -133,6 +133,16 @@ async def test_rows_that_are_gone_or_from_a_file_have_no_lens(tiny, tmp_path) ->
     assert len(await tiny.unembed(torch.ones(0, tiny.hidden_size))) == 0
 
 
+async def test_normed_rows_are_refused_where_the_head_norms_them_again(tiny, monkeypatch) -> None:
+    """Of MiMo's rows behind the norm, its head would make logits of rows normed twice."""
+    rows = torch.ones(2, tiny.hidden_size)
+    assert len(await tiny.unembed(rows, normed=True)) == 2
+    monkeypatch.setitem(tiny.serving.opened().refused, "final_norm", "the model norms rows as it makes logits of them")
+    with pytest.raises(errors.InvalidRequest, match="which this model has none of: the model norms rows"):
+        await tiny.unembed(rows, normed=True)
+    assert len(await tiny.unembed(rows)) == 2
+
+
 @pytest.mark.parametrize("rows", [float("nan"), float("inf"), 1e300])
 async def test_rows_that_are_no_numbers_say_nothing(tiny, rows) -> None:
     """Some token would be the likeliest of them."""

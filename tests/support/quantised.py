@@ -37,7 +37,7 @@ SIZES: Final = {
     "num_key_value_heads": 4,
     "head_dim": 64,
 }
-#: Of what runs without a kernel of its own, a hundred times slower: oneDNN's reference of FP8 products.
+#: Sizes for a format without a kernel of its own: oneDNN's reference of FP8 products is a hundred times slower.
 NARROW: Final = {
     **SIZES,
     "hidden_size": 256,

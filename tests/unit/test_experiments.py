@@ -332,6 +332,7 @@ def test_a_folder_gives_back_what_was_written(tmp_path) -> None:
     [
         ({"scales": (0, 1, 3)}, "scales was"),
         ({"seed": 5}, "seed was 0, is 5"),
+        ({"negated": False}, "negated was True, is False"),
         ({"vectors": {"warm": vectors(1, 2, 3, seed=4)}}, "vectors.warm was"),
         ({"prompts": ["another"]}, "prompts was"),
         ({"sampling": {"max_tokens": 3}}, "sampling.max_tokens was not set"),

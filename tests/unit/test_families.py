@@ -24,9 +24,11 @@ from steercap.architectures.families.base import Family, located
 from steercap.architectures.families.proved import fingerprint_of, is_transformers, name_of, same_code
 from steercap.architectures.sites import SITES
 from steercap.core.messages import Attached, Loaded
+from steercap.core.spec import Point
 from steercap.engine.ranks import Rank, loaded_of
 from steercap.errors import UnsupportedModel
 from steercap.testing.architectures import ARCHITECTURES, ENGINES, FAMILY_CONFIGS
+from steercap.worker.install import norm_after
 
 FOLDER = Path(base.__file__).parent
 
@@ -385,6 +387,20 @@ def test_a_norm_that_the_head_applies_is_applied_once() -> None:
         assert torch.equal(found, normed(rows))
     assert SITES["final_norm"].known(family)
     assert not SITES["final_norm"].known(late)
+    here = (name_of(type(model.model)),)
+    last = [norm_after(Point(2, "resid_post"), decoder, replace(one, loops=here), [], 3) for one in (family, late)]
+    assert last == [model.model.norm, None]
+
+
+def test_a_head_that_fails_ends_no_start(caplog) -> None:
+    """Nothing is proved of it: what uses it says so."""
+    model = nn.Module()
+    model.model = nn.Module()
+    model.model.layers, model.model.norm = nn.ModuleList(Whole() for _ in range(3)), nn.LayerNorm(4)
+    family, decoder = FAMILIES["qwen2"], decoder_of(model, 3, range(3))
+    unembedding = decoder.unembedding(family, lambda rows: rows @ torch.zeros(5, 5))
+    assert not decoder.norms_late(family, unembedding, torch.zeros(1, 4))
+    assert "cannot tell if making logits applies the final norm" in caplog.text
 
 
 def test_a_family_multiplies_by_one_unless_it_says_otherwise() -> None:

@@ -25,7 +25,7 @@ from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from steercap.adapters import cpu, detokenizer, hardware
-from steercap.adapters.hooks import wrap
+from steercap.adapters.hooks import class_of, wrap
 from steercap.adapters.parameters import ParamsReader, read_params
 from steercap.adapters.prompts import prompt_dict
 from steercap.adapters.wire import is_plain_options, is_plain_params, plain_ids
@@ -205,6 +205,17 @@ def test_inputs_of_one_token_are_strided_as_those_of_more() -> None:
         given = cpu.for_single_tokens(lambda *, x: x)(x=x)
         assert given.stride() == (1, 128)
         assert torch.equal(given, x)
+
+
+def test_a_class_that_a_release_lacks_is_none(tmp_path, monkeypatch) -> None:
+    """Neither its module nor its name need be there; a module that is broken is an error."""
+    assert class_of("vllm.config", "VllmConfig") is not None
+    for module, name in (("vllm.config", "Absent"), ("vllm.absent", "One"), ("vllm.absent.deeper", "One")):
+        assert class_of(module, name) is None
+    (tmp_path / "wants_another.py").write_text("import nothing_of_that_name")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="nothing_of_that_name"):
+        class_of("wants_another", "One")
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])

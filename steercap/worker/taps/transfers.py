@@ -174,7 +174,7 @@ class CudaTransfers:
         return event
 
     def _current(self) -> torch.cuda.Stream:
-        """Return the current stream; to make its object anew takes longer than what is queued on it."""
+        """Return the current stream, its object reused: making a new one takes longer than queueing a copy."""
         if stream_handle(self._model_stream.device) != self._model_stream.cuda_stream:
             self._model_stream = torch.cuda.current_stream(self.device)
         return self._model_stream

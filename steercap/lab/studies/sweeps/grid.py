@@ -58,7 +58,7 @@ class Request(NamedTuple):
     sample: int
 
 
-class Definition(msgspec.Struct, frozen=True, kw_only=True, rename={"negated": "reversed"}):  # as files have it
+class Definition(msgspec.Struct, frozen=True, kw_only=True, rename={"negated": "reversed"}):  # its name in files
     """Everything that the answers of a sweep depend on: two sweeps of one definition are the same sweep.
 
     Args:
