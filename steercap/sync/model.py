@@ -1472,7 +1472,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
 
     @property
     def refused(self) -> Mapping[str, str]:
-        """Reasons, by site, why layers of a class that no family knows lack the site; empty for other layers."""
+        """Reasons, by site, why layers of a class that no family knows lack the site, or a model its "final_norm"."""
         return self.awaited.refused
 
     @property
