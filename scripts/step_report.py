@@ -93,11 +93,15 @@ def _typical(name: str, numbers: Sequence[float]) -> float:
 
 def table_of(found: Mapping[Key, Mapping[str, float]]) -> Table:
     """The table to print."""
-    table = Table(title="µs, medians", title_justify="left")
-    for name in ("process", "kind", "requests", "one graph", "passes", *COLUMNS):
+    return _table("µs, medians", ("passes", *COLUMNS), found, digits=0)
+
+
+def _table(title: str, names: Sequence[str], found: Mapping[Key, Mapping[str, float]], digits: int) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in ("process", "kind", "requests", "one graph", *names):
         table.add_column(name, justify="right")
     for (process, kind, requests, replayed), numbers in found.items():
-        cells = (f"{numbers[name]:.0f}" if name in numbers else "" for name in ("passes", *COLUMNS))
+        cells = (f"{numbers[name]:.{digits}f}" if name in numbers else "" for name in names)
         table.add_row(process, kind, str(requests), "yes" if replayed else "no", *cells)
     return table
 
@@ -107,15 +111,7 @@ def stages_of(found: Mapping[Key, Mapping[str, float]]) -> Table | None:
     names = list(
         dict.fromkeys(name for numbers in found.values() for name in numbers if name not in {*COLUMNS, "passes"})
     )
-    if not names:
-        return None
-    table = Table(title="µs of stages, means over all passes", title_justify="left")
-    for name in ("process", "kind", "requests", "one graph", *names):
-        table.add_column(name, justify="right")
-    for (process, kind, requests, replayed), numbers in found.items():
-        cells = (f"{numbers[name]:.1f}" if name in numbers else "" for name in names)
-        table.add_row(process, kind, str(requests), "yes" if replayed else "no", *cells)
-    return table
+    return _table("µs of stages, means over all passes", names, found, digits=1) if names else None
 
 
 def main() -> None:

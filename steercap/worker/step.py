@@ -139,8 +139,7 @@ class Step:
     @property
     def records(self) -> Ints:
         """First line of each token's record in the arena, and its lines; NONE and 0 for none: int64 [2, tracked]."""
-        records = self.table[LINE : STRIDE + 1]
-        return np.stack([self.lines, records[1]]) if self.ahead else records
+        return np.stack([self.lines, self.strides])
 
     @property
     def asked(self) -> Ints:
@@ -180,8 +179,7 @@ class Step:
     def compared(steps: Sequence[Step]) -> Step:
         """Return the first COMPARED columns of consecutive passes, one pass after the other."""
         whole = Step(np.concatenate([step.table[:COMPARED] for step in steps], axis=1))
-        if any(step.ahead for step in steps):
-            whole.table[POSITION] += np.repeat([step.ahead for step in steps], [len(step) for step in steps])
+        whole.table[POSITION] = np.concatenate([step.positions for step in steps])
         return whole
 
     @staticmethod

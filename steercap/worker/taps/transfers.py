@@ -165,15 +165,15 @@ class CudaTransfers:
     def put(self, target: torch.Tensor, source: torch.Tensor, rows: int) -> None:
         # By address: to take the views of a few rows takes longer than to queue the copy.
         size = rows * target.stride(0) * target.itemsize
-        if status := self._there(target.data_ptr(), source.data_ptr(), size, self._current().cuda_stream):
+        if status := self._there(target.data_ptr(), source.data_ptr(), size, self.current().cuda_stream):
             raise WorkerFailure(f"a copy of {size} bytes to the device failed (CUDA error {status})")
 
     def now(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
-        event.record(self._current())
+        event.record(self.current())
         return event
 
-    def _current(self) -> torch.cuda.Stream:
+    def current(self) -> torch.cuda.Stream:
         """Return the current stream, its object reused: making a new one takes longer than queueing a copy."""
         if stream_handle(self._model_stream.device) != self._model_stream.cuda_stream:
             self._model_stream = torch.cuda.current_stream(self.device)
@@ -229,9 +229,6 @@ class CudaTransfers:
             self._batch = None  # this driver, or this memory, does not support it: copy one by one
         return not status
 
-    def current(self) -> torch.cuda.Stream:
-        return self._current()
-
     def using(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
 
@@ -242,7 +239,7 @@ class CudaTransfers:
         event.synchronize()
 
     def hold(self, event: torch.cuda.Event) -> None:
-        self._current().wait_event(event)
+        self.current().wait_event(event)
 
 
 Holder = TypeVar("Holder")
