@@ -47,7 +47,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 import shapes  # noqa: F401 -- before any module that it checks
 from preloaded import PRELOADED
 from scheduling import in_order, pytest_xdist_make_scheduler  # noqa: F401 -- a hook of pytest-xdist
-from skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401 -- hooks of pytest
+from skips import UNEXPECTED, pytest_make_collect_report, pytest_runtest_makereport, unexpected  # noqa: F401 -- hooks of pytest
 from stalls import (  # noqa: F401 -- hooks of pytest
     pytest_runtest_logreport,
     pytest_timeout_cancel_timer,
@@ -70,7 +70,7 @@ settings.register_profile("steercap", deadline=None)  # examples differ in what 
 settings.load_profile("steercap")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what starts an engine of its own as slow (the one of `tiny` serves all that `make test` runs), and extended tests."""
     for item in items:
         used = set(getattr(item, "fixturenames", ()))
@@ -78,6 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         starts_one = on_engines and ("tiny" not in used or used & {"cramped", "smol"})
         if starts_one or item.get_closest_marker("extended"):
             item.add_marker(pytest.mark.slow)
+    config.stash[UNEXPECTED] = unexpected(items)
     items[:] = in_order(items)
 
 

@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import tomllib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -102,6 +102,20 @@ def _held(report: Report, *, skipped: bool) -> Report:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
         report.outcome, report.longrepr = "failed", f"{report.nodeid} was {says}: {reason}".replace("was ran", "ran")
     return report
+
+
+#: Tests of a run that their marks skip here and no entry expects, whether selected or not: `test_skips.py` fails on them.
+UNEXPECTED: Final = pytest.StashKey[list[str]]()
+
+
+def unexpected(items: Iterable[pytest.Item]) -> list[str]:
+    """The tests that their marks skip here and that no entry expects, each with what is wrong with that."""
+    return [
+        f"{item.nodeid} is {says}"
+        for item in items
+        if any(any(mark.args) for mark in item.iter_markers("skipif"))
+        and (says := wrong(item.nodeid.removeprefix("tests/"), skipped=True))
+    ]
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

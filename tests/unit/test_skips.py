@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import skips
-from skips import HERE, SKIPS, Skip, here, of, wrong
+from skips import HERE, SKIPS, UNEXPECTED, Skip, here, of, unexpected, wrong
 
 
 def functions(file: Path) -> set[str]:
@@ -63,6 +63,22 @@ def test_only_what_is_listed_may_be_skipped(monkeypatch) -> None:
         "a.py::four": (False, False),
         "a.py::five": (True, False),
     }
+
+
+def test_marks_skip_only_what_is_listed(request) -> None:
+    """Also tests of this run's files that are not selected: a tier of quick tests fails for the slow ones."""
+    assert not request.config.stash[UNEXPECTED]
+
+
+def test_a_mark_that_skips_a_test_unexpectedly_is_found(request) -> None:
+    """One that does not hold here, and one that is listed, are none."""
+    item = request.node
+    assert not unexpected([item])
+    item.add_marker(pytest.mark.skipif(False, reason="holds elsewhere"))
+    assert not unexpected([item])
+    item.add_marker(pytest.mark.skipif(True, reason="holds here"))
+    (found,) = unexpected([item])
+    assert re.search("unexpectedly_is_found is skipped on a machine .* in no entry", found)
 
 
 @pytest.mark.slow
