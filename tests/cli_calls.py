@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -28,12 +27,6 @@ def call(*arguments: str | Path, stdin: str | None = None) -> Any:
 def shell(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "steercap", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        found: int = server.getsockname()[1]
-        return found
 
 
 def vectors(seed: int = 0, layers=range(4), width: int = 8, **labels: str) -> LayerVectors:

@@ -38,6 +38,8 @@ class LoopThread:
         self._open = True
         self._entering: Final = threading.RLock()  # the garbage collector may end a generator in it, which calls `run`
         self._process: Final = os.getpid()
+        #: Of each call that runs: where its ended task goes, or None if the loop ended before it.
+        self._waiting: Final = set[SimpleQueue[asyncio.Task[Any] | None]]()
         self._thread: Final = threading.Thread(target=self._serve, name=NAME, daemon=True)
         self._thread.start()
         atexit.register(self.stop)  # or it would still run during the interpreter's shutdown
@@ -51,7 +53,7 @@ class LoopThread:
         """
         tasks: list[asyncio.Task[Value]] = []
         # A wait that holds no lock of the loop's, as the garbage collector may end a generator meanwhile, by `run`.
-        ended = SimpleQueue[asyncio.Task[Value]]()
+        ended = SimpleQueue[asyncio.Task[Value] | None]()
 
         def begin() -> None:
             tasks.append(self.loop.create_task(work))
@@ -64,6 +66,7 @@ class LoopThread:
             self._require_elsewhere()
             with self._entering:  # so that `stop` sees everything that was begun
                 self._require_open()
+                self._waiting.add(ended)
                 self.loop.call_soon_threadsafe(begin)
         except BaseException:
             work.close()
@@ -74,10 +77,12 @@ class LoopThread:
             with suppress(RuntimeError):  # the loop was closed
                 self.loop.call_soon_threadsafe(cancel)
             raise
-        try:
-            return task.result()
-        except asyncio.CancelledError:
-            raise ModelClosed("the model was closed while this call ran") from None
+        finally:
+            self._waiting.discard(ended)
+        with suppress(asyncio.CancelledError):
+            if task is not None:
+                return task.result()
+        raise ModelClosed("the model was closed while this call ran")
 
     def stop(self) -> None:
         """Cancel running tasks, end the loop and its thread; from any other thread. Idempotent."""
@@ -97,6 +102,8 @@ class LoopThread:
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         finally:
             self.loop.close()
+            for ended in tuple(self._waiting):  # of tasks that went on when they were cancelled
+                ended.put(None)
 
     def _require_open(self) -> None:
         if not self._open:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-from datetime import datetime
 
 import numpy as np
 import pytest
@@ -46,12 +45,12 @@ def chatml(talk):
 
 
 @template(
-    "<bos>[system]\nToday: {{ strftime_now('%d %b %Y') }}\n\n"
+    "<bos>[system]\nCut off: {{ strftime_now('%%') }}\n\n"
     "{% if messages[0].role == 'system' %}{{ messages[0].content | trim }}{% set messages = messages[1:] %}{% endif %}<eot>"
     "{% for m in messages %}[{{ m.role }}]\n\n{{ m.content | trim }}<eot>{% endfor %}"
 )
 def llama3(talk):
-    yield None, f"<bos>[system]\nToday: {datetime.now().strftime('%d %b %Y')}\n\n"  # noqa: DTZ005
+    yield None, "<bos>[system]\nCut off: %\n\n"  # no date: it may change between the template and this
     if talk[0]["role"] == "system":
         yield 0, talk[0]["content"].strip()
     yield None, "<eot>"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import gc
 import os
 import re
@@ -20,6 +21,7 @@ import pytest
 import steercap
 from steercap.concurrency.loops import OwnerLoop, end_within, finished, on_thread, running_loop
 from steercap.errors import ModelClosed, WrongEventLoop
+from steercap.sync import twins
 from steercap.sync.twins import LoopThread, StreamTwin
 
 
@@ -141,6 +143,24 @@ def test_calls_from_many_threads_end_when_the_loop_is_stopped() -> None:
         assert not thread._thread.is_alive()
         with pytest.raises(ModelClosed, match="rows that were not fetched are gone"):
             thread.run(asyncio.sleep(0))
+
+
+def test_a_call_that_goes_on_when_it_is_cancelled_ends_with_the_loop(monkeypatch) -> None:
+    monkeypatch.setattr(twins, "STOP_SECONDS", 0.1)
+    thread, begun = LoopThread(), threading.Event()
+
+    async def stubborn() -> None:
+        begun.set()
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(600)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        call = pool.submit(thread.run, stubborn())
+        assert begun.wait(60)
+        thread.stop()
+        with pytest.raises(ModelClosed, match="was closed while this call ran"):
+            call.result(timeout=60)
 
 
 def test_a_call_from_within_the_loop_does_not_wait_for_itself() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from cli_calls import call, free_port
+from cli_calls import call
 
 import steercap
 from steercap import SteerModel
@@ -528,17 +529,26 @@ def test_up_generate_status_and_down(model, python) -> None:
     assert call("down").exit_code == 0
 
 
+async def forwarded(engine: WarmEngine, capsys) -> tuple[asyncio.Task[None], int]:
+    """The explorer of a warm engine: its task, and the port that it chose and said."""
+    task, said = asyncio.create_task(_forward(engine, 0, Terminal(Output()), browser=False)), ""
+    while not (found := re.search(rf"http://{HOST}:(\d+)/explorer", said)):
+        assert not task.done(), task
+        await asyncio.sleep(0)
+        said += capsys.readouterr().err
+    return task, int(found[1])
+
+
 @pytest.mark.usefixtures("python")
-def test_the_explorer_of_a_warm_engine(model) -> None:
+def test_the_explorer_of_a_warm_engine(model, capsys) -> None:
     """Its page is forwarded; several at once, one that gives up, and one after an engine that is gone."""
     assert call("up", model).exit_code == 0
-    (engine,), port = warm.engines(), free_port()
-    address = f"http://{HOST}:{port}"
+    (engine,) = warm.engines()
 
     async def look() -> None:
-        task = asyncio.create_task(_forward(engine, port, Terminal(Output()), browser=False))
-        while not await asyncio.to_thread(answers, f"{address}/health"):
-            assert not task.done(), task
+        task, port = await forwarded(engine, capsys)
+        address = f"http://{HOST}:{port}"
+        assert await asyncio.to_thread(answers, f"{address}/health")
         _, given_up = await asyncio.open_connection(HOST, port)
         given_up.close()
         await given_up.wait_closed()
@@ -571,8 +581,8 @@ def test_the_explorer_of_a_warm_engine_ends_with_success(model, number) -> None:
     assert [one.model for one in warm.engines()] == [model]
 
 
-async def test_the_explorer_asks_for_no_other_user(folder, monkeypatch) -> None:  # noqa: ARG001 -- where sockets are
-    engine, port, asked = engine_of("org/name"), free_port(), []
+async def test_the_explorer_asks_for_no_other_user(folder, monkeypatch, capsys) -> None:  # noqa: ARG001 -- where sockets are
+    engine, asked = engine_of("org/name"), []
 
     async def answer(reader, writer) -> None:
         asked.append(await reader.read(1))
@@ -580,14 +590,10 @@ async def test_the_explorer_asks_for_no_other_user(folder, monkeypatch) -> None:
         writer.close()
 
     async with await asyncio.start_unix_server(answer, engine.socket):
-        task = asyncio.create_task(_forward(engine, port, Terminal(Output()), browser=False))
+        task, port = await forwarded(engine, capsys)
         for user, expected in ((os.geteuid(), b"!"), (os.geteuid() + 1, b"")):
             monkeypatch.setattr(os, "geteuid", lambda user=user: user)
-            while True:
-                with contextlib.suppress(ConnectionRefusedError):
-                    reader, writer = await asyncio.open_connection(HOST, port)
-                    break
-                await asyncio.sleep(0)
+            reader, writer = await asyncio.open_connection(HOST, port)
             writer.write(b"?")
             with contextlib.suppress(ConnectionError):
                 assert await reader.read() == expected
