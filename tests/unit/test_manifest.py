@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 
@@ -497,7 +498,7 @@ def test_a_run_lists_what_was_saved_and_gives_it_back(tmp_path) -> None:
     assert split.points[1].tensors["rows"].dtype == "bfloat16"
     assert split.row_bytes == 2 * (4 + 2 * 6)
     assert split.versions == versions()
-    assert split.versions.torch == torch.__version__
+    assert split.versions.torch == version("torch")
 
 
 def test_captures_that_were_asked_alike_have_one_layout(tmp_path) -> None:
