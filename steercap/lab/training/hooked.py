@@ -50,7 +50,8 @@ class HookedModel:
     Raises:
         InvalidSetting: both `device` and `device_map`.
         UnsupportedModel: its layers are not found, or of no known kind; or `attn_implementation` was given, and
-            computes another loss than the eager one, or losses that are not finite.
+            transformers has none of that name for the model, or it computes another loss than the eager one, or losses
+            that are not finite.
     """
 
     def __init__(
@@ -67,7 +68,14 @@ class HookedModel:
         kind = AutoModelForCausalLM if text is config else AutoModelForImageTextToText
         self.path = str(path)
         self.config: Any = config
-        self.model: Any = kind.from_pretrained(str(path), dtype=dtype, **loading)
+        try:
+            self.model: Any = kind.from_pretrained(str(path), dtype=dtype, **loading)
+        except ValueError as error:
+            if "attn_implementation" not in loading or "attn_implementation" not in str(error):
+                raise
+            raise UnsupportedModel(
+                f"attn_implementation={loading['attn_implementation']!r} of {path}: {error}"
+            ) from error
         if device is not None:
             self.model.to(device)
         self.model.eval().requires_grad_(requires_grad=False)
