@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -25,21 +26,17 @@ if TYPE_CHECKING:
     from steercap.requests.call_types import Generation
     from steercap.steering.spec import SteeringSpec
 
-PANEL: Final = "Sampling"
+_sampling = partial(typer.Option, rich_help_panel="Sampling")
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
     """Sampling options."""
 
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens to generate.", rich_help_panel=PANEL)] = 64
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.", rich_help_panel=PANEL)
-    ] = 0.0
-    seed: Annotated[int | None, typer.Option(help="Seed of sampling.", rich_help_panel=PANEL)] = None
-    samples: Annotated[
-        int, typer.Option(min=1, help="Number of answers per prompt (default 1).", rich_help_panel=PANEL)
-    ] = 1
+    max_tokens: Annotated[int, _sampling(min=1, help="Maximum tokens to generate.")] = 64
+    temperature: Annotated[float, _sampling(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0
+    seed: Annotated[int | None, _sampling(help="Seed of sampling.")] = None
+    samples: Annotated[int, _sampling(min=1, help="Number of answers per prompt (default 1).")] = 1
 
     def params(self) -> dict[str, Any]:
         """Return the fields of vLLM's SamplingParams.

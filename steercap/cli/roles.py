@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.table import Table
@@ -75,16 +76,14 @@ def document_of(axis: AssistantAxis, run: RoleRun) -> dict[str, Any]:
     }
 
 
-SIZES: Final = "Sizes"
-SCORING: Final = "Scoring"
+#: Options of sizes and of scoring, of traits and of roles.
+size_option = partial(typer.Option, rich_help_panel="Sizes")
+scoring_option = partial(typer.Option, rich_help_panel="Scoring")
 
 
 #: Arguments of a scorer, of traits and of roles.
 ScorerArguments = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="KEY=VALUE", help="Argument of the scorer, value in JSON; repeatable.", rich_help_panel=SCORING
-    ),
+    list[str] | None, scoring_option(metavar="KEY=VALUE", help="Argument of the scorer, value in JSON; repeatable.")
 ]
 
 
@@ -92,20 +91,11 @@ ScorerArguments = Annotated[
 class AnswerOptions:
     """Options for answers of traits and of roles; those left out are the paper's, or with --small fit for a laptop."""
 
-    small: Annotated[
-        bool,
-        typer.Option("--small", help="Sizes for a small model on a CPU: minutes, not hours.", rich_help_panel=SIZES),
-    ] = False
-    n_samples: Annotated[
-        int | None, typer.Option("--samples", min=1, help="Number of answers per question.", rich_help_panel=SIZES)
-    ] = None
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Maximum tokens to generate.", rich_help_panel=SIZES)
-    ] = None
-    temperature: Annotated[float | None, typer.Option(min=0.0, help="Sampling temperature.", rich_help_panel=SIZES)] = (
-        None
-    )
-    seed: Annotated[int | None, typer.Option(help="Seed of sampling.", rich_help_panel=SIZES)] = None
+    small: Annotated[bool, size_option("--small", help="Sizes for a small model on a CPU: minutes, not hours.")] = False
+    n_samples: Annotated[int | None, size_option("--samples", min=1, help="Number of answers per question.")] = None
+    max_tokens: Annotated[int | None, size_option(min=1, help="Maximum tokens to generate.")] = None
+    temperature: Annotated[float | None, size_option(min=0.0, help="Sampling temperature.")] = None
+    seed: Annotated[int | None, size_option(help="Seed of sampling.")] = None
 
 
 @dataclass(frozen=True)
@@ -116,28 +106,20 @@ class RoleOptions(AnswerOptions):
         Path | None, typer.Option(help="File of questions, in place of the folder's: .txt, .csv, .jsonl or .parquet.")
     ] = None
     role: Annotated[list[str] | None, typer.Option(help="Name of a role; repeatable (default: all).")] = None
-    n_questions: Annotated[
-        int | None, typer.Option("--n-questions", min=2, help="Number of questions to ask.", rich_help_panel=SIZES)
-    ] = None
+    n_questions: Annotated[int | None, size_option("--n-questions", min=2, help="Number of questions to ask.")] = None
     n_prompts: Annotated[
-        int | None,
-        typer.Option("--system-prompts", min=1, help="Number of system prompts of each role.", rich_help_panel=SIZES),
+        int | None, size_option("--system-prompts", min=1, help="Number of system prompts of each role.")
     ] = None
     scorer: Annotated[
         str | None,
-        typer.Option(
+        scoring_option(
             help="Scorer of how well an answer plays its role: minilm, keywords or judge (default: none, and all "
-            "answers are kept).",
-            rich_help_panel=SCORING,
+            "answers are kept)."
         ),
     ] = None
     scorer_arg: ScorerArguments = None
-    threshold: Annotated[
-        float | None, typer.Option(min=0, max=100, help="Minimum score of a kept answer.", rich_help_panel=SCORING)
-    ] = None
-    min_kept: Annotated[
-        int | None, typer.Option(min=1, help="Minimum number of kept answers of a role.", rich_help_panel=SCORING)
-    ] = None
+    threshold: Annotated[float | None, scoring_option(min=0, max=100, help="Minimum score of a kept answer.")] = None
+    min_kept: Annotated[int | None, scoring_option(min=1, help="Minimum number of kept answers of a role.")] = None
 
     def settings(self, path: Path | None, **further: Any) -> RoleSettings:
         """Return the settings that the flags describe.

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -25,7 +26,7 @@ from steercap.files.fingerprint import digest_of
 if TYPE_CHECKING:
     from steercap.server.server import Names, ServerSettings
 
-KEPT: Final = "Vectors and captures"
+_kept = partial(typer.Option, rich_help_panel="Vectors and captures")
 #: Flags of vLLM that override a model's config.json.
 CHANGING: Final = ("--hf-overrides", "--hf-config-path", "--hf_overrides", "--hf_config_path")
 
@@ -50,43 +51,23 @@ class ServeOptions:
     ] = None
     vectors: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME=FILE",
-            help="File of vectors or steering that every client may use; repeatable.",
-            rich_help_panel=KEPT,
-        ),
+        _kept(metavar="NAME=FILE", help="File of vectors or steering that every client may use; repeatable."),
     ] = None
     sae: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=FOLDER", help="SAE whose features the explorer shows; repeatable.", rich_help_panel=KEPT
-        ),
+        list[str] | None, _kept(metavar="NAME=FOLDER", help="SAE whose features the explorer shows; repeatable.")
     ] = None
     preset: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME=STEERING",
-            help="Serve MODEL+NAME with this steering: a name of --vectors, or edits in JSON.",
-            rich_help_panel=KEPT,
+        _kept(
+            metavar="NAME=STEERING", help="Serve MODEL+NAME with this steering: a name of --vectors, or edits in JSON."
         ),
     ] = None
-    captures_seconds: Annotated[
-        float, typer.Option(min=1, help="Seconds that unfetched rows are kept.", rich_help_panel=KEPT)
-    ] = 600
-    captures_gib: Annotated[float, typer.Option(min=0, help="Maximum GiB of unfetched rows.", rich_help_panel=KEPT)] = 4
-    captures_gib_of_a_key: Annotated[
-        float, typer.Option(min=0, help="Maximum GiB of unfetched rows per API key.", rich_help_panel=KEPT)
-    ] = 1
-    folder: Annotated[
-        Path | None,
-        typer.Option(metavar="PATH", help="Folder to which requests may have rows written.", rich_help_panel=KEPT),
-    ] = None
-    folder_gib: Annotated[
-        float, typer.Option(min=0, help="Maximum GiB of files in --folder.", rich_help_panel=KEPT)
-    ] = 64
-    folder_gib_of_a_key: Annotated[
-        float, typer.Option(min=0, help="Maximum GiB of files in --folder per API key.", rich_help_panel=KEPT)
-    ] = 16
+    captures_seconds: Annotated[float, _kept(min=1, help="Seconds that unfetched rows are kept.")] = 600
+    captures_gib: Annotated[float, _kept(min=0, help="Maximum GiB of unfetched rows.")] = 4
+    captures_gib_of_a_key: Annotated[float, _kept(min=0, help="Maximum GiB of unfetched rows per API key.")] = 1
+    folder: Annotated[Path | None, _kept(metavar="PATH", help="Folder to which requests may have rows written.")] = None
+    folder_gib: Annotated[float, _kept(min=0, help="Maximum GiB of files in --folder.")] = 64
+    folder_gib_of_a_key: Annotated[float, _kept(min=0, help="Maximum GiB of files in --folder per API key.")] = 16
 
     def settings(self, **more: Any) -> ServerSettings:
         """Return the settings of the server; `more` are further fields of it.
