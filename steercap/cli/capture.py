@@ -16,7 +16,7 @@ from rich.text import Text
 from steercap.cli.captured import Captured, Store, arguments_of_call, capture_to, check_goes_on
 from steercap.cli.command import command
 from steercap.cli.contents import directions_in, load
-from steercap.cli.destinations import folder_ready, may_replace
+from steercap.cli.destinations import Force, folder_ready, may_replace
 from steercap.cli.engines import ReachOptions
 from steercap.cli.generate import SamplingOptions
 from steercap.cli.parsing import SteerOptions, layers_of, names_of, sites_of, tokens_of
@@ -175,7 +175,7 @@ def register(app: typer.Typer) -> None:
         heat: Annotated[
             int | None, typer.Option(help="Show the projections of this layer token by token; needs --project.")
         ] = None,
-        force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
+        force: Force = False,
     ) -> None:
         r"""Generate text and save activations. Each prompt becomes one safetensors file with its rows, their positions
         and token ids, and the texts; CaptureHandle.load reads it, and steercap inspect shows it. There are prompt +

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from steercap.cli.command import command
-from steercap.cli.destinations import file_ready, folder_ready, may_replace
+from steercap.cli.destinations import Force, file_ready, folder_ready, may_replace
 from steercap.cli.engines import ReachOptions, say_why
 from steercap.cli.parsing import SteerOptions, sites_of
 from steercap.cli.preflight import check_sampling, preflight, reached
@@ -201,7 +201,7 @@ def register(app: typer.Typer) -> None:
             bool, typer.Option("--compare", help="Also generate without steering, and print both side by side.")
         ] = False,
         out: Annotated[Path | None, typer.Option(help="File for the answers: .jsonl.", dir_okay=False)] = None,
-        force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
+        force: Force = False,
     ) -> None:
         """Generate text, with or without steering. All prompts share batches. A steered text is printed only after
         every edit that was asked for has been counted. Vectors are added at --steer-layers, times --scale; a file of

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, cast
 
 import msgspec
 import typer
@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     from steercap.steering.spec import SteeringSpec
 
 _steering = partial(typer.Option, rich_help_panel="Steering")
+#: Options of several commands that read files of vectors.
+Base: TypeAlias = Annotated[int | None, typer.Option(min=0, max=1, help="Index of layer 0 in a .pt tensor: 0 or 1.")]
+Level: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="Level of persona files (default: the one of pos_3, pos_neg_50 and contrast that the files have)."
+    ),
+]
 
 
 def layers_of(text: str) -> Layers:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from steercap.cli.command import command
-from steercap.cli.destinations import file_ready, folder_ready, may_replace, saved
+from steercap.cli.destinations import Force, file_ready, folder_ready, may_replace, saved
 from steercap.cli.engines import ReachOptions, pairs_of
 from steercap.cli.parsing import layers_of
 from steercap.cli.preflight import check_sampling, preflight, reached
@@ -81,6 +81,14 @@ size_option = partial(typer.Option, rich_help_panel="Sizes")
 scoring_option = partial(typer.Option, rich_help_panel="Scoring")
 
 
+#: Argument and option of the commands that read a run of roles.
+RolesFolder: TypeAlias = Annotated[
+    Path, typer.Argument(metavar="FOLDER", help="Folder of a finished `steercap persona roles`.")
+]
+AxisKind: TypeAlias = Annotated[
+    Literal["contrast", "pca"],
+    typer.Option(help="Direction: assistant minus roles, or first component of the roles."),
+]
 #: Arguments of a scorer, of traits and of roles.
 ScorerArguments = Annotated[
     list[str] | None, scoring_option(metavar="KEY=VALUE", help="Argument of the scorer, value in JSON; repeatable.")
@@ -239,13 +247,8 @@ def _register_axis(app: typer.Typer) -> None:
     )
     def axis(
         terminal: Terminal,
-        folder: Annotated[
-            Path, typer.Argument(metavar="FOLDER", help="Folder of a finished `steercap persona roles`.")
-        ],
-        how: Annotated[
-            Literal["contrast", "pca"],
-            typer.Option(help="Direction: assistant minus roles, or first component of the roles."),
-        ] = "contrast",
+        folder: RolesFolder,
+        how: AxisKind = "contrast",
         layer: Annotated[
             int | None, typer.Option(help="Layer at which roles are ranked (default: the middle one).")
         ] = None,
@@ -290,19 +293,14 @@ def _register_cap(app: typer.Typer) -> None:
     async def cap(
         model: ReachOptions,
         terminal: Terminal,
-        folder: Annotated[
-            Path, typer.Argument(metavar="FOLDER", help="Folder of a finished `steercap persona roles`.")
-        ],
+        folder: RolesFolder,
         out: Annotated[Path, typer.Option(help="File for the steering: .safetensors.")],
         layers: Annotated[str, typer.Option(help="Layers to cap: 8, 8,16,-1 or 4:20:2.")],
-        how: Annotated[
-            Literal["contrast", "pca"],
-            typer.Option(help="Direction: assistant minus roles, or first component of the roles."),
-        ] = "contrast",
+        how: AxisKind = "contrast",
         percentile: Annotated[
             float, typer.Option(min=0, max=100, help="Percentile of the assistant's projections, per token.")
         ] = 25.0,
-        force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
+        force: Force = False,
     ) -> None:
         """Make steering that keeps rows from falling below the default assistant's usual place on the axis: its answers
         of the run are read again, their tokens projected on the axis, and a percentile becomes the floor at each layer.

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import typer
 
@@ -27,6 +27,15 @@ if TYPE_CHECKING:
     from steercap.server.server import Names, ServerSettings
 
 _kept = partial(typer.Option, rich_help_panel="Vectors and captures")
+#: Arguments and option of the commands that start a server.
+ServedModel: TypeAlias = Annotated[str, typer.Argument(help="Model: hub name, path, or smollm2.")]
+ServerFlags: TypeAlias = Annotated[
+    list[str] | None, typer.Argument(metavar="[-- FLAG...]", help="Flags of `vllm serve`, after --.")
+]
+EngineArguments: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KEY=VALUE", help="Argument of vLLM's engine or SteerModel, value in JSON; repeatable."),
+]
 #: Flags of vLLM that override a model's config.json.
 CHANGING: Final = ("--hf-overrides", "--hf-config-path", "--hf_overrides", "--hf_config_path")
 
@@ -41,10 +50,7 @@ class ServeOptions:
     sites: Annotated[str, typer.Option(help="Sites that requests can read and edit, separated by commas.")] = (
         "resid_post"
     )
-    engine_arg: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Argument of vLLM's engine or SteerModel, value in JSON; repeatable."),
-    ] = None
+    engine_arg: EngineArguments = None
     idle: Annotated[
         float | None,
         typer.Option(min=0, help="Minutes without a request until it ends; 0: never (default 0, for up 30)."),
@@ -116,10 +122,8 @@ def _serve(app: typer.Typer) -> None:
     )
     async def serve(
         terminal: Terminal,
-        model: Annotated[str, typer.Argument(help="Model: hub name, path, or smollm2.")] = SMOLLM2,
-        flags: Annotated[
-            list[str] | None, typer.Argument(metavar="[-- FLAG...]", help="Flags of `vllm serve`, after --.")
-        ] = None,
+        model: ServedModel = SMOLLM2,
+        flags: ServerFlags = None,
         *,
         host: Annotated[str, typer.Option(help="Host address to listen on.")] = "127.0.0.1",
         port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
