@@ -79,9 +79,10 @@ class DocumentSource:
         items = self.begin()
         if isinstance(items, AsyncIterator):
             raise InvalidRequest(f"{self.name} is an async iterator; use `async for`")
-        return self._documents(items)
+        return self.documents(items)
 
-    def _documents(self, items: Iterator[tuple[str, Any, int | None]]) -> Iterator[CorpusDocument]:
+    def documents(self, items: Iterator[tuple[str, Any, int | None]]) -> Iterator[CorpusDocument]:
+        """Yield the documents of some of the items."""
         for found in items:
             if (document := self.document(*found)) is not None:
                 yield document
@@ -99,6 +100,12 @@ class DocumentSource:
             return None
         self._number += 1
         return CorpusDocument(self._number - 1, content, where, read)
+
+    def share(self, documents: int, read: int | None) -> float | None:
+        """Return the share of the corpus that was read, 0 to 1, by its bytes or documents; None if unknown."""
+        if self.bytes and read is not None:
+            return min(1.0, read / self.bytes)
+        return min(1.0, documents / self.count) if self.count else None
 
     def _complain(self, where: str, error: NotDocument) -> None:
         if self.bad == "error":
