@@ -32,13 +32,13 @@ class Need:
 
     Args:
         kernel: its name in `torch.ops._C`.
-        what: description of the models.
+        who: what requires it in models, with its verb.
         processor: description of the processors for which vLLM has it; "" for none.
         applies: predicate on a model's architectures and its `quantization_config` that says if it needs the kernel.
     """
 
     kernel: str
-    what: str
+    who: str
     processor: str
     applies: Callable[[Sequence[str], Mapping[str, Any]], bool]
 
@@ -55,17 +55,17 @@ _SCANNING: Final = frozenset({"FalconMambaForCausalLM", "JambaForCausalLM", "Mam
 NEEDS: Final = (
     Need(
         "flash_mla_with_kvcache_cpu",
-        "DeepSeek-V4's attention",
+        "DeepSeek-V4's attention needs",
         "processors with AVX-512 and BF16",
         lambda architectures, _quantization: "DeepseekV4ForCausalLM" in architectures,
     ),
     Need(
         "selective_scan_fwd",
-        "Mamba's layers of the first generation",
+        "Mamba's layers of the first generation need",
         "",
         lambda architectures, _quantization: not _SCANNING.isdisjoint(architectures),
     ),
-    Need("cpu_gemm_wna16", "GPTQ's and AWQ's weights of 4 bits", "processors with AVX-512", _in_4_bits),
+    Need("cpu_gemm_wna16", "GPTQ's and AWQ's weights of 4 bits need", "processors with AVX-512", _in_4_bits),
 )
 
 
@@ -224,7 +224,7 @@ def lacks(kernel: str) -> str:
 
 def _lacking_message(kernel: str, loaded: str) -> str:
     need = next((need for need in NEEDS if need.kernel == kernel), None)
-    what = f", which {need.what} need{'s' if need.what.endswith('attention') else ''}" if need else ""
+    what = f", which {need.who}" if need else ""
     places = [need.processor if need else "a newer processor, perhaps", "a GPU"]
     where = ", or on ".join(filter(None, places))
     return f"vLLM's library for this processor, {loaded}, has no kernel {kernel!r}{what}; run it on {where}"
