@@ -135,9 +135,6 @@ def cores_each(workers: int, allowed: Sequence[int], topology: Path = Path("/sys
 def bound(config: Any) -> dict[str, str]:
     """Return the variables of an engine's processes that bind its workers to cores, so that vLLM starts them.
 
-    Args:
-        config: vLLM's configuration.
-
     Returns:
         `BIND`, where there are more workers on this machine than NUMA nodes and the user has not set it; else nothing.
 
@@ -171,9 +168,6 @@ def attention_for(config: Any) -> dict[str, str]:
     On a processor with AMX vLLM takes those for bfloat16 in any dtype, and the worker crashes on the weights. Can go
     when vLLM looks at the dtype.
 
-    Args:
-        config: vLLM's configuration.
-
     Returns:
         `attention_backend`, where vLLM would choose wrongly and the user has not chosen; else nothing.
     """
@@ -204,12 +198,7 @@ def library() -> str:
 
 
 def unfit(architectures: Sequence[str], quantization: Mapping[str, Any]) -> str:
-    """Return the reason why vLLM cannot run a model on this processor; "" if it can.
-
-    Args:
-        architectures: architectures in its config.json.
-        quantization: its `quantization_config`.
-    """
+    """Return the reason why vLLM cannot run a model on this processor; "" if it can."""
     needs = [need for need in NEEDS if need.applies(architectures, quantization)]
     return next(filter(None, (lacks(need.kernel) for need in needs)), "")
 
@@ -238,9 +227,6 @@ def missing_kernel(says: str) -> str:
 
 def check_kernels(config: Any) -> None:
     """Check that vLLM has the kernels that a model needs.
-
-    Args:
-        config: vLLM's configuration.
 
     Raises:
         ModelNotLoaded: it lacks one on this processor.

@@ -95,13 +95,7 @@ _TOKENS: Final = ("_hash_indices_table", "bias_vl")
 
 
 def choosing(layers: Mapping[int, nn.Module], family: Family, dtype: torch.dtype) -> Choosing:
-    """Return a function that chooses experts by the routers of the loaded layers.
-
-    Args:
-        layers: layers by their indices.
-        family: family of the layers.
-        dtype: the model's dtype.
-    """
+    """Return a function that chooses experts by the routers of the loaded layers."""
 
     def choose(index: int, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         if index not in layers:

@@ -234,10 +234,6 @@ def _pooling_fields(given: Any) -> dict[str, Any]:
 def tasks_of(supported: tuple[str, ...], model_config: Any) -> tuple[tuple[str, ...], str]:
     """Return the tasks of a pooling model, and the one that vLLM takes where none is named.
 
-    Args:
-        supported: tasks that the engine supports.
-        model_config: vLLM's ModelConfig.
-
     Raises:
         UnsupportedModel: it has none that requests can name.
     """
@@ -251,11 +247,7 @@ def tasks_of(supported: tuple[str, ...], model_config: Any) -> tuple[tuple[str, 
 
 
 def token_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return a function from normed rows to a pooling model's raw output by token, or None if it has none.
-
-    Args:
-        model: model that vLLM has loaded.
-    """
+    """Return a function from normed rows to a pooling model's raw output by token, or None if it has none."""
     poolers = getattr(model.pooler, "poolers_by_task", {})
     for task in OF_TOKENS:
         chunk = getattr(getattr(poolers.get(task), "head", None), "forward_chunk", None)

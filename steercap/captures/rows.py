@@ -216,9 +216,6 @@ class Coded(Mapping[Point, CodedRows]):
     """Mapping of points to rows in a lossy codec.
 
     Look them up as `coded[layer]` if one site was captured, and as `coded[layer, site]` always.
-
-    Args:
-        captures: all rows.
     """
 
     def __init__(self, captures: Captures) -> None:
@@ -247,9 +244,6 @@ class Featured(Mapping[Point, Features]):
     """Mapping of points to SAE features.
 
     Look them up as `features[layer]` if one site was read, and as `features[layer, site]` always.
-
-    Args:
-        captures: all rows.
     """
 
     def __init__(self, captures: Captures) -> None:

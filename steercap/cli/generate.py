@@ -135,12 +135,6 @@ def table_of(answers: list[PrintedAnswer]) -> Table:
 def report(model: str, answers: list[PrintedAnswer], out: Path | None, terminal: Terminal) -> None:
     """Show the answers, and write them to a file if one is given.
 
-    Args:
-        model: name of the model.
-        answers: all of them.
-        out: path of a JSONL file, or None.
-        terminal: terminal to show them on.
-
     Raises:
         OSError: the file cannot be written; its content was printed on stdout.
     """

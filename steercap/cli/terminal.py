@@ -73,11 +73,7 @@ def _plain(value: object) -> object:
 
 
 class Terminal:
-    """Terminal of one command.
-
-    Args:
-        output: output options.
-    """
+    """Terminal of one command."""
 
     def __init__(self, output: Output) -> None:
         self.json = output.json

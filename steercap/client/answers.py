@@ -92,12 +92,7 @@ class PromptOfCall:
 
 @dataclass(frozen=True)
 class RemoteAnswers:
-    """Implementation of the calls of `Calls` on a server.
-
-    Args:
-        connection: connection to the server.
-        uploads: files uploaded to it.
-    """
+    """Implementation of the calls of `Calls` on a server."""
 
     connection: Connection
     uploads: Uploads

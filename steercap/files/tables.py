@@ -85,10 +85,6 @@ def export_table(path: str | Path, table: pa.Table) -> Path:
 def read_table(path: str | Path, kind: type[AnyRecord]) -> list[AnyRecord]:
     """Read a table that `write_table` wrote.
 
-    Args:
-        path: file to read.
-        kind: type of the records.
-
     Raises:
         InvalidFile: no such file, no Parquet, or a table of something else.
     """

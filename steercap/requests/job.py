@@ -58,12 +58,7 @@ class CompiledSteering:
     held: str = ""
 
     def placed(self, slots: Mapping[bytes, int], epoch: int) -> SteeringPlan:
-        """Return the steering plan that is sent to the workers.
-
-        Args:
-            slots: the slot of each configuration, by its digest.
-            epoch: see `identity`.
-        """
+        """Return the steering plan that is sent to the workers."""
         digest = self.lowered.digest
         name = identity(self.lowered.edits_digest or digest, self.scopes, self.replaced, epoch, self.held)
         return SteeringPlan(slots[digest], digest, name, self.scopes, self.replaced, self.biased, bool(self.held))
@@ -87,11 +82,6 @@ class Sample:
 
     The defaults stand for a pooling model, which generates nothing: -1 takes the place of the one token that has no
     row.
-
-    Args:
-        index: index of the sample in its request.
-        text: its text.
-        token_ids: its generated tokens.
     """
 
     index: int = 0
