@@ -111,14 +111,18 @@ def _fields(given: Any) -> dict[str, Any]:
         found = dict(given)
     else:
         raise InvalidRequest(f"sampling_params={shown(given)}; give vLLM's SamplingParams, or a dict of its fields")
-    for name, value in found.items():
-        if name not in _PUBLIC:
-            raise InvalidRequest(f"there is no sampling parameter {name!r}; {choices(name, _PUBLIC)}")
-        if isinstance(value, np.generic):
-            found[name] = value.item()
+    found = _plain_numbers(found, "sampling", _PUBLIC)
     if isinstance(found.get("output_kind"), RequestOutputKind):
         found["output_kind"] = found["output_kind"].value
     return found
+
+
+def _plain_numbers(fields: Mapping[str, Any], kind: str, known: tuple[str, ...]) -> dict[str, Any]:
+    """Return fields with NumPy's numbers as Python's; raise InvalidRequest for a name that is not known."""
+    for name in fields:
+        if name not in known:
+            raise InvalidRequest(f"there is no {kind} parameter {name!r}; {choices(name, known)}")
+    return {name: value.item() if isinstance(value, np.generic) else value for name, value in fields.items()}
 
 
 def _check_numbers(params: SamplingParams) -> None:
@@ -221,14 +225,7 @@ def _pooling_fields(given: Any) -> dict[str, Any]:
         found = dict(given)
     else:
         raise InvalidRequest(f"pooling={shown(given)}; give vLLM's PoolingParams, or a dict of its fields")
-    for name, value in found.items():
-        if name not in _GivenPooling.__struct_fields__:
-            raise InvalidRequest(
-                f"there is no pooling parameter {name!r}; {choices(name, _GivenPooling.__struct_fields__)}"
-            )
-        if isinstance(value, np.generic):
-            found[name] = value.item()
-    return found
+    return _plain_numbers(found, "pooling", _GivenPooling.__struct_fields__)
 
 
 def tasks_of(supported: tuple[str, ...], model_config: Any) -> tuple[tuple[str, ...], str]:
