@@ -238,7 +238,7 @@ def _of_folder(folder: Path, kind: str | None, split: str | None) -> list[tuple[
         names = [one["filename"] for one in _json(folder / STATE).get("_data_files", [])]
         return [(folder / name, READERS["arrow"]) for name in names]
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not _hidden(path, folder)]
-    known = [path for path in files if kind is not None or _has_reader(path)]
+    known = files if kind else [path for path in files if any(reader.reads(path) for reader in READERS.values())]
     if not known:
         raise InvalidFile(f"{folder} holds no file of a corpus; known: {_suffixes()}")
     found = [(path, _reader(path, kind)) for path in _split(known, split, str(folder))]
@@ -289,10 +289,6 @@ def _reader(path: Path, kind: str | None) -> Reader:
         if reader.reads(path):
             return reader
     raise InvalidFile(f"{path}: the file name does not tell the format; use one of {_suffixes()}, or give format=")
-
-
-def _has_reader(path: Path) -> bool:
-    return any(reader.reads(path) for reader in READERS.values())
 
 
 def _suffixes() -> str:

@@ -68,7 +68,8 @@ class PatchEffect(msgspec.Struct, frozen=True, kw_only=True):
 
         NaN for ablation, and if both runs have the same value.
         """
-        return _ratio(self.difference, math.nan if self.source is None else self.source - self.base)
+        whole = math.nan if self.source is None else self.source - self.base
+        return self.difference / whole if whole else math.nan
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,10 +248,6 @@ def effect_of(
         base=base,
         source=source,
     )
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else math.nan
 
 
 def _few(values: set[Any]) -> str:
