@@ -237,7 +237,8 @@ def _of_folder(folder: Path, kind: str | None, split: str | None) -> list[tuple[
     if (folder / STATE).is_file():
         names = [one["filename"] for one in _json(folder / STATE).get("_data_files", [])]
         return [(folder / name, READERS["arrow"]) for name in names]
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not _hidden(path, folder)]
+    visible = (path for path in sorted(folder.rglob("*")) if "/." not in f"/{path.relative_to(folder)}")
+    files = [path for path in visible if path.is_file()]
     known = files if kind else [path for path in files if any(reader.reads(path) for reader in READERS.values())]
     if not known:
         raise InvalidFile(f"{folder} holds no file of a corpus; known: {_suffixes()}")
@@ -248,10 +249,6 @@ def _of_folder(folder: Path, kind: str | None, split: str | None) -> list[tuple[
             "'*.jsonl'"
         )
     return found
-
-
-def _hidden(path: Path, folder: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
 def _split(files: Sequence[Path], split: str | None, given: str) -> list[Path]:
