@@ -165,9 +165,6 @@ class _GivenBack(NamedTuple):
 class Workers:
     """Connection to the workers of all engines; it belongs to the event loop that it is made in.
 
-    Args:
-        vllm: vLLM's engine, behind its adapter.
-
     Attributes:
         home: the event loop.
         closed: True once no RPC may be sent any more.

@@ -147,10 +147,6 @@ class Job:
 async def enter_sketches(job: Job, samples: Sequence[tuple[int, Sequence[int]]]) -> None:
     """Add the rows of a finished job to the sketches that it joined; do nothing if it joined none.
 
-    Args:
-        job: the request.
-        samples: index and generated tokens of each sample.
-
     Raises:
         CaptureIncomplete, CaptureNotFinite, SketchClosed, SketchIncomplete: see `requests.sketching.enter`.
     """

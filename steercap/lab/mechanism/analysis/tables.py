@@ -60,11 +60,6 @@ def about(table: pa.Table) -> dict[str, Any]:
 def rows_of(table: pa.Table, *columns: str, maker: str) -> list[dict[str, Any]]:
     """Return the rows of a table, for a picture.
 
-    Args:
-        table: table given by a user.
-        columns: required columns.
-        maker: the function that makes such tables.
-
     Raises:
         InvalidSpec: the table lacks a column, or has no rows.
     """

@@ -34,14 +34,7 @@ class Condition(msgspec.Struct, frozen=True):
 
 
 class Conversation(NamedTuple):
-    """Conversation to run.
-
-    Args:
-        number: number of its first answer in the folder.
-        condition: condition to run it under.
-        question: index of the question.
-        sample: index of the sample.
-    """
+    """Conversation to run; `number` is that of its first answer in the folder."""
 
     number: int
     condition: Condition

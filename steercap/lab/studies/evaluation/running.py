@@ -125,7 +125,7 @@ def _silent(_what: str, _done: int, _all: int) -> None:
 
 
 class _Reading(NamedTuple):
-    """Item to read."""
+    """Item to read; `number` is that of its reading in the folder."""
 
     number: int
     condition: Condition
