@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -208,32 +208,15 @@ def patch_runtime(module: Any) -> None:
             times.current.begin = now() - start
             times.current.kind = kind_of(self.taps.open_step)
 
-    @functools.wraps(end)
-    def end_step(self: Any, *args: Any, **options: Any) -> None:
-        start = now()
-        end(self, *args, **options)
-        if times.current is not None:
-            times.current.end = now() - start
-
-    runtime.begin_step, runtime.end_step = begin_step, end_step
+    runtime.begin_step, runtime.end_step = begin_step, _timed(end, _add_to("end"))
     time_stages(module, "RequestTable", "Runtime")
 
 
 def patch_cuda(module: Any) -> None:
     """Time the taps of a GPU's worker, and the garbage collector."""
-    times, taps = recorder(), module.CudaTaps
-    on_tap = taps.on_tap
-
-    @functools.wraps(on_tap)
-    def timed(self: Any, *args: Any, **options: Any) -> None:
-        start = now()
-        on_tap(self, *args, **options)
-        if times.current is not None:
-            times.current.taps += now() - start
-
-    taps.on_tap = timed
+    module.CudaTaps.on_tap = _timed(module.CudaTaps.on_tap, _add_to("taps"))
     time_stages(module, "CudaTaps", "kernel")
-    gc.callbacks.append(Collections(times))
+    gc.callbacks.append(Collections(recorder()))
 
 
 def time_stages(module: Any, *owners: str) -> None:
@@ -241,10 +224,20 @@ def time_stages(module: Any, *owners: str) -> None:
     for owner in owners:
         for name in STAGES[owner]:
             target = getattr(module, owner)
-            setattr(target, name, _timed(getattr(target, name), name))
+            setattr(target, name, _timed(getattr(target, name), _add_to(name, stage=True)))
 
 
-def _timed(function: Any, name: str) -> Any:
+def _add_to(name: str, *, stage: bool = False) -> Callable[[PassTimes, float], None]:
+    """A function that adds seconds to a field of a pass, or to one of its stages."""
+
+    def add(one: PassTimes, seconds: float) -> None:
+        of = one.stages if stage else vars(one)
+        of[name] = of.get(name, 0.0) + seconds
+
+    return add
+
+
+def _timed(function: Any, add: Callable[[PassTimes, float], None]) -> Any:
     times = recorder()
 
     @functools.wraps(function)
@@ -254,7 +247,7 @@ def _timed(function: Any, name: str) -> Any:
             return function(*args, **options)
         finally:
             if (one := times.current) is not None:
-                one.stages[name] = one.stages.get(name, 0.0) + now() - start
+                add(one, now() - start)
 
     return timed
 

@@ -147,12 +147,7 @@ _PLACE: Final = "steercap_place"
 
 
 class Connection:
-    """Connection to an AsyncLLM until it is released.
-
-    Args:
-        llm: the engine.
-        folder: folder of its processes.
-    """
+    """Connection to an AsyncLLM until it is released."""
 
     def __init__(self, llm: AsyncLLM, folder: Path) -> None:
         #: Function to call with the error when the engine has died.

@@ -32,13 +32,13 @@ class Need:
 
     Args:
         kernel: its name in `torch.ops._C`.
-        what: description of the models.
+        who: what requires it in models, with its verb.
         processor: description of the processors for which vLLM has it; "" for none.
         applies: predicate on a model's architectures and its `quantization_config` that says if it needs the kernel.
     """
 
     kernel: str
-    what: str
+    who: str
     processor: str
     applies: Callable[[Sequence[str], Mapping[str, Any]], bool]
 
@@ -55,17 +55,17 @@ _SCANNING: Final = frozenset({"FalconMambaForCausalLM", "JambaForCausalLM", "Mam
 NEEDS: Final = (
     Need(
         "flash_mla_with_kvcache_cpu",
-        "DeepSeek-V4's attention",
+        "DeepSeek-V4's attention needs",
         "processors with AVX-512 and BF16",
         lambda architectures, _quantization: "DeepseekV4ForCausalLM" in architectures,
     ),
     Need(
         "selective_scan_fwd",
-        "Mamba's layers of the first generation",
+        "Mamba's layers of the first generation need",
         "",
         lambda architectures, _quantization: not _SCANNING.isdisjoint(architectures),
     ),
-    Need("cpu_gemm_wna16", "GPTQ's and AWQ's weights of 4 bits", "processors with AVX-512", _in_4_bits),
+    Need("cpu_gemm_wna16", "GPTQ's and AWQ's weights of 4 bits need", "processors with AVX-512", _in_4_bits),
 )
 
 
@@ -135,9 +135,6 @@ def cores_each(workers: int, allowed: Sequence[int], topology: Path = Path("/sys
 def bound(config: Any) -> dict[str, str]:
     """Return the variables of an engine's processes that bind its workers to cores, so that vLLM starts them.
 
-    Args:
-        config: vLLM's configuration.
-
     Returns:
         `BIND`, where there are more workers on this machine than NUMA nodes and the user has not set it; else nothing.
 
@@ -171,9 +168,6 @@ def attention_for(config: Any) -> dict[str, str]:
     On a processor with AMX vLLM takes those for bfloat16 in any dtype, and the worker crashes on the weights. Can go
     when vLLM looks at the dtype.
 
-    Args:
-        config: vLLM's configuration.
-
     Returns:
         `attention_backend`, where vLLM would choose wrongly and the user has not chosen; else nothing.
     """
@@ -204,12 +198,7 @@ def library() -> str:
 
 
 def unfit(architectures: Sequence[str], quantization: Mapping[str, Any]) -> str:
-    """Return the reason why vLLM cannot run a model on this processor; "" if it can.
-
-    Args:
-        architectures: architectures in its config.json.
-        quantization: its `quantization_config`.
-    """
+    """Return the reason why vLLM cannot run a model on this processor; "" if it can."""
     needs = [need for need in NEEDS if need.applies(architectures, quantization)]
     return next(filter(None, (lacks(need.kernel) for need in needs)), "")
 
@@ -224,7 +213,7 @@ def lacks(kernel: str) -> str:
 
 def _lacking_message(kernel: str, loaded: str) -> str:
     need = next((need for need in NEEDS if need.kernel == kernel), None)
-    what = f", which {need.what} need{'s' if need.what.endswith('attention') else ''}" if need else ""
+    what = f", which {need.who}" if need else ""
     places = [need.processor if need else "a newer processor, perhaps", "a GPU"]
     where = ", or on ".join(filter(None, places))
     return f"vLLM's library for this processor, {loaded}, has no kernel {kernel!r}{what}; run it on {where}"
@@ -238,9 +227,6 @@ def missing_kernel(says: str) -> str:
 
 def check_kernels(config: Any) -> None:
     """Check that vLLM has the kernels that a model needs.
-
-    Args:
-        config: vLLM's configuration.
 
     Raises:
         ModelNotLoaded: it lacks one on this processor.

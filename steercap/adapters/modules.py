@@ -32,14 +32,7 @@ _KNOWN: Final = frozenset({"CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"
 def attention_rules(
     layers: Mapping[int, nn.Module], family: Family, points: Sequence[Point], model_config: Any
 ) -> dict[int, AttentionRule]:
-    """Return the attention rule of each layer where queries and keys are tapped.
-
-    Args:
-        layers: the loaded layers, by their indices.
-        family: family of the layers.
-        points: tapped points.
-        model_config: vLLM's ModelConfig.
-    """
+    """Return the attention rule of each layer where queries and keys are tapped."""
     at = {site: {point.layer for point in points if point.site == site} for site in ("q", "k")}
     if model_config.rswa_window is not None:
         return dict.fromkeys(at["q"] & at["k"], AttentionRule(0.0, unknown="its window depends on the prompt (R-SWA)"))
@@ -95,13 +88,7 @@ _TOKENS: Final = ("_hash_indices_table", "bias_vl")
 
 
 def choosing(layers: Mapping[int, nn.Module], family: Family, dtype: torch.dtype) -> Choosing:
-    """Return a function that chooses experts by the routers of the loaded layers.
-
-    Args:
-        layers: layers by their indices.
-        family: family of the layers.
-        dtype: the model's dtype.
-    """
+    """Return a function that chooses experts by the routers of the loaded layers."""
 
     def choose(index: int, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         if index not in layers:

@@ -30,11 +30,6 @@ _End: TypeAlias = "tuple[nn.Module, str]"
 class Observations:
     """Observed inputs and outputs of the modules of armed points.
 
-    Args:
-        runner: vLLM's model runner, with its model.
-        decoder: decoder of the model.
-        armed: every armed point of the engine.
-
     Raises:
         UnsupportedModel: a path is that of another list of layers.
     """

@@ -111,14 +111,18 @@ def _fields(given: Any) -> dict[str, Any]:
         found = dict(given)
     else:
         raise InvalidRequest(f"sampling_params={shown(given)}; give vLLM's SamplingParams, or a dict of its fields")
-    for name, value in found.items():
-        if name not in _PUBLIC:
-            raise InvalidRequest(f"there is no sampling parameter {name!r}; {choices(name, _PUBLIC)}")
-        if isinstance(value, np.generic):
-            found[name] = value.item()
+    found = _plain_numbers(found, "sampling", _PUBLIC)
     if isinstance(found.get("output_kind"), RequestOutputKind):
         found["output_kind"] = found["output_kind"].value
     return found
+
+
+def _plain_numbers(fields: Mapping[str, Any], kind: str, known: tuple[str, ...]) -> dict[str, Any]:
+    """Return fields with NumPy's numbers as Python's; raise InvalidRequest for a name that is not known."""
+    for name in fields:
+        if name not in known:
+            raise InvalidRequest(f"there is no {kind} parameter {name!r}; {choices(name, known)}")
+    return {name: value.item() if isinstance(value, np.generic) else value for name, value in fields.items()}
 
 
 def _check_numbers(params: SamplingParams) -> None:
@@ -221,22 +225,11 @@ def _pooling_fields(given: Any) -> dict[str, Any]:
         found = dict(given)
     else:
         raise InvalidRequest(f"pooling={shown(given)}; give vLLM's PoolingParams, or a dict of its fields")
-    for name, value in found.items():
-        if name not in _GivenPooling.__struct_fields__:
-            raise InvalidRequest(
-                f"there is no pooling parameter {name!r}; {choices(name, _GivenPooling.__struct_fields__)}"
-            )
-        if isinstance(value, np.generic):
-            found[name] = value.item()
-    return found
+    return _plain_numbers(found, "pooling", _GivenPooling.__struct_fields__)
 
 
 def tasks_of(supported: tuple[str, ...], model_config: Any) -> tuple[tuple[str, ...], str]:
     """Return the tasks of a pooling model, and the one that vLLM takes where none is named.
-
-    Args:
-        supported: tasks that the engine supports.
-        model_config: vLLM's ModelConfig.
 
     Raises:
         UnsupportedModel: it has none that requests can name.
@@ -251,11 +244,7 @@ def tasks_of(supported: tuple[str, ...], model_config: Any) -> tuple[tuple[str, 
 
 
 def token_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return a function from normed rows to a pooling model's raw output by token, or None if it has none.
-
-    Args:
-        model: model that vLLM has loaded.
-    """
+    """Return a function from normed rows to a pooling model's raw output by token, or None if it has none."""
     poolers = getattr(model.pooler, "poolers_by_task", {})
     for task in OF_TOKENS:
         chunk = getattr(getattr(poolers.get(task), "head", None), "forward_chunk", None)

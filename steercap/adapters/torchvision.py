@@ -133,9 +133,6 @@ def unserved_media(config: Any) -> tuple[str, ...]:
     """Return the kinds of media, such as "image", that this model's processor cannot prepare without torchvision.
 
     It tries each kind that the engine's limits allow. Failures that have another cause are left to vLLM.
-
-    Args:
-        config: vLLM's configuration.
     """
     model = config.model_config
     if not is_absent() or not model.supports_multimodal_inputs:

@@ -57,11 +57,7 @@ _INT32: Final = range(2**31)
 
 
 class Wire:
-    """Trial encoder and decoder of an engine's requests.
-
-    Args:
-        llm: the engine.
-    """
+    """Trial encoder and decoder of an engine's requests."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm

@@ -157,11 +157,6 @@ class Decoder:
         """Check if making logits applies the final norm; all ranks of a tensor-parallel group must call it together.
 
         A head that fails on rows of zeros counts as one that does not: the proof at start computes with it too.
-
-        Args:
-            family: family of its layers.
-            unembedding: its unembedding.
-            rows: any rows [n, hidden].
         """
         called: list[nn.Module] = []
         with torch.inference_mode(), ExitStack() as hooks:

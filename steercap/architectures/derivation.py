@@ -211,9 +211,9 @@ class Layer:
     def _stateful(self, group: Sequence[TracedCall]) -> str:
         """Return the class of a module in a block that keeps a state besides attention's, "" if there is none."""
         attended = {id(one.module) for one in self.traced.attended}
-        held = (c for call in self._sources(group) for c in self.traced.calls if c is call or call.holds(c))
-        kinds = (type(c.module).__name__ for c in held if _keeps_state(c) and id(c.module) not in attended)
-        return next(kinds, "")
+        held = (c.module for call in self._sources(group) for c in self.traced.calls if c is call or call.holds(c))
+        stateful = (module for module in held if hasattr(module, "get_kv_cache_spec") and id(module) not in attended)
+        return next((type(module).__name__ for module in stateful), "")
 
     def _block(self, site: str, group: Sequence[TracedCall], stream: Rows, wrong: str) -> None:
         """Derive one block's sites, given the calls of its output and the stream that it reads."""
@@ -298,7 +298,3 @@ def _has_experts(call: TracedCall) -> bool:
     """Check if a module is, or holds, vLLM's experts, which may be called past hooks."""
     kinds = (type(module).__name__ for module in call.module.modules())
     return hasattr(call.module, "w13_weight") or any("FusedMoE" in kind or "MoERunner" in kind for kind in kinds)
-
-
-def _keeps_state(call: TracedCall) -> bool:
-    return hasattr(call.module, "get_kv_cache_spec")

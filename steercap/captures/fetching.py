@@ -174,12 +174,7 @@ def _noted(errors: list[SteercapError]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Arrived:
-    """New rows of a running request.
-
-    Args:
-        captures: rows by point.
-        positions: position of each row, int64 [rows].
-    """
+    """New rows of a running request."""
 
     captures: Captures
     positions: Ints

@@ -360,10 +360,7 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
             InvalidSelection: tokens of which no row was captured.
             EngineFailure: the engine has died or was closed.
         """
-        source = self.lifecycle.source
-        if not isinstance(source, Source):
-            away = "a file" if source is None else "a server"
-            raise InvalidRequest(f"lens: the handle is from {away}; give its rows to unembed() of an open model")
+        source = self._open_source("lens", "give its rows to unembed() of an open model")
         self._require_rows("lens")
         point = point_of(self.points, self.num_layers, layer, site)
         at = slice(None) if tokens is None else self._rows_at(tokens)
@@ -398,16 +395,18 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
             EngineFailure: the engine has died or was closed.
         """
         self._require_rows("experts")
-        source = self.lifecycle.source
-        if not isinstance(source, Source):
-            away = "a file" if source is None else "a server"
-            raise InvalidRequest(
-                f"experts: the handle is from {away}; only workers of an open model can choose experts; call experts() "
-                "on a handle of that model"
-            )
+        advice = "only workers of an open model can choose experts; call experts() on a handle of that model"
+        source = self._open_source("experts", advice)
         index, rows = logits_of(source, self.captures, layer, self.num_layers)
         at = slice(None) if tokens is None else self._rows_at(tokens)
         return await source.with_restart(lambda engine: experts(engine, index, rows[at], self.positions[at]))
+
+    def _open_source(self, purpose: str, advice: str) -> Source:
+        """Return the open model that the rows are of; raise InvalidRequest for a handle from a file or a server."""
+        source = self.lifecycle.source
+        if not isinstance(source, Source):
+            raise InvalidRequest(f"{purpose}: the handle is from {'a server' if source else 'a file'}; {advice}")
+        return source
 
     def _require_rows(self, purpose: str) -> None:
         """Check that the handle holds a row for each token, not projections or a reduction."""

@@ -15,7 +15,7 @@ from steercap.core.receipt import Receipt
 from steercap.core.spec import Point, name_of_site
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSpec, LayerOutOfRange, SteercapError
-from steercap.kernels.codecs.coded import CodedRows, Whole
+from steercap.kernels.codecs.coded import CodedRows, Whole, decoded
 from steercap.saes.encoder import Features
 
 #: Rows of one point: whole, or the shards of them that each tensor-parallel rank had; as tensors, or in a codec.
@@ -55,7 +55,7 @@ class Captures(Mapping[Point, torch.Tensor]):
             InvalidSpec: several sites were captured and none is named, something that is not a layer and a site,
                 shards that were not gathered, or targets of attention.
         """
-        return _decoded(self.whole(key))
+        return decoded(self.whole(key))
 
     def whole(self, key: Key) -> Whole:
         """Return the rows of one point as they are kept: a tensor, or `CodedRows`.
@@ -87,7 +87,7 @@ class Captures(Mapping[Point, torch.Tensor]):
                 f"{rows} do not keep the elements of rows; capture with another codec, or take "
                 "coded[...].inner(vectors)"
             )
-        return _decoded(rows)
+        return decoded(rows)
 
     @property
     def coded(self) -> Coded:
@@ -108,7 +108,7 @@ class Captures(Mapping[Point, torch.Tensor]):
             LayerOutOfRange, InvalidSpec: as for `captures[layer, site]`.
         """
         rows = self._rows[self._point(layer if site is None else (layer, site))]
-        return tuple(map(_decoded, rows if isinstance(rows, tuple) else (rows,)))
+        return tuple(map(decoded, rows if isinstance(rows, tuple) else (rows,)))
 
     def as_kept(self, key: Key) -> Rows:
         """Return the rows of one point as they are kept: a tensor, `CodedRows`, or shards of either.
@@ -216,9 +216,6 @@ class Coded(Mapping[Point, CodedRows]):
     """Mapping of points to rows in a lossy codec.
 
     Look them up as `coded[layer]` if one site was captured, and as `coded[layer, site]` always.
-
-    Args:
-        captures: all rows.
     """
 
     def __init__(self, captures: Captures) -> None:
@@ -247,9 +244,6 @@ class Featured(Mapping[Point, Features]):
     """Mapping of points to SAE features.
 
     Look them up as `features[layer]` if one site was read, and as `features[layer, site]` always.
-
-    Args:
-        captures: all rows.
     """
 
     def __init__(self, captures: Captures) -> None:
@@ -272,10 +266,6 @@ class Featured(Mapping[Point, Features]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
-
-
-def _decoded(rows: Whole) -> torch.Tensor:
-    return rows.decoded() if isinstance(rows, CodedRows) else rows
 
 
 def _described(rows: Rows) -> str:

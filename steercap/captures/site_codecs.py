@@ -148,9 +148,6 @@ class SiteCodecs:
     def spec(self, **others: Any) -> CaptureSpec:
         """Return the spec of a capture of these sites, in their codec if it is one, else as they are.
 
-        Args:
-            **others: further fields of the spec.
-
         Raises:
             The errors of `CaptureSpec`.
         """
@@ -162,11 +159,7 @@ class SiteCodecs:
         return spec
 
     def specs(self, **others: Any) -> Iterator[CaptureSpec]:
-        """Iterate over specs of the sites of each codec, in that codec; attention is left out.
-
-        Args:
-            **others: further fields of the specs.
-        """
+        """Iterate over specs of the sites of each codec, in that codec; attention is left out."""
         for coding in dict.fromkeys(self.codings.values()):
             yield _spec(tuple(site for site, own in self.codings.items() if own == coding), coding, others)
 

@@ -15,7 +15,7 @@ from steercap.cli.command import command
 from steercap.cli.contents import directions_in, group_in, load
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import SMOLLM2, located
-from steercap.cli.parsing import base_of, layers_of, names_of
+from steercap.cli.parsing import Base, Level, base_of, layers_of, names_of
 from steercap.cli.tables import facts, titled
 from steercap.cli.terminal import Terminal
 from steercap.core.extras import require
@@ -175,12 +175,7 @@ def register_comparison(app: typer.Typer) -> None:
         nulls: Annotated[int, typer.Option(min=20, help="Random pairs of vectors to compare attention with.")] = 200,
         seed: Annotated[int, typer.Option(help="Seed of the random draws.")] = 0,
         correction: Annotated[str, typer.Option(help="Correction of the tests: holm, bh or none.")] = "holm",
-        level: Annotated[
-            str | None,
-            typer.Option(
-                help="Level of persona files (default: the one of pos_3, pos_neg_50 and contrast that the files have)."
-            ),
-        ] = None,
+        level: Level = None,
         raw: Annotated[bool, typer.Option("--raw", help="Do not subtract the default of persona files.")] = False,
         row_base: Annotated[
             int | None, typer.Option("--base", min=0, max=1, help="Index of layer 0 in a .pt tensor: 0 or 1.")
@@ -253,9 +248,7 @@ def register(app: typer.Typer) -> None:
         top: Annotated[int, typer.Option(min=1, help="Number of tokens, neurons and features listed per vector.")] = 8,
         random: Annotated[int, typer.Option(min=20, help="Number of random vectors to compare heads with.")] = 1000,
         seed: Annotated[int, typer.Option(help="Seed of the random vectors.")] = 0,
-        base: Annotated[
-            int | None, typer.Option(min=0, max=1, help="Index of layer 0 in a .pt tensor: 0 or 1.")
-        ] = None,
+        base: Base = None,
         out: Annotated[
             Path | None, typer.Option(file_okay=False, help="Folder for all tables (Parquet) and pictures.")
         ] = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -15,7 +16,7 @@ from rich.text import Text
 from steercap.cli.captured import Captured, Store, arguments_of_call, capture_to, check_goes_on
 from steercap.cli.command import command
 from steercap.cli.contents import directions_in, load
-from steercap.cli.destinations import folder_ready, may_replace
+from steercap.cli.destinations import Force, folder_ready, may_replace
 from steercap.cli.engines import ReachOptions
 from steercap.cli.generate import SamplingOptions
 from steercap.cli.parsing import SteerOptions, layers_of, names_of, sites_of, tokens_of
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from steercap.lab.mechanism.views.heatmap import TokenHeatmap
     from steercap.steering.directions import DirectionSet
 
-PANEL: Final = "Rows (see docs/settings.md)"
+_row = partial(typer.Option, rich_help_panel="Rows (see docs/settings.md)")
 #: Maximum prompts whose heat maps are shown; all are in the files.
 HEATMAPS: Final = 8
 
@@ -42,45 +43,24 @@ class RowOptions:
 
     codec: Annotated[
         str | None,
-        typer.Option(
-            help="Codec of stored rows: raw (default), full8, ..., or @FILE, as written by steercap codecs check.",
-            rich_help_panel=PANEL,
-        ),
+        _row(help="Codec of stored rows: raw (default), full8, ..., or @FILE, as written by steercap codecs check."),
     ] = None
-    codec_k: Annotated[
-        int | None, typer.Option(help="Values stored per row, for topk8, rp8 and rp16.", rich_help_panel=PANEL)
-    ] = None
-    codec_seed: Annotated[
-        int | None, typer.Option(help="Seed of the random matrix of rp8 and rp16.", rich_help_panel=PANEL)
-    ] = None
-    capture_bytes: Annotated[
-        int | None, typer.Option(help="Maximum shared memory for rows on each worker, in bytes.", rich_help_panel=PANEL)
-    ] = None
-    arena_bytes: Annotated[
-        int | None, typer.Option(help="Device memory that rows pass through, in bytes.", rich_help_panel=PANEL)
-    ] = None
-    reduce_bytes: Annotated[
-        int | None, typer.Option(help="Maximum device memory for running reductions, in bytes.", rich_help_panel=PANEL)
-    ] = None
-    overflow: Annotated[
-        str | None,
-        typer.Option(help="When memory for rows is full: wait, error or spill (to disk).", rich_help_panel=PANEL),
-    ] = None
+    codec_k: Annotated[int | None, _row(help="Values stored per row, for topk8, rp8 and rp16.")] = None
+    codec_seed: Annotated[int | None, _row(help="Seed of the random matrix of rp8 and rp16.")] = None
+    capture_bytes: Annotated[int | None, _row(help="Maximum shared memory for rows on each worker, in bytes.")] = None
+    arena_bytes: Annotated[int | None, _row(help="Device memory that rows pass through, in bytes.")] = None
+    reduce_bytes: Annotated[int | None, _row(help="Maximum device memory for running reductions, in bytes.")] = None
+    overflow: Annotated[str | None, _row(help="When memory for rows is full: wait, error or spill (to disk).")] = None
     overflow_timeout: Annotated[
-        float | None,
-        typer.Option(help="Seconds that a request waits for memory while no other runs.", rich_help_panel=PANEL),
+        float | None, _row(help="Seconds that a request waits for memory while no other runs.")
     ] = None
-    spill_folder: Annotated[str | None, typer.Option(help="Folder for the spill file.", rich_help_panel=PANEL)] = None
-    spill_bytes: Annotated[
-        int | None, typer.Option(help="Maximum size of the spill file, in bytes.", rich_help_panel=PANEL)
-    ] = None
-    transport: Annotated[
-        str | None,
-        typer.Option(help="How rows reach the client: auto, shared (memory) or wire (RPC).", rich_help_panel=PANEL),
-    ] = None
+    spill_folder: Annotated[str | None, _row(help="Folder for the spill file.")] = None
+    spill_bytes: Annotated[int | None, _row(help="Maximum size of the spill file, in bytes.")] = None
+    transport: Annotated[str | None, _row(help="How rows reach the client: auto, shared (memory) or wire (RPC).")] = (
+        None
+    )
     attention: Annotated[
-        int | None,
-        typer.Option(help="Keep the N tokens that each head attends to most, instead of rows.", rich_help_panel=PANEL),
+        int | None, _row(help="Keep the N tokens that each head attends to most, instead of rows.")
     ] = None
 
     def settings(self) -> dict[str, Any]:
@@ -195,7 +175,7 @@ def register(app: typer.Typer) -> None:
         heat: Annotated[
             int | None, typer.Option(help="Show the projections of this layer token by token; needs --project.")
         ] = None,
-        force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
+        force: Force = False,
     ) -> None:
         r"""Generate text and save activations. Each prompt becomes one safetensors file with its rows, their positions
         and token ids, and the texts; CaptureHandle.load reads it, and steercap inspect shows it. There are prompt +

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from steercap.cli.command import command, group_of
 from steercap.cli.contents import directions_in, load
-from steercap.cli.destinations import file_ready, may_replace, saved
+from steercap.cli.destinations import Force, file_ready, may_replace, saved
 from steercap.cli.engines import ReachOptions
 from steercap.cli.parsing import layers_of, names_of
 from steercap.cli.preflight import preflight, reached
@@ -106,7 +106,7 @@ def _check(app: typer.Typer) -> None:
         sae: Annotated[Path | None, typer.Option(help="SAE to give decoded rows to: its folder.")] = None,
         train_sae: Annotated[bool, typer.Option("--train-sae", help="Also train SAEs on raw and top-k rows.")] = False,
         seed: Annotated[int, typer.Option(min=0, help="Seed of pairs of rows, and of training.")] = 0,
-        force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
+        force: Force = False,
     ) -> None:
         """Choose the cheapest codec that preserves what you measure on rows of your own texts: ranks of neurons, scores
         of probes of the labels, cosines with directions, to a correlation of 0.95 with raw rows. --codec and

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.filesize import decimal
@@ -31,46 +32,25 @@ if TYPE_CHECKING:
     from steercap.lab.datasets.collecting.samples import TokenSample
     from steercap.model import SteerModel
 
-CORPUS: Final = "Corpus"
-SAMPLE: Final = "Tokens"
-RAY: Final = "Many machines"
+_corpus = partial(typer.Option, rich_help_panel="Corpus")
+_sample = partial(typer.Option, rich_help_panel="Tokens")
+_ray = partial(typer.Option, rich_help_panel="Many machines")
 
 
 @dataclass(frozen=True)
 class CorpusOptions:
     """Options for reading a corpus."""
 
-    format: Annotated[
-        str | None,
-        typer.Option(help="Format: jsonl, parquet, arrow or text (default: by file name).", rich_help_panel=CORPUS),
-    ] = None
-    split: Annotated[
-        str | None, typer.Option(help="Split to read, if the folder has several.", rich_help_panel=CORPUS)
-    ] = None
-    column: Annotated[
-        str | None,
-        typer.Option(help="Column of documents (default: text, messages or tokens).", rich_help_panel=CORPUS),
-    ] = None
-    unit: Annotated[
-        str, typer.Option(help="Unit of a document in text files: line, paragraph or file.", rich_help_panel=CORPUS)
-    ] = "line"
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Skip and count invalid documents.", rich_help_panel=CORPUS)
-    ] = False
-    context: Annotated[
-        int | None, typer.Option(help="Maximum tokens of a window (default: the engine's).", rich_help_panel=CORPUS)
-    ] = None
+    format: Annotated[str | None, _corpus(help="Format: jsonl, parquet, arrow or text (default: by file name).")] = None
+    split: Annotated[str | None, _corpus(help="Split to read, if the folder has several.")] = None
+    column: Annotated[str | None, _corpus(help="Column of documents (default: text, messages or tokens).")] = None
+    unit: Annotated[str, _corpus(help="Unit of a document in text files: line, paragraph or file.")] = "line"
+    skip_bad: Annotated[bool, _corpus("--skip-bad", help="Skip and count invalid documents.")] = False
+    context: Annotated[int | None, _corpus(help="Maximum tokens of a window (default: the engine's).")] = None
     long: Annotated[
-        str | None,
-        typer.Option(
-            help="Longer documents: split, cut or refuse (default split; with --max-tokens, refuse).",
-            rich_help_panel=CORPUS,
-        ),
+        str | None, _corpus(help="Longer documents: split, cut or refuse (default split; with --max-tokens, refuse).")
     ] = None
-    bos: Annotated[
-        str,
-        typer.Option(help="Put the <bos> token before each document, each window, or none.", rich_help_panel=CORPUS),
-    ] = "document"
+    bos: Annotated[str, _corpus(help="Put the <bos> token before each document, each window, or none.")] = "document"
 
     def source(self, corpus: str) -> DocumentSource:
         """Open the corpus.
@@ -90,25 +70,14 @@ class SampleOptions:
     """Options for the tokens to keep."""
 
     tokens: Annotated[
-        str,
-        typer.Option(
-            help="Tokens to keep: all, prompt, generated, last_prompt, positions, slices, or several.",
-            rich_help_panel=SAMPLE,
-        ),
+        str, _sample(help="Tokens to keep: all, prompt, generated, last_prompt, positions, slices, or several.")
     ] = "all"
-    one_in: Annotated[
-        int | None, typer.Option(help="Keep a random one in N of these tokens.", rich_help_panel=SAMPLE)
-    ] = None
-    sample_seed: Annotated[int, typer.Option(help="Seed of --one-in.", rich_help_panel=SAMPLE)] = 0
-    probe: Annotated[
-        Path | None,
-        typer.Option(help="Keep tokens by their projection on this file's direction.", rich_help_panel=SAMPLE),
-    ] = None
-    probe_layer: Annotated[
-        int | None, typer.Option(help="Layer whose rows --probe projects.", rich_help_panel=SAMPLE)
-    ] = None
-    above: Annotated[float | None, typer.Option(help="Minimum projection to keep.", rich_help_panel=SAMPLE)] = None
-    below: Annotated[float | None, typer.Option(help="Maximum projection to keep.", rich_help_panel=SAMPLE)] = None
+    one_in: Annotated[int | None, _sample(help="Keep a random one in N of these tokens.")] = None
+    sample_seed: Annotated[int, _sample(help="Seed of --one-in.")] = 0
+    probe: Annotated[Path | None, _sample(help="Keep tokens by their projection on this file's direction.")] = None
+    probe_layer: Annotated[int | None, _sample(help="Layer whose rows --probe projects.")] = None
+    above: Annotated[float | None, _sample(help="Minimum projection to keep.")] = None
+    below: Annotated[float | None, _sample(help="Maximum projection to keep.")] = None
 
     def sample(self, attention: int | None = None) -> TokenSample:
         """Return the token sample that the options describe; `attention` is the option of this name.
@@ -148,25 +117,18 @@ class SampleOptions:
 class RayOptions:
     """Options for spreading the work over Ray actors."""
 
-    ray: Annotated[
-        int | None, typer.Option(min=1, help="Spread the work over N Ray actors, one engine each.", rich_help_panel=RAY)
-    ] = None
+    ray: Annotated[int | None, _ray(min=1, help="Spread the work over N Ray actors, one engine each.")] = None
     ray_address: Annotated[
         str | None,
-        typer.Option(
+        _ray(
             help="Address of the Ray cluster (default: RAY_ADDRESS, else the one last started on this machine, else a "
-            "new one).",
-            rich_help_panel=RAY,
+            "new one)."
         ),
     ] = None
-    ray_gpus: Annotated[float, typer.Option(min=0, help="GPUs of each actor.", rich_help_panel=RAY)] = 0
-    ray_cpus: Annotated[float, typer.Option(min=0, help="CPU cores of each actor.", rich_help_panel=RAY)] = 1
-    ray_restarts: Annotated[
-        int, typer.Option(min=-1, help="Maximum restarts of a lost actor; -1 for no limit.", rich_help_panel=RAY)
-    ] = -1
-    ray_retries: Annotated[
-        int, typer.Option(min=-1, help="Maximum retries of a lost shard; -1 for no limit.", rich_help_panel=RAY)
-    ] = 3
+    ray_gpus: Annotated[float, _ray(min=0, help="GPUs of each actor.")] = 0
+    ray_cpus: Annotated[float, _ray(min=0, help="CPU cores of each actor.")] = 1
+    ray_restarts: Annotated[int, _ray(min=-1, help="Maximum restarts of a lost actor; -1 for no limit.")] = -1
+    ray_retries: Annotated[int, _ray(min=-1, help="Maximum retries of a lost shard; -1 for no limit.")] = 3
 
     def actors(self) -> RayActors | None:
         """Return the settings of the Ray actors; None without --ray."""

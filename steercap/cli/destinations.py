@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, cast, get_args
 
 import typer
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from steercap.server.record_settings import RecordSettings
 
 RECORDING: Final = "Recording"
+#: Option of the commands that write files.
+Force: TypeAlias = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
 #: Extras that writing a file needs, by its extension.
 BROUGHT: Final = {".gguf": ("gguf",), ".png": ("plots",)}
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from steercap.engine.checkpoint import Checkpoint
     from steercap.model import SteerModel
 
-PANEL: Final = "Model"
+_model = partial(typer.Option, rich_help_panel="Model")
 SMOLLM2: Final = "smollm2"
 
 
@@ -34,41 +35,25 @@ class ModelOptions:
 
     model: Annotated[
         str,
-        typer.Option(
-            "--model",
-            "-m",
-            help="Model: hub name, path, or [cyan]smollm2[/cyan]: SmolLM2-135M from a PyPI package.",
-            rich_help_panel=PANEL,
+        _model(
+            "--model", "-m", help="Model: hub name, path, or [cyan]smollm2[/cyan]: SmolLM2-135M from a PyPI package."
         ),
     ] = SMOLLM2
     dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="dtype of the model: float32, bfloat16, ... (default: vLLM's choice).", rich_help_panel=PANEL
-        ),
+        str | None, _model(help="dtype of the model: float32, bfloat16, ... (default: vLLM's choice).")
     ] = None
-    max_model_len: Annotated[
-        int | None, typer.Option(min=2, help="Maximum tokens of prompt and answer together.", rich_help_panel=PANEL)
-    ] = None
-    eager: Annotated[
-        bool | None,
-        typer.Option("--eager/--no-eager", help="Run without compilation and CUDA graphs.", rich_help_panel=PANEL),
-    ] = None
+    max_model_len: Annotated[int | None, _model(min=2, help="Maximum tokens of prompt and answer together.")] = None
+    eager: Annotated[bool | None, _model("--eager/--no-eager", help="Run without compilation and CUDA graphs.")] = None
     restart: Annotated[
         bool | None,
-        typer.Option(
-            "--restart/--no-restart",
-            help="Restart an engine that died, and rerun its unanswered requests.",
-            rich_help_panel=PANEL,
-        ),
+        _model("--restart/--no-restart", help="Restart an engine that died, and rerun its unanswered requests."),
     ] = None
     engine_arg: Annotated[
         list[str] | None,
-        typer.Option(
+        _model(
             "--engine-arg",
             metavar="KEY=VALUE",
             help="Argument of vLLM's engine or SteerModel, value in JSON; repeatable.",
-            rich_help_panel=PANEL,
         ),
     ] = None
 
@@ -132,15 +117,9 @@ class ReachOptions(ModelOptions):
 
     url: Annotated[
         str | None,
-        typer.Option(
-            metavar="URL",
-            help="Use this server instead of an engine: http://HOST:PORT, or unix:SOCKET.",
-            rich_help_panel=PANEL,
-        ),
+        _model(metavar="URL", help="Use this server instead of an engine: http://HOST:PORT, or unix:SOCKET."),
     ] = None
-    api_key: Annotated[
-        str | None, typer.Option(metavar="KEY", help="API key of --url, or of the warm engine.", rich_help_panel=PANEL)
-    ] = None
+    api_key: Annotated[str | None, _model(metavar="KEY", help="API key of --url, or of the warm engine.")] = None
 
     def require_there(self) -> None:
         """Check that the model exists, if it is to be opened here."""

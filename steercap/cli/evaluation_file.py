@@ -11,10 +11,9 @@ import msgspec
 from steercap.cli.contents import directions_in, load, only, vectors_at
 from steercap.cli.parsing import base_of, tokens_of
 from steercap.cli.prompts import questions_of
-from steercap.cli.sweep_file import measure_from, measure_of
-from steercap.core.extras import extra
+from steercap.cli.sweep_file import measure_of, settings_of, yaml_keys
 from steercap.core.values import choices
-from steercap.errors import InvalidFile, InvalidSpec
+from steercap.errors import InvalidSpec
 
 if TYPE_CHECKING:
     from steercap.lab.measures.scores.judge import Judge
@@ -233,19 +232,11 @@ def read_evaluation(path: Path, flags: Mapping[str, Any]) -> EvaluationFile:
     Raises:
         InvalidFile: no valid YAML, or a key that is unknown, missing or of the wrong type.
     """
-    found = _keys_of(path, "methods: and questions:")
+    found = yaml_keys(path, "methods: and questions:", paths=("questions",), library="evaluation")
     if isinstance(found.get("methods"), dict):
         found["methods"] = {name: _located(path.parent, one) for name, one in found["methods"].items()}
-    if isinstance(found.get("questions"), str):
-        found["questions"] = str(path.parent / found["questions"])
-    if isinstance(found.get("measures"), list):
-        found["measures"] = [measure_from(path.parent, measure) for measure in found["measures"]]
-    found |= {name: value for name, value in flags.items() if value is not None}
-    try:
-        return msgspec.convert(found, EvaluationFile)
-    except msgspec.ValidationError as error:
-        known = ", ".join(EvaluationFile.__struct_fields__)
-        raise InvalidFile(f"{path}: {error}; known: {known}; of a method: {_METHOD}") from error
+    hint = f"; of a method: {', '.join(MethodFile.__struct_fields__)}"
+    return settings_of(EvaluationFile, found, flags, path, hint)
 
 
 def read_rollouts(path: Path, flags: Mapping[str, Any]) -> RolloutFile:
@@ -254,32 +245,8 @@ def read_rollouts(path: Path, flags: Mapping[str, Any]) -> RolloutFile:
     Raises:
         InvalidFile: no valid YAML, or a key that is unknown, missing or of the wrong type.
     """
-    found = _keys_of(path, "data_sets:, trained: and others")
-    for name in PATHS:
-        if isinstance(found.get(name), str) and found[name]:
-            found[name] = str(path.parent / found[name])
-    found |= {name: value for name, value in flags.items() if value is not None}
-    try:
-        return msgspec.convert(found, RolloutFile)
-    except msgspec.ValidationError as error:
-        raise InvalidFile(f"{path}: {error}; known: {', '.join(RolloutFile.__struct_fields__)}") from error
-
-
-def _keys_of(path: Path, needed: str) -> dict[str, Any]:
-    """Read the keys of a YAML file."""
-    with extra("evaluation"):
-        import yaml
-
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InvalidFile(f"{path} cannot be read as YAML: {error}") from error
-    if not isinstance(found, dict):
-        raise InvalidFile(f"{path} holds {type(found).__name__}; give keys and values: {needed}")
-    return found
-
-
-_METHOD = ", ".join(MethodFile.__struct_fields__)
+    found = yaml_keys(path, "data_sets:, trained: and others", paths=PATHS, library="evaluation")
+    return settings_of(RolloutFile, found, flags, path)
 
 
 def _located(folder: Path, method: Any) -> Any:

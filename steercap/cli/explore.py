@@ -17,7 +17,7 @@ import typer
 from steercap.cli.command import command, uv_loops
 from steercap.cli.engines import SMOLLM2, ReachOptions, is_warm, pairs_of, until_ready
 from steercap.cli.preflight import fitting
-from steercap.cli.serve import ServeOptions, checked, parted, running
+from steercap.cli.serve import EngineArguments, ServedModel, ServeOptions, ServerFlags, checked, parted, running
 from steercap.cli.terminal import Terminal
 from steercap.errors import InvalidSetting
 from steercap.files import warm
@@ -43,19 +43,12 @@ def register(app: typer.Typer) -> None:
     )
     async def explore(
         terminal: Terminal,
-        model: Annotated[str, typer.Argument(help="Model: hub name, path, or smollm2.")] = SMOLLM2,
-        flags: Annotated[
-            list[str] | None, typer.Argument(metavar="[-- FLAG...]", help="Flags of `vllm serve`, after --.")
-        ] = None,
+        model: ServedModel = SMOLLM2,
+        flags: ServerFlags = None,
         *,
         port: Annotated[int, typer.Option(min=0, max=65535, help="Port (default: a free one).")] = 0,
         browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
-        engine_arg: Annotated[
-            list[str] | None,
-            typer.Option(
-                metavar="KEY=VALUE", help="Argument of vLLM's engine or SteerModel, value in JSON; repeatable."
-            ),
-        ] = None,
+        engine_arg: EngineArguments = None,
         vectors: Annotated[
             list[str] | None,
             typer.Option(metavar="NAME=FILE", help="File of vectors to project on and to steer with; repeatable."),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -13,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from steercap.cli.command import command
-from steercap.cli.destinations import file_ready, folder_ready, may_replace
+from steercap.cli.destinations import Force, file_ready, folder_ready, may_replace
 from steercap.cli.engines import ReachOptions, say_why
 from steercap.cli.parsing import SteerOptions, sites_of
 from steercap.cli.preflight import check_sampling, preflight, reached
@@ -25,21 +26,17 @@ if TYPE_CHECKING:
     from steercap.requests.call_types import Generation
     from steercap.steering.spec import SteeringSpec
 
-PANEL: Final = "Sampling"
+_sampling = partial(typer.Option, rich_help_panel="Sampling")
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
     """Sampling options."""
 
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens to generate.", rich_help_panel=PANEL)] = 64
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.", rich_help_panel=PANEL)
-    ] = 0.0
-    seed: Annotated[int | None, typer.Option(help="Seed of sampling.", rich_help_panel=PANEL)] = None
-    samples: Annotated[
-        int, typer.Option(min=1, help="Number of answers per prompt (default 1).", rich_help_panel=PANEL)
-    ] = 1
+    max_tokens: Annotated[int, _sampling(min=1, help="Maximum tokens to generate.")] = 64
+    temperature: Annotated[float, _sampling(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0
+    seed: Annotated[int | None, _sampling(help="Seed of sampling.")] = None
+    samples: Annotated[int, _sampling(min=1, help="Number of answers per prompt (default 1).")] = 1
 
     def params(self) -> dict[str, Any]:
         """Return the fields of vLLM's SamplingParams.
@@ -138,12 +135,6 @@ def table_of(answers: list[PrintedAnswer]) -> Table:
 def report(model: str, answers: list[PrintedAnswer], out: Path | None, terminal: Terminal) -> None:
     """Show the answers, and write them to a file if one is given.
 
-    Args:
-        model: name of the model.
-        answers: all of them.
-        out: path of a JSONL file, or None.
-        terminal: terminal to show them on.
-
     Raises:
         OSError: the file cannot be written; its content was printed on stdout.
     """
@@ -204,7 +195,7 @@ def register(app: typer.Typer) -> None:
             bool, typer.Option("--compare", help="Also generate without steering, and print both side by side.")
         ] = False,
         out: Annotated[Path | None, typer.Option(help="File for the answers: .jsonl.", dir_okay=False)] = None,
-        force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
+        force: Force = False,
     ) -> None:
         """Generate text, with or without steering. All prompts share batches. A steered text is printed only after
         every edit that was asked for has been counted. Vectors are added at --steer-layers, times --scale; a file of

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, cast
 
 import msgspec
 import typer
@@ -20,7 +21,15 @@ if TYPE_CHECKING:
     from steercap.steering.layers import LayerVectors
     from steercap.steering.spec import SteeringSpec
 
-PANEL: Final = "Steering"
+_steering = partial(typer.Option, rich_help_panel="Steering")
+#: Options of several commands that read files of vectors.
+Base: TypeAlias = Annotated[int | None, typer.Option(min=0, max=1, help="Index of layer 0 in a .pt tensor: 0 or 1.")]
+Level: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="Level of persona files (default: the one of pos_3, pos_neg_50 and contrast that the files have)."
+    ),
+]
 
 
 def layers_of(text: str) -> Layers:
@@ -121,34 +130,24 @@ class SteerOptions:
 
     steer: Annotated[
         Path | None,
-        typer.Option(
+        _steering(
             exists=True,
             dir_okay=False,
             help="File of steering or vectors: steercap .safetensors, GGUF control vector, .pt.",
-            rich_help_panel=PANEL,
         ),
     ] = None
-    steer_layers: Annotated[
-        str | None,
-        typer.Option(help="Layers to add vectors at, counted from 0: 14, or 12,14.", rich_help_panel=PANEL),
-    ] = None
-    scale: Annotated[float | None, typer.Option(help="Vector multiplier (default 1).", rich_help_panel=PANEL)] = None
+    steer_layers: Annotated[str | None, _steering(help="Layers to add vectors at, counted from 0: 14, or 12,14.")] = (
+        None
+    )
+    scale: Annotated[float | None, _steering(help="Vector multiplier (default 1).")] = None
     name: Annotated[
-        str | None,
-        typer.Option(
-            help="Name of the direction or capping experiment, if the file has several.", rich_help_panel=PANEL
-        ),
+        str | None, _steering(help="Name of the direction or capping experiment, if the file has several.")
     ] = None
     steer_tokens: Annotated[
         str | None,
-        typer.Option(
-            help="Tokens to add vectors at: all (default), prompt, generated, last_prompt, or positions.",
-            rich_help_panel=PANEL,
-        ),
+        _steering(help="Tokens to add vectors at: all (default), prompt, generated, last_prompt, or positions."),
     ] = None
-    base: Annotated[
-        int | None, typer.Option(min=0, max=1, help="Index of layer 0 in a .pt tensor: 0 or 1.", rich_help_panel=PANEL)
-    ] = None
+    base: Annotated[int | None, _steering(min=0, max=1, help="Index of layer 0 in a .pt tensor: 0 or 1.")] = None
 
     def spec(self) -> SteeringSpec | None:
         """Return the steering, None without --steer.

@@ -88,21 +88,14 @@ def folded(command: str) -> str:
     return " \\\n".join(lines)
 
 
-SIZES, SCORING = roles.SIZES, roles.SCORING
-
-
 @dataclass(frozen=True)
 class SizeOptions(roles.AnswerOptions):
     """Options for sizes."""
 
-    n_questions: Annotated[
-        int | None, typer.Option(min=2, help="Number of questions of each trait.", rich_help_panel=SIZES)
-    ] = None
+    n_questions: Annotated[int | None, roles.size_option(min=2, help="Number of questions of each trait.")] = None
     n_prompts: Annotated[
         int | None,
-        typer.Option(
-            "--system-prompts", min=1, help="Number of pairs of system prompts of each trait.", rich_help_panel=SIZES
-        ),
+        roles.size_option("--system-prompts", min=1, help="Number of pairs of system prompts of each trait."),
     ] = None
 
 
@@ -110,27 +103,21 @@ class SizeOptions(roles.AnswerOptions):
 class ScoreOptions:
     """Options for scoring answers, and for selecting those to keep."""
 
-    scorer: Annotated[
-        str | None, typer.Option(help="Scorer: minilm, keywords or judge (default minilm).", rich_help_panel=SCORING)
-    ] = None
+    scorer: Annotated[str | None, roles.scoring_option(help="Scorer: minilm, keywords or judge (default minilm).")] = (
+        None
+    )
     scorer_arg: roles.ScorerArguments = None
     threshold_high: Annotated[
-        float | None,
-        typer.Option(min=0, max=100, help="Minimum score of an answer that shows the trait.", rich_help_panel=SCORING),
+        float | None, roles.scoring_option(min=0, max=100, help="Minimum score of an answer that shows the trait.")
     ] = None
     threshold_low: Annotated[
-        float | None,
-        typer.Option(min=0, max=100, help="Maximum score of an answer that does not.", rich_help_panel=SCORING),
+        float | None, roles.scoring_option(min=0, max=100, help="Maximum score of an answer that does not.")
     ] = None
     paired: Annotated[
         bool | None,
-        typer.Option(
-            "--paired/--unpaired", help="Keep an answer only if its counterpart is kept too.", rich_help_panel=SCORING
-        ),
+        roles.scoring_option("--paired/--unpaired", help="Keep an answer only if its counterpart is kept too."),
     ] = None
-    min_kept: Annotated[
-        int | None, typer.Option(min=2, help="Minimum number of answers of each kind.", rich_help_panel=SCORING)
-    ] = None
+    min_kept: Annotated[int | None, roles.scoring_option(min=2, help="Minimum number of answers of each kind.")] = None
 
 
 def trait_of(text: str) -> str | Trait:

@@ -8,6 +8,7 @@ import io
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from steercap.requests.call_types import Generation
     from steercap.steering.spec import SteeringSpec
 
-PANEL: Final = "Prompts"
+_prompts = partial(typer.Option, rich_help_panel="Prompts")
 #: Maximum requests under way: more than vLLM runs at once by default, so that its batch is full.
 UNDER_WAY: Final = 512
 #: Maximum requests under way that capture, whose rows stay until they are written.
@@ -32,11 +33,10 @@ CAPTURING: Final = 32
 #: Option of the commands that read texts.
 SpecialTokens: TypeAlias = Annotated[
     bool | None,
-    typer.Option(
+    _prompts(
         "--special-tokens/--no-special-tokens",
         help="Add the tokenizer's special tokens, such as <bos>; turn off for rendered chats, which have them.",
         show_default=False,
-        rich_help_panel=PANEL,
     ),
 ]
 
@@ -50,17 +50,14 @@ class PromptOptions:
     ] = None
     file: Annotated[
         str | None,
-        typer.Option(
+        _prompts(
             "--prompts",
             help="File of prompts: one per line; in .jsonl a string, or an object with [cyan]prompt[/cyan] or "
             "[cyan]messages[/cyan]; [cyan]-[/cyan] is stdin.",
-            rich_help_panel=PANEL,
         ),
     ] = None
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Apply the chat template to each prompt.", rich_help_panel=PANEL)
-    ] = False
-    system: Annotated[str | None, typer.Option(help="System message; implies --chat.", rich_help_panel=PANEL)] = None
+    chat: Annotated[bool, _prompts("--chat", help="Apply the chat template to each prompt.")] = False
+    system: Annotated[str | None, _prompts(help="System message; implies --chat.")] = None
     special_tokens: SpecialTokens = None
 
     def read(self) -> list[Prompt]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from steercap.cli.command import command
-from steercap.cli.destinations import file_ready, folder_ready, may_replace, saved
+from steercap.cli.destinations import Force, file_ready, folder_ready, may_replace, saved
 from steercap.cli.engines import ReachOptions, pairs_of
 from steercap.cli.parsing import layers_of
 from steercap.cli.preflight import check_sampling, preflight, reached
@@ -75,16 +76,22 @@ def document_of(axis: AssistantAxis, run: RoleRun) -> dict[str, Any]:
     }
 
 
-SIZES: Final = "Sizes"
-SCORING: Final = "Scoring"
+#: Options of sizes and of scoring, of traits and of roles.
+size_option = partial(typer.Option, rich_help_panel="Sizes")
+scoring_option = partial(typer.Option, rich_help_panel="Scoring")
 
 
+#: Argument and option of the commands that read a run of roles.
+RolesFolder: TypeAlias = Annotated[
+    Path, typer.Argument(metavar="FOLDER", help="Folder of a finished `steercap persona roles`.")
+]
+AxisKind: TypeAlias = Annotated[
+    Literal["contrast", "pca"],
+    typer.Option(help="Direction: assistant minus roles, or first component of the roles."),
+]
 #: Arguments of a scorer, of traits and of roles.
 ScorerArguments = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="KEY=VALUE", help="Argument of the scorer, value in JSON; repeatable.", rich_help_panel=SCORING
-    ),
+    list[str] | None, scoring_option(metavar="KEY=VALUE", help="Argument of the scorer, value in JSON; repeatable.")
 ]
 
 
@@ -92,20 +99,11 @@ ScorerArguments = Annotated[
 class AnswerOptions:
     """Options for answers of traits and of roles; those left out are the paper's, or with --small fit for a laptop."""
 
-    small: Annotated[
-        bool,
-        typer.Option("--small", help="Sizes for a small model on a CPU: minutes, not hours.", rich_help_panel=SIZES),
-    ] = False
-    n_samples: Annotated[
-        int | None, typer.Option("--samples", min=1, help="Number of answers per question.", rich_help_panel=SIZES)
-    ] = None
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Maximum tokens to generate.", rich_help_panel=SIZES)
-    ] = None
-    temperature: Annotated[float | None, typer.Option(min=0.0, help="Sampling temperature.", rich_help_panel=SIZES)] = (
-        None
-    )
-    seed: Annotated[int | None, typer.Option(help="Seed of sampling.", rich_help_panel=SIZES)] = None
+    small: Annotated[bool, size_option("--small", help="Sizes for a small model on a CPU: minutes, not hours.")] = False
+    n_samples: Annotated[int | None, size_option("--samples", min=1, help="Number of answers per question.")] = None
+    max_tokens: Annotated[int | None, size_option(min=1, help="Maximum tokens to generate.")] = None
+    temperature: Annotated[float | None, size_option(min=0.0, help="Sampling temperature.")] = None
+    seed: Annotated[int | None, size_option(help="Seed of sampling.")] = None
 
 
 @dataclass(frozen=True)
@@ -116,28 +114,20 @@ class RoleOptions(AnswerOptions):
         Path | None, typer.Option(help="File of questions, in place of the folder's: .txt, .csv, .jsonl or .parquet.")
     ] = None
     role: Annotated[list[str] | None, typer.Option(help="Name of a role; repeatable (default: all).")] = None
-    n_questions: Annotated[
-        int | None, typer.Option("--n-questions", min=2, help="Number of questions to ask.", rich_help_panel=SIZES)
-    ] = None
+    n_questions: Annotated[int | None, size_option("--n-questions", min=2, help="Number of questions to ask.")] = None
     n_prompts: Annotated[
-        int | None,
-        typer.Option("--system-prompts", min=1, help="Number of system prompts of each role.", rich_help_panel=SIZES),
+        int | None, size_option("--system-prompts", min=1, help="Number of system prompts of each role.")
     ] = None
     scorer: Annotated[
         str | None,
-        typer.Option(
+        scoring_option(
             help="Scorer of how well an answer plays its role: minilm, keywords or judge (default: none, and all "
-            "answers are kept).",
-            rich_help_panel=SCORING,
+            "answers are kept)."
         ),
     ] = None
     scorer_arg: ScorerArguments = None
-    threshold: Annotated[
-        float | None, typer.Option(min=0, max=100, help="Minimum score of a kept answer.", rich_help_panel=SCORING)
-    ] = None
-    min_kept: Annotated[
-        int | None, typer.Option(min=1, help="Minimum number of kept answers of a role.", rich_help_panel=SCORING)
-    ] = None
+    threshold: Annotated[float | None, scoring_option(min=0, max=100, help="Minimum score of a kept answer.")] = None
+    min_kept: Annotated[int | None, scoring_option(min=1, help="Minimum number of kept answers of a role.")] = None
 
     def settings(self, path: Path | None, **further: Any) -> RoleSettings:
         """Return the settings that the flags describe.
@@ -257,13 +247,8 @@ def _register_axis(app: typer.Typer) -> None:
     )
     def axis(
         terminal: Terminal,
-        folder: Annotated[
-            Path, typer.Argument(metavar="FOLDER", help="Folder of a finished `steercap persona roles`.")
-        ],
-        how: Annotated[
-            Literal["contrast", "pca"],
-            typer.Option(help="Direction: assistant minus roles, or first component of the roles."),
-        ] = "contrast",
+        folder: RolesFolder,
+        how: AxisKind = "contrast",
         layer: Annotated[
             int | None, typer.Option(help="Layer at which roles are ranked (default: the middle one).")
         ] = None,
@@ -308,19 +293,14 @@ def _register_cap(app: typer.Typer) -> None:
     async def cap(
         model: ReachOptions,
         terminal: Terminal,
-        folder: Annotated[
-            Path, typer.Argument(metavar="FOLDER", help="Folder of a finished `steercap persona roles`.")
-        ],
+        folder: RolesFolder,
         out: Annotated[Path, typer.Option(help="File for the steering: .safetensors.")],
         layers: Annotated[str, typer.Option(help="Layers to cap: 8, 8,16,-1 or 4:20:2.")],
-        how: Annotated[
-            Literal["contrast", "pca"],
-            typer.Option(help="Direction: assistant minus roles, or first component of the roles."),
-        ] = "contrast",
+        how: AxisKind = "contrast",
         percentile: Annotated[
             float, typer.Option(min=0, max=100, help="Percentile of the assistant's projections, per token.")
         ] = 25.0,
-        force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
+        force: Force = False,
     ) -> None:
         """Make steering that keeps rows from falling below the default assistant's usual place on the axis: its answers
         of the run are read again, their tokens projected on the axis, and a percentile becomes the floor at each layer.

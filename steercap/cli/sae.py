@@ -13,7 +13,7 @@ import numpy as np
 import typer
 
 from steercap.cli.command import command, group_of
-from steercap.cli.destinations import folder_ready, may_replace
+from steercap.cli.destinations import Force, folder_ready, may_replace
 from steercap.cli.engines import ReachOptions
 from steercap.cli.preflight import preflight, reached
 from steercap.cli.tables import facts
@@ -90,7 +90,7 @@ def register(app: typer.Typer) -> None:
         layer: Annotated[int | None, typer.Option(min=0, help="Layer of the rows (default: the data set's).")] = None,
         site: Annotated[str | None, typer.Option(help="Site of the rows (default: resid_post).")] = None,
         name: Annotated[str | None, typer.Option(help="Name of the SAE (default: the folder's name).")] = None,
-        force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
+        force: Force = False,
     ) -> None:
         """Train a small top-k SAE on a data set of activations, or on a corpus that a model reads, in plain torch. The
         SAE reads the model's own rows: SAE.load, captures, steering and the explorer take it. A data set may be read

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import typer
 
@@ -25,7 +26,16 @@ from steercap.files.fingerprint import digest_of
 if TYPE_CHECKING:
     from steercap.server.server import Names, ServerSettings
 
-KEPT: Final = "Vectors and captures"
+_kept = partial(typer.Option, rich_help_panel="Vectors and captures")
+#: Arguments and option of the commands that start a server.
+ServedModel: TypeAlias = Annotated[str, typer.Argument(help="Model: hub name, path, or smollm2.")]
+ServerFlags: TypeAlias = Annotated[
+    list[str] | None, typer.Argument(metavar="[-- FLAG...]", help="Flags of `vllm serve`, after --.")
+]
+EngineArguments: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KEY=VALUE", help="Argument of vLLM's engine or SteerModel, value in JSON; repeatable."),
+]
 #: Flags of vLLM that override a model's config.json.
 CHANGING: Final = ("--hf-overrides", "--hf-config-path", "--hf_overrides", "--hf_config_path")
 
@@ -40,53 +50,30 @@ class ServeOptions:
     sites: Annotated[str, typer.Option(help="Sites that requests can read and edit, separated by commas.")] = (
         "resid_post"
     )
-    engine_arg: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Argument of vLLM's engine or SteerModel, value in JSON; repeatable."),
-    ] = None
+    engine_arg: EngineArguments = None
     idle: Annotated[
         float | None,
         typer.Option(min=0, help="Minutes without a request until it ends; 0: never (default 0, for up 30)."),
     ] = None
     vectors: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME=FILE",
-            help="File of vectors or steering that every client may use; repeatable.",
-            rich_help_panel=KEPT,
-        ),
+        _kept(metavar="NAME=FILE", help="File of vectors or steering that every client may use; repeatable."),
     ] = None
     sae: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=FOLDER", help="SAE whose features the explorer shows; repeatable.", rich_help_panel=KEPT
-        ),
+        list[str] | None, _kept(metavar="NAME=FOLDER", help="SAE whose features the explorer shows; repeatable.")
     ] = None
     preset: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME=STEERING",
-            help="Serve MODEL+NAME with this steering: a name of --vectors, or edits in JSON.",
-            rich_help_panel=KEPT,
+        _kept(
+            metavar="NAME=STEERING", help="Serve MODEL+NAME with this steering: a name of --vectors, or edits in JSON."
         ),
     ] = None
-    captures_seconds: Annotated[
-        float, typer.Option(min=1, help="Seconds that unfetched rows are kept.", rich_help_panel=KEPT)
-    ] = 600
-    captures_gib: Annotated[float, typer.Option(min=0, help="Maximum GiB of unfetched rows.", rich_help_panel=KEPT)] = 4
-    captures_gib_of_a_key: Annotated[
-        float, typer.Option(min=0, help="Maximum GiB of unfetched rows per API key.", rich_help_panel=KEPT)
-    ] = 1
-    folder: Annotated[
-        Path | None,
-        typer.Option(metavar="PATH", help="Folder to which requests may have rows written.", rich_help_panel=KEPT),
-    ] = None
-    folder_gib: Annotated[
-        float, typer.Option(min=0, help="Maximum GiB of files in --folder.", rich_help_panel=KEPT)
-    ] = 64
-    folder_gib_of_a_key: Annotated[
-        float, typer.Option(min=0, help="Maximum GiB of files in --folder per API key.", rich_help_panel=KEPT)
-    ] = 16
+    captures_seconds: Annotated[float, _kept(min=1, help="Seconds that unfetched rows are kept.")] = 600
+    captures_gib: Annotated[float, _kept(min=0, help="Maximum GiB of unfetched rows.")] = 4
+    captures_gib_of_a_key: Annotated[float, _kept(min=0, help="Maximum GiB of unfetched rows per API key.")] = 1
+    folder: Annotated[Path | None, _kept(metavar="PATH", help="Folder to which requests may have rows written.")] = None
+    folder_gib: Annotated[float, _kept(min=0, help="Maximum GiB of files in --folder.")] = 64
+    folder_gib_of_a_key: Annotated[float, _kept(min=0, help="Maximum GiB of files in --folder per API key.")] = 16
 
     def settings(self, **more: Any) -> ServerSettings:
         """Return the settings of the server; `more` are further fields of it.
@@ -135,10 +122,8 @@ def _serve(app: typer.Typer) -> None:
     )
     async def serve(
         terminal: Terminal,
-        model: Annotated[str, typer.Argument(help="Model: hub name, path, or smollm2.")] = SMOLLM2,
-        flags: Annotated[
-            list[str] | None, typer.Argument(metavar="[-- FLAG...]", help="Flags of `vllm serve`, after --.")
-        ] = None,
+        model: ServedModel = SMOLLM2,
+        flags: ServerFlags = None,
         *,
         host: Annotated[str, typer.Option(help="Host address to listen on.")] = "127.0.0.1",
         port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,

@@ -15,7 +15,7 @@ from rich.text import Text
 from steercap.cli.command import command
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import ReachOptions
-from steercap.cli.parsing import names_of, numbers_of
+from steercap.cli.parsing import Base, names_of, numbers_of
 from steercap.cli.preflight import Preflight, check_sampling, preflight, reached
 from steercap.cli.sweep_file import measure_of, measures_in, read_settings, sweep_of
 from steercap.cli.tables import titled
@@ -140,9 +140,7 @@ def register(app: typer.Typer) -> None:
         ] = None,
         samples: Annotated[int | None, typer.Option(min=1, help="Number of answers per prompt (default 1).")] = None,
         seed: Annotated[int | None, typer.Option(help="Seed of sampling and of random vectors.")] = None,
-        base: Annotated[
-            int | None, typer.Option(min=0, max=1, help="Index of layer 0 in a .pt tensor: 0 or 1.")
-        ] = None,
+        base: Base = None,
         plot: Annotated[bool, typer.Option("--plot/--no-plot", help="Plot each measure against the scale.")] = True,
     ) -> None:
         """Steer by each vector at each layer and scale, on the same prompts, and measure the answers. Controls run

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import typer
@@ -19,6 +19,8 @@ from steercap.errors import InvalidFile
 
 if TYPE_CHECKING:
     from steercap.lab.studies.sweeps import Measure, Sweep
+
+Settings = TypeVar("Settings", bound=msgspec.Struct)
 
 
 class SweepFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -65,31 +67,56 @@ def read_settings(path: Path | None, flags: Mapping[str, Any]) -> SweepFile:
         InvalidFile: no valid YAML, or a key that is unknown or of the wrong type.
         typer.BadParameter: a setting that is in neither.
     """
-    with extra("experiments"):
+    needed = "such as vectors: file"
+    found = {} if path is None else yaml_keys(path, needed, paths=("vectors", "prompts"), library="experiments")
+    for name in ("vectors", "layers", "scales", "prompts"):
+        if name not in found and flags.get(name) is None:
+            raise typer.BadParameter(f"give --{name}, or a YAML file with {name}:", param_hint=f"--{name}")
+    return settings_of(SweepFile, found, flags, path)
+
+
+def yaml_keys(path: Path, needed: str, *, paths: Iterable[str], library: str) -> dict[str, Any]:
+    """Read the keys of a YAML file, none of an empty one.
+
+    Args:
+        path: path of the file.
+        needed: description of the keys, for the error.
+        paths: keys whose texts are paths relative to the file's folder, as are those of traits in `measures`.
+        library: extra that installs the YAML library.
+
+    Raises:
+        InvalidFile: no valid YAML, or no keys and values.
+    """
+    with extra(library):
         import yaml
 
-    found: Any = {}
-    if path is not None:
-        try:
-            found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-            raise InvalidFile(f"{path} cannot be read as YAML: {error}") from error
-        if not isinstance(found, dict):
-            raise InvalidFile(f"{path} holds {type(found).__name__}; give keys and values, such as vectors: file")
-        for name in ("vectors", "prompts"):
-            if isinstance(found.get(name), str):
-                found[name] = str(path.parent / found[name])
-        if isinstance(found.get("measures"), list):
-            found["measures"] = [measure_from(path.parent, measure) for measure in found["measures"]]
-    found |= {name: value for name, value in flags.items() if value is not None}
-    if missing := [name for name in ("vectors", "layers", "scales", "prompts") if name not in found]:
-        raise typer.BadParameter(
-            f"give --{missing[0]}, or a YAML file with {missing[0]}:", param_hint=f"--{missing[0]}"
-        )
     try:
-        return msgspec.convert(found, SweepFile)
+        found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InvalidFile(f"{path} cannot be read as YAML: {error}") from error
+    if not isinstance(found, dict):
+        raise InvalidFile(f"{path} holds {type(found).__name__}; give keys and values, {needed}")
+    for name in paths:
+        if isinstance(found.get(name), str) and found[name]:
+            found[name] = str(path.parent / found[name])
+    if isinstance(found.get("measures"), list):
+        found["measures"] = [_measure_from(path.parent, measure) for measure in found["measures"]]
+    return found
+
+
+def settings_of(
+    kind: type[Settings], keys: Mapping[str, Any], flags: Mapping[str, Any], path: Path | None, hint: str = ""
+) -> Settings:
+    """Return settings of a kind from the keys of a YAML file and flags, which override them.
+
+    Raises:
+        InvalidFile: a key that is unknown, missing or of the wrong type; `hint` follows the known ones.
+    """
+    try:
+        return msgspec.convert({**keys, **{name: value for name, value in flags.items() if value is not None}}, kind)
     except msgspec.ValidationError as error:
-        raise InvalidFile(f"{path or 'the flags'}: {error}; known: {', '.join(SweepFile.__struct_fields__)}") from error
+        known = ", ".join(kind.__struct_fields__)
+        raise InvalidFile(f"{path or 'the flags'}: {error}; known: {known}{hint}") from error
 
 
 def sweep_of(settings: SweepFile) -> Sweep:
@@ -167,7 +194,7 @@ def _scored(text: str) -> tuple[str, list[str]]:
     return (trait, [scorer]) if colon and not is_file(text) else (text, [])
 
 
-def measure_from(folder: Path, measure: Any) -> Any:
+def _measure_from(folder: Path, measure: Any) -> Any:
     """Return a measure of a YAML file, with the path of a trait's file resolved against a folder."""
     if not isinstance(measure, str) or not measure.startswith("score:"):
         return measure

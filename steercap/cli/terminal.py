@@ -11,8 +11,9 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -34,23 +35,16 @@ from rich.text import Text
 from steercap.concurrency.heartbeat import heartbeat
 from steercap.errors import CaptureError, EngineFailure, SteeringError
 
-PANEL: Final = "Output"
+_output = partial(typer.Option, rich_help_panel="Output")
 
 
 @dataclass(frozen=True)
 class Output:
     """Output options of every command."""
 
-    json: Annotated[
-        bool,
-        typer.Option("--json", help="Print only a JSON document on stdout.", rich_help_panel=PANEL),
-    ] = False
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Show vLLM's log and every warning on stderr.", rich_help_panel=PANEL)
-    ] = False
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=PANEL)] = (
-        False
-    )
+    json: Annotated[bool, _output("--json", help="Print only a JSON document on stdout.")] = False
+    verbose: Annotated[bool, _output("--verbose", help="Show vLLM's log and every warning on stderr.")] = False
+    debug: Annotated[bool, _output("--debug", help="Show the traceback of an error.")] = False
 
 
 class _Rate(ProgressColumn):
@@ -79,11 +73,7 @@ def _plain(value: object) -> object:
 
 
 class Terminal:
-    """Terminal of one command.
-
-    Args:
-        output: output options.
-    """
+    """Terminal of one command."""
 
     def __init__(self, output: Output) -> None:
         self.json = output.json

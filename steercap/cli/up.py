@@ -21,7 +21,7 @@ import typer
 import steercap
 from steercap.cli.command import command
 from steercap.cli.engines import SMOLLM2, elsewhere, located
-from steercap.cli.serve import ServeOptions, checked, parted
+from steercap.cli.serve import ServedModel, ServeOptions, ServerFlags, checked, parted
 from steercap.cli.tables import facts
 from steercap.cli.terminal import Terminal
 from steercap.core.display import duration
@@ -62,10 +62,8 @@ def _up(app: typer.Typer) -> None:
     )
     async def up(
         terminal: Terminal,
-        model: Annotated[str, typer.Argument(help="Model: hub name, path, or smollm2.")] = SMOLLM2,
-        flags: Annotated[
-            list[str] | None, typer.Argument(metavar="[-- FLAG...]", help="Flags of `vllm serve`, after --.")
-        ] = None,
+        model: ServedModel = SMOLLM2,
+        flags: ServerFlags = None,
         *,
         options: ServeOptions,
     ) -> None:

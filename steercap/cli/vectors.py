@@ -16,9 +16,9 @@ from rich.text import Text as Cell
 
 from steercap.cli.command import command, group_of
 from steercap.cli.contents import Target, directions_in, load, write
-from steercap.cli.destinations import file_ready, may_replace, saved
+from steercap.cli.destinations import Force, file_ready, may_replace, saved
 from steercap.cli.engines import ReachOptions, located
-from steercap.cli.parsing import base_of, dtype_of, layers_of, tokens_of
+from steercap.cli.parsing import Base, Level, base_of, dtype_of, layers_of, tokens_of
 from steercap.cli.preflight import preflight, reached
 from steercap.cli.prompts import SpecialTokens, records_of
 from steercap.cli.tables import (
@@ -201,7 +201,7 @@ def _register_extract(app: typer.Typer) -> None:
         ] = 0.25,
         seed: Annotated[int, typer.Option(help="Seed of the held-out split.")] = 0,
         special_tokens: SpecialTokens = None,
-        force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
+        force: Force = False,
         prompts: Annotated[
             list[str] | None,
             typer.Option("--try", metavar="PROMPT", help="Steer replies to this prompt at a few layers; repeatable."),
@@ -310,9 +310,7 @@ def _register_show(app: typer.Typer) -> None:
         name: Annotated[str | None, typer.Option(help="Name of the direction to show.")] = None,
         compare: Annotated[bool, typer.Option("--cosines", help="Show cosines of all pairs of directions.")] = False,
         layer: Annotated[int | None, typer.Option(help="Layer of the cosines (default: the middle one).")] = None,
-        base: Annotated[
-            int | None, typer.Option(min=0, max=1, help="Index of layer 0 in a .pt tensor: 0 or 1.")
-        ] = None,
+        base: Base = None,
     ) -> None:
         """Show directions: names, layers, norms, the texts they were made from, how well they separate held-out texts,
         and their cosines.
@@ -344,12 +342,7 @@ def _register_compare(app: typer.Typer) -> None:
         ],
         second: Annotated[Path, typer.Argument(exists=True, help="Folder or file to compare with, in the same form.")],
         terminal: Terminal,
-        level: Annotated[
-            str | None,
-            typer.Option(
-                help="Level of persona files (default: the one of pos_3, pos_neg_50 and contrast that the files have)."
-            ),
-        ] = None,
+        level: Level = None,
         raw: Annotated[bool | None, typer.Option("--raw", help="Do not subtract the default of persona files.")] = None,
         model: Annotated[
             str | None,
@@ -423,7 +416,7 @@ def _register_convert(app: typer.Typer) -> None:
             Bound, typer.Option(help="Whether caps of a capping experiment are upper (high) or lower (low) bounds.")
         ] = Bound.HIGH,
         model_hint: Annotated[str, typer.Option(help="Model hint to write into a GGUF file, such as llama.")] = "",
-        force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
+        force: Force = False,
     ) -> None:
         """Convert vectors to another format. Reads steercap's .safetensors, GGUF control vectors of repeng and
         llama.cpp, .pt tensors of persona vectors (--base says which row is layer 0) and .pt capping experiments of the

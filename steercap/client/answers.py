@@ -16,14 +16,13 @@ from steercap.captures.handle import CaptureHandle
 from steercap.captures.lifecycle import Lifecycle
 from steercap.captures.pooled import Encoded, require_kind
 from steercap.client.asks import (
-    NotAsJSON,
     Streamed,
     capture_json,
     lines_of,
     monitors_json,
     reports_of,
     require_specs,
-    steering_json,
+    sent_steering,
 )
 from steercap.client.chats import templated, tokenised
 from steercap.client.connection import AT_ONCE, Connection, RemoteServing
@@ -92,12 +91,7 @@ class PromptOfCall:
 
 @dataclass(frozen=True)
 class RemoteAnswers:
-    """Implementation of the calls of `Calls` on a server.
-
-    Args:
-        connection: connection to the server.
-        uploads: files uploaded to it.
-    """
+    """Implementation of the calls of `Calls` on a server."""
 
     connection: Connection
     uploads: Uploads
@@ -334,7 +328,10 @@ class RemoteAnswers:
             name = None if project is None else await names.enter_async_context(self.uploads.named(project))
             field["capture"] = capture_json(item.spec, name)
         if item.steering is not None:
-            field["steering"] = await self._steering(item.steering, names)
+            steering = item.steering
+            if not isinstance(steering, str):
+                steering = await sent_steering(spec_of(steering), self.uploads, names)
+            field["steering"] = steering
         if monitors := monitors_of(item.call.monitors):
             layers = self.connection.here().num_layers
             field["monitors"] = await monitors_json(monitors, layers, self.uploads, names)
@@ -354,15 +351,6 @@ class RemoteAnswers:
         ids = await tokenised(self.connection, prompt) if isinstance(prompt, str) else prompt
         room = max(1, context - len(ids))
         return ids, room if max_tokens is None else min(room, max_tokens)
-
-    async def _steering(self, given: Any, names: AsyncExitStack) -> Any:
-        if isinstance(given, str):
-            return given
-        spec = spec_of(given)
-        try:
-            return steering_json(spec)
-        except NotAsJSON:
-            return await names.enter_async_context(self.uploads.named(spec))
 
     # Results
 

@@ -92,6 +92,14 @@ def steering_json(spec: SteeringSpec) -> dict[str, Any]:
     return {"edits": [_edit_json(edit) for edit in edits], "preserve_norm": spec.preserve_norm}
 
 
+async def sent_steering(spec: SteeringSpec, uploads: Uploads, names: AsyncExitStack) -> Any:
+    """Return a steering spec as JSON, or the name under which it is uploaded if JSON does not hold it."""
+    try:
+        return steering_json(spec)
+    except NotAsJSON:
+        return await names.enter_async_context(uploads.named(spec))
+
+
 def _edit_json(edit: Edit | LogitBias) -> dict[str, Any]:
     if isinstance(edit, LogitBias):
         bias: Any = edit.bias
@@ -186,10 +194,7 @@ async def _monitor_json(monitor: Monitor, num_layers: int, uploads: Uploads, nam
         vectors = LayerVectors({layer: monitor.weights}, site=monitor.site)
         asked["probe"] = await names.enter_async_context(uploads.named(vectors))
     if isinstance(monitor.steering, SteeringSpec):
-        try:
-            asked["steering"] = steering_json(monitor.steering)
-        except NotAsJSON:
-            asked["steering"] = await names.enter_async_context(uploads.named(monitor.steering))
+        asked["steering"] = await sent_steering(monitor.steering, uploads, names)
     return asked
 
 

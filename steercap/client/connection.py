@@ -428,11 +428,7 @@ class Connection:
 
 @dataclass(frozen=True)
 class RemoteServing:
-    """Part of `Serving` that functions over an open model use, for a model at a server.
-
-    Args:
-        connection: connection to the server.
-    """
+    """Part of `Serving` that functions over an open model use, for a model at a server."""
 
     connection: Connection
 

@@ -195,8 +195,7 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
             InvalidSpec: not a name, or not such content.
             CaptureMemoryFull: the server keeps no more of this key.
         """
-        if not isinstance(name, str) or not name or "/" in name:
-            raise InvalidSpec(f"name={shown(name)}; give letters, digits, dots, dashes and underscores")
+        _check_name(name)
         data = encoded(content)
         found: Mapping[str, Any] = await self.connection.run(lambda: self._uploads.put(name, data))
         return found
@@ -216,8 +215,7 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         Raises:
             InvalidRequest: nothing of this key has the name.
         """
-        if not isinstance(name, str) or not name or "/" in name:
-            raise InvalidSpec(f"name={shown(name)}; give letters, digits, dots, dashes and underscores")
+        _check_name(name)
         await self.connection.run(lambda: self.connection.ask("DELETE", f"{VECTORS}/{name}"))
 
     def check_capture(self, spec: CaptureSpec) -> tuple[Point, ...]:
@@ -328,3 +326,8 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
             return f"RemoteModel({self.url}, {'closed' if 'closed' in str(error) else 'not started'})"
         size = f"{known.num_layers} layers × {known.hidden_size}, {known.origin.get('dtype', '')}"
         return f"RemoteModel({self.url}, {known.name!r}, open: {size}; taps at {layers_by_site(known.points)})"
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str) or not name or "/" in name:
+        raise InvalidSpec(f"name={shown(name)}; give letters, digits, dots, dashes and underscores")

@@ -43,11 +43,7 @@ class Upload:
 
 
 class Uploads:
-    """Uploaded files of one connection.
-
-    Args:
-        connection: connection to the server.
-    """
+    """Uploaded files of one connection."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -33,9 +33,6 @@ class AttentionRule(msgspec.Struct, frozen=True):
     def understood(self, layer: int) -> AttentionRule:
         """Return this rule if weights can be computed by it.
 
-        Args:
-            layer: index of its layer, for the message.
-
         Raises:
             InvalidRequest: they cannot.
         """

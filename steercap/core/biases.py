@@ -56,10 +56,6 @@ class Bias(msgspec.Struct, frozen=True, array_like=True):
 def combined(biases: tuple[Bias, ...], mask: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Add up the biases that apply at a position.
 
-    Args:
-        biases: biases of a configuration.
-        mask: bit mask of the scopes that hold the position.
-
     Returns:
         Distinct token ids, ascending, int64; and the sum for each, float32.
     """

@@ -27,6 +27,9 @@ _LACKING: Final = object()
 _PLAIN: Final = (bool, int, float, str, tuple, type(None))
 _MAPPINGS: Final = frozenset({dict, MappingProxyType})
 
+#: Colours of pictures that every kind of eye tells apart, the palette of Okabe and Ito; and the grey of chance.
+COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+GREY: Final = "#999999"
 #: Candidate places of a name: offset in points to the right of its dot and above it, and the anchor of the text.
 SIDES: Final = (
     (4, 0, "left", "center"),

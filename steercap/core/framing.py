@@ -7,11 +7,14 @@ frame, a plan or a configuration.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
 from steercap.errors import InvalidFrame
+
+Part = TypeVar("Part")
 
 #: Version of the frames, plans and configurations that this steercap writes; it reads no other.
 VERSION: Final = 1
@@ -40,6 +43,22 @@ Digest: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=64)]
 BoundedText: TypeAlias = Annotated[str, msgspec.Meta(max_length=1 << 20)]
 #: Rows, vectors, labels.
 Data: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=MOST_BYTES)]
+
+
+def in_batches(
+    parts: Iterable[Part], bytes_of: Callable[[Part], int], most_bytes: int, most: int | None = None
+) -> Iterator[tuple[Part, ...]]:
+    """Group parts into batches of bounded size, and of at most `most` parts; a larger part is a batch by itself."""
+    batch: list[Part] = []
+    size = 0
+    for part in parts:
+        if batch and (size + bytes_of(part) > most_bytes or len(batch) == most):
+            yield tuple(batch)
+            batch, size = [], 0
+        batch.append(part)
+        size += bytes_of(part)
+    if batch:
+        yield tuple(batch)
 
 
 def framed(body: bytes) -> bytes:

@@ -85,11 +85,7 @@ class CapturePlan(msgspec.Struct, frozen=True):
         return self.coding if self.reduce is None else REDUCED
 
     def placed(self, slots: Mapping[bytes, int]) -> CapturePlan:
-        """Return the plan with the slot of its vectors filled in, if it has some.
-
-        Args:
-            slots: slot of each configuration, by digest.
-        """
+        """Return the plan with the slot of its vectors filled in, if it has some."""
         if self.vectors is None:
             return self
         slot = slots[self.vectors.configuration]

@@ -123,11 +123,7 @@ def check_points(request: str, expected: Sequence[Point], captured: Sequence[Poi
 
 
 def knowing(records: Sequence[Sequence[object]]) -> tuple[int, ...]:
-    """Return the indices of the engines with a worker that knows a request; it should run on exactly one.
-
-    Args:
-        records: answers of the workers of each engine.
-    """
+    """Return the indices of the engines with a worker that knows a request; it should run on exactly one."""
     return tuple(
         engine for engine, answers in enumerate(records) if any(not isinstance(answer, Unknown) for answer in answers)
     )

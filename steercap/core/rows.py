@@ -82,11 +82,7 @@ def latest_per_position(positions: npt.NDArray[np.integer]) -> Ints:
 
 @dataclass(frozen=True)
 class PageShape:
-    """Size of a page.
-
-    Args:
-        lines: number of lines of a page.
-    """
+    """Size of a page."""
 
     lines: int
 

@@ -30,11 +30,7 @@ class _Held:
 
 
 class _Shelf:
-    """Places of one kind, slots or bank rows, and their contents by digest.
-
-    Args:
-        places: number of places.
-    """
+    """Places of one kind, slots or bank rows, and their contents by digest."""
 
     def __init__(self, places: int) -> None:
         self.total = places
@@ -86,14 +82,7 @@ class _Shelf:
 
 @dataclass(frozen=True, eq=False)
 class Grant:
-    """A configuration's slot and bank rows, until `Slots.release`.
-
-    Args:
-        configuration: configuration that has them.
-        digest: digest of the configuration.
-        slot: its slot.
-        bank_rows: bank rows of each of its blobs.
-    """
+    """A configuration's slot and bank rows, until `Slots.release`."""
 
     configuration: Configuration
     digest: bytes

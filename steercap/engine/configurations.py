@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, TypeAlias
 
+from steercap.core.framing import in_batches
 from steercap.core.messages import Configure, Configured, Placed, Vectors
 from steercap.core.program import Configuration
 from steercap.core.slots import Grant, Slots
@@ -27,7 +28,6 @@ RETRY_SECONDS: Final = 0.002
 PATIENCE_SECONDS: Final = 60.0
 
 #: Type of the items sent to the workers in frames.
-Part = TypeVar("Part")
 
 
 #: Configurations that one request needs, by their digests.
@@ -178,12 +178,12 @@ class Configurations:
     async def _load_all(self, loads: Sequence[tuple[Grant, Lowered]]) -> Sequence[bool]:
         """Send configurations and vectors that the workers lack; return True for each one in place afterwards."""
         vectors = {vector.digest: vector for load in loads for vector in self._unsent(*load)}
-        for batch in _batches(list(vectors.values()), lambda one: len(one.data)):
+        for batch in in_batches(vectors.values(), lambda one: len(one.data), FRAME_BYTES):
             await self._ask(Configure(batch, ()))
         self.bytes_sent += sum(len(vector.data) for vector in vectors.values())
         placed = [Placed(grant.slot, grant.configuration, grant.bank_rows) for grant, _ in loads]
         refused: set[bytes] = set()
-        for frame in _batches(placed, lambda one: one.configuration.bias_bytes):
+        for frame in in_batches(placed, lambda one: one.configuration.bias_bytes, FRAME_BYTES):
             answers = await self._ask(Configure((), frame))
             refused |= {digest for answer in answers for digest in answer.refused}
         for grant, _ in loads:
@@ -202,17 +202,3 @@ def _retrieve(task: asyncio.Task[None]) -> None:
     """Retrieve the result of a load, so that asyncio does not report it if all its callers have left."""
     if not task.cancelled():
         task.exception()
-
-
-def _batches(parts: Sequence[Part], bytes_of: Callable[[Part], int]) -> Iterator[tuple[Part, ...]]:
-    """Split vectors or configurations into frames of bounded size; one larger than a frame is sent alone."""
-    batch: list[Part] = []
-    size = 0
-    for part in parts:
-        if batch and size + bytes_of(part) > FRAME_BYTES:
-            yield tuple(batch)
-            batch, size = [], 0
-        batch.append(part)
-        size += bytes_of(part)
-    if batch:
-        yield tuple(batch)

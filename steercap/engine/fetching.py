@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -13,6 +13,7 @@ from typing import Final, TypeAlias
 import torch
 
 from steercap.concurrency.loops import each_of
+from steercap.core.framing import in_batches
 from steercap.core.messages import CapturedRows, Unknown
 from steercap.core.receipt import knowing
 from steercap.engine.ranks import Rank, Ranks
@@ -119,7 +120,9 @@ class Fetcher:
         Raises:
             EngineFailure: the model was closed, or a worker could not answer.
         """
-        loads = _loads(_order(ranks, one) for one in found)
+        # A task on a thread for each small request is not worth it.
+        orders = (_order(ranks, one) for one in found)
+        loads = in_batches(orders, lambda order: order.size, PART_BYTES, LOAD_REQUESTS)
         # One more than there are threads, so that a thread that has finished finds work.
         delivered = await each_of(loads, self._deliver, self.threads + 1)
         return [delivery for load in delivered for delivery in load]
@@ -210,20 +213,6 @@ def _order(ranks: Ranks, found: Found) -> _Order:
         (rank, captured_rows) for rank, captured_rows in zip(ranks[engine], shares, strict=True) if captured_rows.points
     ]
     return _Order(gathered, None)
-
-
-def _loads(orders: Iterable[_Order]) -> Iterator[list[_Order]]:
-    """Group requests into loads of bounded size, since a task on a thread for each small one is not worth it."""
-    load: list[_Order] = []
-    size = 0
-    for order in orders:
-        if load and (size + order.size > PART_BYTES or len(load) == LOAD_REQUESTS):
-            yield load
-            load, size = [], 0
-        load.append(order)
-        size += order.size
-    if load:
-        yield load
 
 
 def _begin(order: _Order, sources: Sequence[Readable]) -> None:

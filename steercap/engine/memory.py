@@ -92,11 +92,6 @@ def _converted(file: Path, size: int) -> int:
 def check_memory(name: str, arguments: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> MemoryNeed:
     """Compare the memory that a model needs with what is free, without starting an engine.
 
-    Args:
-        name: name or path of the model.
-        arguments: arguments of vLLM's engine.
-        environment: environment variables.
-
     Returns:
         The numbers; unknown ones are None: those of a model that is not on this machine or cannot be read, that is
         quantised when it is loaded, that arguments change or part over machines, and the memory of GPUs that nvidia-smi

@@ -49,12 +49,7 @@ class _Entry:
 
 
 class Dictionaries:
-    """SAEs of an engine's workers.
-
-    Args:
-        workers: connection to the workers.
-        most_bytes: maximum bytes of all SAEs of a worker.
-    """
+    """SAEs of an engine's workers."""
 
     def __init__(self, workers: Workers, most_bytes: int) -> None:
         self._workers, self._most_bytes = workers, most_bytes

@@ -165,9 +165,6 @@ class _GivenBack(NamedTuple):
 class Workers:
     """Connection to the workers of all engines; it belongs to the event loop that it is made in.
 
-    Args:
-        vllm: vLLM's engine, behind its adapter.
-
     Attributes:
         home: the event loop.
         closed: True once no RPC may be sent any more.
@@ -321,10 +318,7 @@ class Workers:
             engine: index of the engine.
             **asked: further fields of `Unembed`.
         """
-        answers = (await self.ask(Unembed(*_sent(rows), **asked), Unembedded))[engine]
-        if not answers:
-            raise WorkerFailure(f"no worker of engine {engine} has the last layers of the model")
-        found = answers[0]
+        found = await self._first(Unembed(*_sent(rows), **asked), Unembedded, engine, "the last layers of the model")
         for data, item in ((found.logits, _FLOAT_BYTES), (found.top, _INT_BYTES), (found.best, _FLOAT_BYTES)):
             _require_rows(data, len(rows), item)
         if any(len(edge) != len(rows) for edge in (found.least, found.most, found.spread, found.total)):
@@ -340,12 +334,9 @@ class Workers:
             rows: rows [n, *shape of the point], in the model's dtype.
             engine: index of the engine to use.
         """
-        asked = Project(layer, site, *_sent(rows))
-        answers = (await self.ask(asked, Projected))[engine]
-        if not answers:
-            raise WorkerFailure(f"no worker of engine {engine} has layer {layer}")
-        _require_rows(answers[0].rows, len(rows), _FLOAT_BYTES)
-        return torch.frombuffer(bytearray(answers[0].rows), dtype=torch.float32).view(len(rows), -1)
+        found = await self._first(Project(layer, site, *_sent(rows)), Projected, engine, f"layer {layer}")
+        _require_rows(found.rows, len(rows), _FLOAT_BYTES)
+        return torch.frombuffer(bytearray(found.rows), dtype=torch.float32).view(len(rows), -1)
 
     async def choose(self, layer: int, rows: torch.Tensor) -> Chosen:
         """Compute the experts that a layer's router chooses from their logits, as the model does.
@@ -354,12 +345,17 @@ class Workers:
             layer: index of the layer.
             rows: logits, float32 [n, experts], as captured at `router`.
         """
-        answers = (await self.ask(Choose(layer, *_sent(rows)), Chosen))[0]
+        found = await self._first(Choose(layer, *_sent(rows)), Chosen, 0, f"layer {layer}")
+        if not found.refused:
+            _require_rows(found.ids, len(rows), _INT_BYTES)
+            _require_rows(found.weights, len(rows), _FLOAT_BYTES)
+        return found
+
+    async def _first(self, question: Question, kind: type[Kind], engine: int, part: str) -> Kind:
+        """Return the first answer of an engine's workers to a question for those that have a part of the model."""
+        answers = (await self.ask(question, kind))[engine]
         if not answers:
-            raise WorkerFailure(f"no worker of engine 0 has layer {layer}")
-        if not answers[0].refused:
-            _require_rows(answers[0].ids, len(rows), _INT_BYTES)
-            _require_rows(answers[0].weights, len(rows), _FLOAT_BYTES)
+            raise WorkerFailure(f"no worker of engine {engine} has {part}")
         return answers[0]
 
     async def get_stats(self) -> list[list[Counted]]:

@@ -45,9 +45,6 @@ class Extents:
 
     A request is split into several extents where it has to be, so nothing is lost to fragmentation, and no block beyond
     the first `total` is ever used.
-
-    Args:
-        total: number of blocks.
     """
 
     def __init__(self, total: int) -> None:
@@ -132,10 +129,6 @@ class Stored:
 
 class SpillFile:
     """Spill file with a quota; its methods may be called from any thread.
-
-    Args:
-        folder: folder it is made in.
-        most_bytes: quota in bytes.
 
     Raises:
         InvalidSetting: no file can be made there.

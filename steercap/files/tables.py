@@ -65,12 +65,25 @@ def save_table(path: str | Path, table: pa.Table) -> Path:
     return Path(path)
 
 
+def export_table(path: str | Path, table: pa.Table) -> Path:
+    """Write a pyarrow Table to one file, `.parquet` or `.csv`, which appears whole or not at all.
+
+    Raises:
+        InvalidFile: the suffix is another one.
+    """
+    with extra("analysis", "experiments"):
+        from pyarrow import csv, parquet
+
+    writers = {".parquet": parquet.write_table, ".csv": csv.write_csv}
+    if Path(path).suffix not in writers:
+        raise InvalidFile(f"{path} must end in one of {', '.join(writers)}, which says the format")
+    with write_whole(Path(path)) as scratch:
+        writers[Path(path).suffix](table, scratch)
+    return Path(path)
+
+
 def read_table(path: str | Path, kind: type[AnyRecord]) -> list[AnyRecord]:
     """Read a table that `write_table` wrote.
-
-    Args:
-        path: file to read.
-        kind: type of the records.
 
     Raises:
         InvalidFile: no such file, no Parquet, or a table of something else.

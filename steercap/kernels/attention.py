@@ -263,10 +263,6 @@ def summary_of(
 def pattern(attending: Attending, max_bytes: int) -> Float[torch.Tensor, "heads queries keys"]:
     """Return the weights of all queries over all keys, 0 for keys that a query does not see.
 
-    Args:
-        attending: queries and keys.
-        max_bytes: maximum size of the result in bytes.
-
     Raises:
         InvalidRequest: it takes more.
     """

@@ -38,11 +38,7 @@ from steercap.requests.stream import Chunk, stream
 
 @dataclass(frozen=True)
 class LocalBackend:
-    """Implementation of the calls of a model on an engine in this process.
-
-    Args:
-        serving: the engine, from its start to its end.
-    """
+    """Implementation of the calls of a model on an engine in this process."""
 
     serving: Serving
 

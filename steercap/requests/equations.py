@@ -69,9 +69,8 @@ def mixes(
     named = f", with an edit at {edit[0]}" if edit else ""
     layers = sorted({point.layer for point in rows})
     for layer in layers:
-        for (before, *terms), following in zip(
-            BLOCKS, (Point(layer, BLOCKS[1][0]), _after_layer(layer, end)), strict=True
-        ):
+        after = end if layer == end.layer else Point(layer + 1, BLOCKS[0][0])
+        for (before, *terms), following in zip(BLOCKS, (Point(layer, BLOCKS[1][0]), after), strict=True):
             found = [rows.get(Point(layer, site)) for site in (before, *terms)]
             streams, post, res, added = found
             if res is not None:
@@ -85,10 +84,6 @@ def mixes(
             error = relative([rows[following]], [*parts.unbind(1), given, *own])
             name = f"{following} is {before}, mixed, and {terms[2]}{named}"
             yield Claim(name, error, _MIXED * torch.finfo(rows[following].dtype).eps)
-
-
-def _after_layer(layer: int, end: Point) -> Point:
-    return end if layer == end.layer else Point(layer + 1, BLOCKS[0][0])
 
 
 def of_rows(

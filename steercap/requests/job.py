@@ -58,12 +58,7 @@ class CompiledSteering:
     held: str = ""
 
     def placed(self, slots: Mapping[bytes, int], epoch: int) -> SteeringPlan:
-        """Return the steering plan that is sent to the workers.
-
-        Args:
-            slots: the slot of each configuration, by its digest.
-            epoch: see `identity`.
-        """
+        """Return the steering plan that is sent to the workers."""
         digest = self.lowered.digest
         name = identity(self.lowered.edits_digest or digest, self.scopes, self.replaced, epoch, self.held)
         return SteeringPlan(slots[digest], digest, name, self.scopes, self.replaced, self.biased, bool(self.held))
@@ -87,11 +82,6 @@ class Sample:
 
     The defaults stand for a pooling model, which generates nothing: -1 takes the place of the one token that has no
     row.
-
-    Args:
-        index: index of the sample in its request.
-        text: its text.
-        token_ids: its generated tokens.
     """
 
     index: int = 0
@@ -156,10 +146,6 @@ class Job:
 
 async def enter_sketches(job: Job, samples: Sequence[tuple[int, Sequence[int]]]) -> None:
     """Add the rows of a finished job to the sketches that it joined; do nothing if it joined none.
-
-    Args:
-        job: the request.
-        samples: index and generated tokens of each sample.
 
     Raises:
         CaptureIncomplete, CaptureNotFinite, SketchClosed, SketchIncomplete: see `requests.sketching.enter`.

@@ -88,13 +88,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Finished sample whose rows can be recomputed if their engine dies.
-
-    Args:
-        recipe: the request's arguments.
-        job: the request as it ran.
-        sample: the finished sample.
-    """
+    """Finished sample whose rows can be recomputed if their engine dies."""
 
     recipe: Recipe
     job: Job

@@ -137,11 +137,7 @@ class RunningSketch(NonCopyable, instead=INSTEAD):
 
 @dataclass(frozen=True)
 class EngineSketches:
-    """Source of the sketches that are in the workers of an engine.
-
-    Args:
-        engine: the engine.
-    """
+    """Source of the sketches that are in the workers of an engine."""
 
     engine: Engine
 

@@ -85,12 +85,7 @@ class Stats:
 
 
 async def stats_of(engine: Engine, restarts: int = 0) -> Stats:
-    """Return the resources in use by the engine and its workers now.
-
-    Args:
-        engine: the engine.
-        restarts: number of restarts so far.
-    """
+    """Return the resources in use by the engine and its workers now."""
     engines = await engine.workers.get_stats()
     counts = [count for workers in engines for count in workers]
     budget, page_bytes = engine.admission.budget, engine.admission.page_bytes

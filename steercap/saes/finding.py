@@ -67,13 +67,7 @@ _FILE: Final = re.compile(r".+\.(?:pth?|safetensors|npz)")
 
 
 class SAEFiles(NamedTuple):
-    """Files of an SAE.
-
-    Args:
-        layout: its format.
-        weights: the file of its tensors.
-        configuration: the configuration file; None if there is none.
-    """
+    """Files of an SAE."""
 
     layout: SAEFormat
     weights: Path

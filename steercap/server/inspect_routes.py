@@ -38,13 +38,7 @@ SITE: Final = "resid_post"
 
 
 class InspectRoutes:
-    """Routes that analyse captured rows.
-
-    Args:
-        model: the open model.
-        captures: captures that wait to be fetched.
-        library: named vectors and steering.
-    """
+    """Routes that analyse captured rows."""
 
     def __init__(self, model: SteerModel, captures: CaptureStore, library: Library) -> None:
         self._model = model

@@ -217,10 +217,6 @@ def read(data: bytes) -> Content:
 class Presets:
     """Presets of the operator.
 
-    Args:
-        names: served names of the model itself.
-        steering: steering by preset name.
-
     Attributes:
         names: names that requests may give, those of presets included.
     """

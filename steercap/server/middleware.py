@@ -55,9 +55,6 @@ class Keyless:
     """ASGI wrapper for a server without API keys: all clients are one owner, whichever key they send.
 
     OpenAI's clients always send a key, and curl sends none: each may fetch the other's captures.
-
-    Args:
-        app: application to wrap.
     """
 
     def __init__(self, app: App) -> None:
@@ -72,11 +69,7 @@ class Keyless:
 
 
 class OptOut:
-    """ASGI wrapper that reads the header by which a client has its request left out of recordings.
-
-    Args:
-        app: application to wrap.
-    """
+    """ASGI wrapper that reads the header by which a client has its request left out of recordings."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -193,12 +186,7 @@ def _shorthand(field: Any, store: Any, selectors: Any) -> Any:
 
 
 class AnswerSender:
-    """Wrapper of `send` that adds the results of a request to its answer.
-
-    Args:
-        call: call of steercap.
-        send: ASGI send function.
-    """
+    """Wrapper of `send` that adds the results of a request to its answer."""
 
     def __init__(self, call: SteercapRequest, send: Send) -> None:
         self._call = call

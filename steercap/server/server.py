@@ -84,12 +84,7 @@ class ServerSettings:
 
 @dataclass(frozen=True)
 class Names:
-    """Named content that the operator gave.
-
-    Args:
-        library: vectors, steering and SAEs.
-        presets: steering of each preset.
-    """
+    """Named content that the operator gave."""
 
     library: Library
     presets: Mapping[str, SteeringSpec]

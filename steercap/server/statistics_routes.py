@@ -37,13 +37,7 @@ ROWS: Final = ("layers", "sites", "tokens", "before_edits")
 
 
 class SketchRoutes:
-    """Routes that open, read and close sketches.
-
-    Args:
-        model: the open model.
-        library: named vectors and steering.
-        store: the open sketches.
-    """
+    """Routes that open, read and close sketches."""
 
     def __init__(self, model: SteerModel, library: Library, store: SketchStore) -> None:
         self._model, self._library, self._store = model, library, store

@@ -193,11 +193,6 @@ def compile_probes(
 ) -> tuple[Projected, tuple[int, ...]]:
     """Compile the capture of a request that keeps only its monitors' scores: projections of rows on their probes.
 
-    Args:
-        monitors: the monitors.
-        points: the point of each monitor.
-        armed: index of every armed point.
-
     Returns:
         Directions at length 1, equally many at each point, and for each monitor the index of its own direction.
 

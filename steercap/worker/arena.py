@@ -29,7 +29,7 @@ from steercap.kernels.bits import weight
 from steercap.kernels.codecs import record_of
 from steercap.saes.encoder import Encoder
 from steercap.worker.chunk_file import ChunkFile
-from steercap.worker.memory import HEADER_BYTES, SharedSegment
+from steercap.worker.memory import SharedSegment, line_view
 
 #: Maximum layouts in use at once; running requests rarely need more than a few.
 LAYOUTS: Final = 4096
@@ -280,12 +280,6 @@ class Arena:
         flat = self.lines.view(-1).numpy()
         count = max(0, (len(flat) - bytes_ - offset) // LINE_BYTES + 1)
         return np.ndarray((count, bytes_ // itemsize), f"u{itemsize}", flat, offset, strides=(LINE_BYTES, itemsize))
-
-
-def line_view(segment: SharedSegment) -> torch.Tensor:
-    """View the memory of a segment as lines: uint8 [lines, LINE_BYTES]."""
-    flat = torch.frombuffer(segment.memory, dtype=torch.uint8, offset=HEADER_BYTES)
-    return flat[: len(flat) // LINE_BYTES * LINE_BYTES].view(-1, LINE_BYTES)
 
 
 def _pin(lines: torch.Tensor) -> None:

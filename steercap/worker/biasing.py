@@ -83,11 +83,7 @@ class _Pending:
 
 
 class Biasing:
-    """Adds and verifies the logit biases on one rank.
-
-    Args:
-        device: device of the logits.
-    """
+    """Adds and verifies the logit biases on one rank."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -22,11 +22,6 @@ _FLOAT_BYTES: Final = 4
 def check_configure(message: Configure, sizes: TapSizes, width: int) -> None:
     """Check that vectors and configurations fit the bank, the slots and each other.
 
-    Args:
-        message: the vectors and configurations to write.
-        sizes: sizes of this rank's tables.
-        width: elements of a row of the bank.
-
     Raises:
         WorkerFailure: they do not fit.
     """
@@ -40,10 +35,6 @@ def check_configure(message: Configure, sizes: TapSizes, width: int) -> None:
 
 def check_plan(plan: Plan, longest: int) -> None:
     """Check that a plan is valid for this model.
-
-    Args:
-        plan: the plan of a request.
-        longest: maximum tokens of a sequence.
 
     Raises:
         WorkerFailure: the plan is invalid.

@@ -114,9 +114,6 @@ class Channel:
 
     It belongs to the event loop that it is opened in. A plain socket, since a transport can be closed by its loop
     alone, which may have ended.
-
-    Args:
-        connected: the socket, which does not block.
     """
 
     def __init__(self, connected: socket.socket) -> None:

@@ -21,11 +21,6 @@ _BLOCK_LINES: Final = BLOCK_BYTES // LINE_BYTES
 class ChunkFile:
     """Nameless file of lines, numbered after those of an arena.
 
-    Args:
-        folder: folder that it is made in.
-        first: number of its first line.
-        lines: number of lines that it may have.
-
     Raises:
         InvalidSetting: no file can be made there.
     """

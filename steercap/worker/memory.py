@@ -119,6 +119,12 @@ class Readable:
     ranges: tuple[LineRange, ...]
 
 
+def line_view(segment: SharedSegment) -> torch.Tensor:
+    """View the memory of a segment as lines: uint8 [lines, LINE_BYTES]."""
+    flat = torch.frombuffer(segment.memory, dtype=torch.uint8, offset=HEADER_BYTES)
+    return flat[: len(flat) // LINE_BYTES * LINE_BYTES].view(-1, LINE_BYTES)
+
+
 class LineReader(ABC):
     """Reader of the lines of one worker's arena.
 
@@ -148,8 +154,7 @@ class SharedReader(LineReader):
 
     def __init__(self, attached: Attached) -> None:
         self._segment = SharedSegment.open(attached.path, attached.nonce)
-        flat = torch.frombuffer(self._segment.memory, dtype=torch.uint8, offset=HEADER_BYTES)
-        self._lines: torch.Tensor | None = flat[: len(flat) // LINE_BYTES * LINE_BYTES].view(-1, LINE_BYTES)
+        self._lines: torch.Tensor | None = line_view(self._segment)
         self._file: int | None = None
         if attached.file:
             try:

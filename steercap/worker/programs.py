@@ -66,13 +66,7 @@ class Programs:
         self._known: dict[tuple[int, int], int] = {}  # checksums, by slot and mask
 
     def configure(self, slot: int, configuration: Configuration, bank_rows: Sequence[Sequence[int]]) -> None:
-        """Write a configuration into a slot.
-
-        Args:
-            slot: number of the slot.
-            configuration: the edits.
-            bank_rows: bank rows of each of its blobs.
-        """
+        """Write a configuration into a slot."""
         self.written += 1
         self._known.clear()
         self.projections.pop(slot, None)

@@ -235,10 +235,6 @@ class Runtime:
 
         Requests whose positions, edits or copies differ from a step, or whose edited rows overflowed, fail; all of
         the passes do if the report itself is a failure. Nothing is raised.
-
-        Args:
-            steps: their steps.
-            report: their report.
         """
         whole = Step.compared(steps)
         wrong = (report.positions != whole.positions) | (report.edits != whole.edits) | (report.copies != whole.copies)

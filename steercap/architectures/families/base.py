@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -158,6 +159,18 @@ class Family:
     def is_sparse(self, config: Any, layer: int) -> bool:
         """Check if a layer has experts."""
         return self.sparse is not None and self.sparse(config, layer)
+
+
+#: Family whose layers take and return the whole stream: no residual is deferred.
+whole = partial(Family, residual_output=None, residual_input="")
+#: Family with a norm after each block, whose output is what the block adds.
+normed = partial(
+    Family,
+    attn_out="post_attention_layernorm",
+    mlp_out="post_feedforward_layernorm",
+    attn_in="self_attn",
+    mlp_in="mlp",
+)
 
 
 def located(layer: nn.Module, path: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from steercap.architectures.families.base import Family
+from steercap.architectures.families.base import Family, normed, whole
 
 
 def _factor_before_norms(config: Any) -> float | None:
@@ -29,13 +29,9 @@ MEMBERS: Final[Mapping[str, Family]] = {
     "bitnet": Family(architectures=("BitNetForCausalLM",), classes=("bitnet.BitNetDecoderLayer",)),
     # EXAONE 4: a norm follows each block, and its output is what the block adds; layers return the whole stream
     # first.
-    "exaone4": Family(
+    "exaone4": normed(
         architectures=("Exaone4ForCausalLM",),
         classes=("exaone4.Exaone4DecoderLayer",),
-        attn_out="post_attention_layernorm",
-        mlp_out="post_feedforward_layernorm",
-        attn_in="self_attn",
-        mlp_in="mlp",
         resid_mid="mlp",
         residual_output=None,
         residual_input="",
@@ -43,15 +39,13 @@ MEMBERS: Final[Mapping[str, Family]] = {
     # Falcon 7B to 180B: layers take and return the whole stream.
     # transformers passes its queries, keys and values to no attention function, so vLLM's cannot be compared with
     # them.
-    "falcon": Family(
+    "falcon": whole(
         architectures=("FalconForCausalLM",),
         classes=("falcon.FalconDecoderLayer",),
         layers="transformer.h",
         attn_out="self_attention",
         resid_mid="",
         final_norm="transformer.ln_f",
-        residual_output=None,
-        residual_input="",
         attn_proj="self_attention.dense",
         attention="",
         mlp_proj="mlp.dense_4h_to_h",
@@ -62,23 +56,15 @@ MEMBERS: Final[Mapping[str, Family]] = {
         classes=("gemma.GemmaDecoderLayer",),
     ),
     # Gemma 2: a norm after each block, whose output is what the block adds; the stream is hidden + residual.
-    "gemma2": Family(
+    "gemma2": normed(
         architectures=("Gemma2ForCausalLM",),
         classes=("gemma2.Gemma2DecoderLayer",),
-        attn_out="post_attention_layernorm",
-        mlp_out="post_feedforward_layernorm",
-        attn_in="self_attn",
-        mlp_in="mlp",
         resid_mid="pre_feedforward_layernorm",
     ),
     # Gemma 3 (text): a norm after each block, whose output is what the block adds; the stream is hidden + residual.
-    "gemma3": Family(
+    "gemma3": normed(
         architectures=("Gemma3ForCausalLM",),
         classes=("gemma3.Gemma3DecoderLayer",),
-        attn_out="post_attention_layernorm",
-        mlp_out="post_feedforward_layernorm",
-        attn_in="self_attn",
-        mlp_in="mlp",
         resid_mid="pre_feedforward_layernorm",
     ),
     # GLM-4 0414: norms before and after each block; `post_attention_layernorm` is the one before the second.
@@ -91,15 +77,13 @@ MEMBERS: Final[Mapping[str, Family]] = {
         mlp_in="mlp",
     ),
     # GPT-2: layers take and return the whole stream.
-    "gpt2": Family(
+    "gpt2": whole(
         architectures=("GPT2LMHeadModel",),
         classes=("gpt2.GPT2Block",),
         layers="transformer.h",
         attn_out="attn",
         resid_mid="ln_2",
         final_norm="transformer.ln_f",
-        residual_output=None,
-        residual_input="",
         attn_proj="attn.c_proj",
         attention="attn.attn",
         mlp_proj="mlp.c_proj",
@@ -131,15 +115,13 @@ MEMBERS: Final[Mapping[str, Family]] = {
     # GPT-J: attention and feed-forward side by side after one norm.
     # transformers passes its queries, keys and values to no attention function, so vLLM's cannot be compared with
     # them.
-    "gptj": Family(
+    "gptj": whole(
         architectures=("GPTJForCausalLM",),
         classes=("gpt_j.GPTJBlock", "gptj.GPTJBlock"),
         layers="transformer.h",
         attn_out="attn",
         resid_mid="",
         final_norm="transformer.ln_f",
-        residual_output=None,
-        residual_input="",
         attn_proj="attn.out_proj",
         attention="",
         mlp_proj="mlp.fc_out",
@@ -203,13 +185,9 @@ MEMBERS: Final[Mapping[str, Family]] = {
         mlp_proj="mlp.fc2",
     ),
     # OLMo 2 and 3: a norm follows each block, and its output is what the block adds.
-    "olmo2": Family(
+    "olmo2": normed(
         architectures=("Olmo2ForCausalLM", "Olmo3ForCausalLM"),
         classes=("olmo2.Olmo2DecoderLayer", "olmo3.Olmo3DecoderLayer"),
-        attn_out="post_attention_layernorm",
-        mlp_out="post_feedforward_layernorm",
-        attn_in="self_attn",
-        mlp_in="mlp",
         resid_mid="mlp",
         residual_output=None,
         residual_input="",
@@ -217,7 +195,7 @@ MEMBERS: Final[Mapping[str, Family]] = {
     # OPT: layers take and return the whole stream; the feed-forward block ends in `fc2`.
     # OPT 350M has its norms after the blocks: a layer adds a block's output to the stream, and returns the norm of
     # that sum.
-    "opt": Family(
+    "opt": whole(
         architectures=("OPTForCausalLM",),
         classes=("opt.OPTDecoderLayer",),
         layers="model.decoder.layers",
@@ -226,8 +204,6 @@ MEMBERS: Final[Mapping[str, Family]] = {
         resid_mid="final_layer_norm",
         final_norm="model.decoder.final_layer_norm",
         after_norm=("project_out",),
-        residual_output=None,
-        residual_input="",
         attn_proj="self_attn.out_proj",
         mlp_proj="fc2",
         factor=_factor_before_norms,
@@ -254,14 +230,12 @@ MEMBERS: Final[Mapping[str, Family]] = {
         loops=("qwen3.Qwen3Model",),
     ),
     # StableLM: layers return a pair, but its first half is already the whole stream.
-    "stablelm": Family(
+    "stablelm": whole(
         architectures=(
             "StableLmForCausalLM",
             "StablelmForCausalLM",
         ),
         classes=("stablelm.StablelmDecoderLayer",),
-        residual_output=None,
-        residual_input="",
     ),
     # StarCoder 2, by transformers' modules: Llama's layer whose feed-forward block has no gate.
     "starcoder2": Family(

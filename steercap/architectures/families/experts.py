@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from steercap.architectures.families.base import Family, unknown
+from steercap.architectures.families.base import Family, normed, unknown, whole
 from steercap.architectures.families.hybrids import divisor, logit_scale, multiplier
 
 
@@ -39,12 +39,10 @@ MEMBERS: Final[Mapping[str, Family]] = {
         varied=True,
     ),
     # Command A with experts: Command R's layer, in some layers with experts.
-    "cohere2_moe": Family(
+    "cohere2_moe": whole(
         architectures=("Cohere2MoeForCausalLM",),
         classes=("cohere2_moe.Cohere2MoeDecoderLayer",),
         resid_mid="",
-        residual_output=None,
-        residual_input="",
         router="mlp.gate",
         logits=logit_scale,
         varied=True,
@@ -68,13 +66,9 @@ MEMBERS: Final[Mapping[str, Family]] = {
         varied=True,
     ),
     # FlexOlmo, by transformers' modules: OLMo 2's layer with experts.
-    "flex_olmo": Family(
+    "flex_olmo": normed(
         architectures=("FlexOlmoForCausalLM",),
         classes=("flex_olmo.FlexOlmoDecoderLayer",),
-        attn_out="post_attention_layernorm",
-        mlp_out="post_feedforward_layernorm",
-        attn_in="self_attn",
-        mlp_in="mlp",
         resid_mid="mlp",
         mlp_proj="",
         router="mlp.gate",
@@ -83,7 +77,7 @@ MEMBERS: Final[Mapping[str, Family]] = {
     # Gemma 4 (text): a norm after each block, whose output is what the block adds.
     # The layer then adds an embedding that it looks up by token, if any, and multiplies the whole stream by a
     # constant of its own.
-    "gemma4": Family(
+    "gemma4": whole(
         architectures=("Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"),
         classes=(
             "gemma4.Gemma4DecoderLayer",
@@ -95,8 +89,6 @@ MEMBERS: Final[Mapping[str, Family]] = {
         attn_in="self_attn",
         mlp_in="",
         resid_mid="pre_feedforward_layernorm",
-        residual_output=None,
-        residual_input="",
         router="router.proj",
         factor=unknown,
         varied=True,
@@ -113,12 +105,10 @@ MEMBERS: Final[Mapping[str, Family]] = {
         varied=True,
     ),
     # Granite 3 with experts: otherwise as Granite.
-    "granitemoe": Family(
+    "granitemoe": whole(
         architectures=("GraniteMoeForCausalLM",),
         classes=("granitemoe.GraniteMoeDecoderLayer",),
         mlp_out="block_sparse_moe",
-        residual_output=None,
-        residual_input="",
         mlp_proj="",
         router="block_sparse_moe.gate|block_sparse_moe.router",
         factor=multiplier,
@@ -126,12 +116,10 @@ MEMBERS: Final[Mapping[str, Family]] = {
         varied=True,
     ),
     # Granite with experts and a shared one: the layer adds the two itself, so no module outputs the sum.
-    "granitemoeshared": Family(
+    "granitemoeshared": whole(
         architectures=("GraniteMoeSharedForCausalLM", "GraniteMoeSWAForCausalLM"),
         classes=("granitemoeshared.GraniteMoeSharedDecoderLayer", "granitemoe_swa.GraniteMoeSWADecoderLayer"),
         mlp_out="",
-        residual_output=None,
-        residual_input="",
         mlp_proj="",
         router="block_sparse_moe.gate|block_sparse_moe.router",
         factor=multiplier,
@@ -194,12 +182,10 @@ MEMBERS: Final[Mapping[str, Family]] = {
         varied=True,
     ),
     # Phi 3.5 with experts: layers return the whole stream first.
-    "phimoe": Family(
+    "phimoe": whole(
         architectures=("PhiMoEForCausalLM", "PhimoeForCausalLM"),
         classes=("phimoe.PhiMoEDecoderLayer", "phimoe.PhimoeDecoderLayer"),
         mlp_out="block_sparse_moe|mlp",
-        residual_output=None,
-        residual_input="",
         mlp_proj="",
         router="block_sparse_moe.gate|mlp.router",
         varied=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from steercap.architectures.families.base import Family, unknown
+from steercap.architectures.families.base import Family, unknown, whole
 
 
 def logit_scale(config: Any) -> float:
@@ -47,7 +47,7 @@ MEMBERS: Final[Mapping[str, Family]] = {
     # BERT and RoBERTa: each block's sum with the stream is normed, and the norm's output is the stream from there on.
     # `resid_mid` is the sum of the attention block, before its norm, and `mlp_in` the output of that norm.
     # `resid_post` is the output of the second norm, as transformers' `hidden_states` are.
-    "bert": Family(
+    "bert": whole(
         architectures=(
             "BertModel",
             "BertForMaskedLM",
@@ -70,22 +70,18 @@ MEMBERS: Final[Mapping[str, Family]] = {
         resid_mid="attention.output.LayerNorm",
         final_norm="",
         norms={"resid_mid": "attention.output.LayerNorm", "mlp_out": "output.LayerNorm"},
-        residual_output=None,
-        residual_input="",
         attn_proj="attention.output.dense",
         attention="attention.self.attn",
         mlp_proj="output.dense",
     ),
     # ModernBERT: layers of an encoder, with norms before the blocks; they take and return the whole stream.
-    "modernbert": Family(
+    "modernbert": whole(
         architectures=("ModernBertModel", "ModernBertForSequenceClassification", "ModernBertForTokenClassification"),
         classes=("modernbert.ModernBertLayer", "modernbert.ModernBertEncoderLayer"),
         layers="layers",
         attn_out="attn",
         resid_mid="mlp_norm",
         final_norm="final_norm",
-        residual_output=None,
-        residual_input="",
         attn_proj="attn.Wo",
         attention="attn.attn",
         mlp_proj="mlp.Wo",
@@ -94,7 +90,7 @@ MEMBERS: Final[Mapping[str, Family]] = {
     # `sites.streams`.
     # It covers vLLM's layers on CPU, and on CUDA, where each block is fused with the mixing of streams before and
     # after it.
-    "deepseek_v4": Family(
+    "deepseek_v4": whole(
         architectures=("DeepseekV4ForCausalLM",),
         classes=(
             "deepseek_v4.cpu.model.DeepseekV4DecoderLayer",
@@ -106,29 +102,25 @@ MEMBERS: Final[Mapping[str, Family]] = {
         resid_mid="",
         mhc=True,
         hidden_input="x",
-        residual_output=None,
-        residual_input="",
         attn_proj="",
         attention="",
         mlp_proj="",
         factor=unknown,
     ),
     # Falcon H1: attention beside Mamba 2 in every layer; the layer adds both, scaled, so no module outputs the sum.
-    "falcon_h1": Family(
+    "falcon_h1": whole(
         architectures=("FalconH1ForCausalLM",),
         classes=("falcon_h1.FalconH1ParallelHybrid", "falcon_h1.FalconH1DecoderLayer"),
         attn_out="",
         mlp_out="feed_forward",
         resid_mid="pre_ff_layernorm",
         final_norm="model.final_layernorm",
-        residual_output=None,
-        residual_input="",
         mlp_proj="feed_forward.down_proj",
         scaled=_neurons_multiplier,
         logits=_lm_head_multiplier,
     ),
     # Granite 4: Mamba 2 in place of attention in most layers; the layer adds the outputs of experts and a shared one.
-    "granitemoehybrid": Family(
+    "granitemoehybrid": whole(
         architectures=("GraniteMoeHybridForCausalLM",),
         classes=(
             "granitemoehybrid.GraniteMoeHybridAttentionDecoderLayer",
@@ -137,8 +129,6 @@ MEMBERS: Final[Mapping[str, Family]] = {
         ),
         attn_out="self_attn|mamba",
         mlp_out="",
-        residual_output=None,
-        residual_input="",
         mlp_proj="",
         router="block_sparse_moe.gate|block_sparse_moe.router",
         factor=multiplier,
@@ -221,44 +211,36 @@ MEMBERS: Final[Mapping[str, Family]] = {
         varied=True,
     ),
     # Command R: attention and feed-forward side by side after one norm; layers return the whole stream first.
-    "cohere": Family(
+    "cohere": whole(
         architectures=("CohereForCausalLM", "Cohere2ForCausalLM"),
         classes=("commandr.CohereDecoderLayer", "cohere.CohereDecoderLayer", "cohere2.Cohere2DecoderLayer"),
         resid_mid="",
-        residual_output=None,
-        residual_input="",
         logits=logit_scale,
     ),
     # Granite 3: the blocks' outputs are multiplied by a constant before they are added to the stream.
-    "granite": Family(
+    "granite": whole(
         architectures=("GraniteForCausalLM", "GraniteSWAForCausalLM"),
         classes=("granite.GraniteDecoderLayer", "granite_swa.GraniteSWADecoderLayer"),
-        residual_output=None,
-        residual_input="",
         factor=multiplier,
         logits=divisor,
     ),
     # HyperCLOVA X: the blocks' outputs are multiplied by a constant before they are added; layers return the stream.
-    "hyperclovax": Family(
+    "hyperclovax": whole(
         architectures=("HyperCLOVAXForCausalLM",),
         classes=("hyperclovax.HyperCLOVAXDecoderLayer",),
         attn_out="post_norm1|self_attn",
         mlp_out="post_norm2|mlp",
         attn_in="self_attn",
         mlp_in="mlp",
-        residual_output=None,
-        residual_input="",
         factor=multiplier,
         logits=_logits_scaling,
     ),
     # MiniCPM 3: the blocks' outputs are multiplied by a constant before they are added; values are padded in
     # attention.
-    "minicpm3": Family(
+    "minicpm3": whole(
         architectures=("MiniCPM3ForCausalLM",),
         classes=("minicpm3.MiniCPM3DecoderLayer",),
         divisor="scale_width",
-        residual_output=None,
-        residual_input="",
         attention="",
         factor=_depth_multiplier,
         logits=_width_divisor,

@@ -60,12 +60,7 @@ class BlockInput(Site):
 
 
 class BlockOutput(Site):
-    """Tap on the output of the last module of a block of the family.
-
-    Args:
-        name: name of the site.
-        path: function that returns the family's path of that module.
-    """
+    """Tap on the output of the last module of a block of the family."""
 
     def __init__(self, name: str, path: Callable[[Family], str]) -> None:
         self._name, self._path = name, path

@@ -184,13 +184,13 @@ def gather(model: str, arguments: Mapping[str, Any]) -> Facts:
         vllm_for=vllm_for,
         library=hardware.library() if on_cpu else "",
         transformers=_version("transformers"),
-        companions={name: _import_error(name) for name in COMPANIONS if _version(name)},
+        companions={name: _error_of(f"import {name}") for name in COMPANIONS if _version(name)},
         triton=_version("triton"),
         triton_backends=frozenset(entry_points(group="triton.backends").names),
         gpus=gather_gpus(),
         holders=gather_processes(),
         environment={name: value for name, value in os.environ.items() if name.startswith(("VLLM_", "HF_", "CUDA_"))},
-        sharing=_sharing(),
+        sharing=_error_of(_SHARING),
         shm_bytes=_free(Path("/dev/shm")),  # noqa: S108 -- looked at, not written to
         memory_bytes=hardware.free_memory(),
         cores=len(hardware.cores()),
@@ -238,14 +238,9 @@ def _torch() -> tuple[str, bool]:
     return torch.version.cuda or "", torch.cuda.is_available()
 
 
-def _import_error(module: str) -> str:
-    """Return the error of importing a module in another process; "" if there is none."""
-    done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True, check=False)  # noqa: S603
-    return (done.stderr.strip().splitlines() or ["it ended without a message"])[-1] if done.returncode else ""
-
-
-def _sharing() -> str:
-    done = subprocess.run([sys.executable, "-c", _SHARING], capture_output=True, text=True, check=False)  # noqa: S603
+def _error_of(code: str) -> str:
+    """Return the error of Python code in another process; "" if there is none."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)  # noqa: S603
     return (done.stderr.strip().splitlines() or ["it ended without a message"])[-1] if done.returncode else ""
 
 

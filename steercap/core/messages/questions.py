@@ -46,11 +46,7 @@ class GetSteeringRecord(Message, frozen=True, tag="Settle"):
 
 
 class Engage(Message, frozen=True, tag="Engage"):
-    """Begin steering that was held back, from the first token that is not being computed yet; every rank answers.
-
-    Args:
-        owners: owners of the requests.
-    """
+    """Begin steering that was held back, from the first token that is not being computed yet; every rank answers."""
 
     owners: tuple[Owner, ...]
 

@@ -229,6 +229,11 @@ def parts_of(rows: Whole) -> Mapping[str, torch.Tensor]:
     return rows.parts if isinstance(rows, CodedRows) else {"rows": rows}
 
 
+def decoded(rows: Whole) -> torch.Tensor:
+    """Return rows, decoded if they are codes."""
+    return rows.decoded() if isinstance(rows, CodedRows) else rows
+
+
 def coding_of(rows: Whole) -> tuple[str, Mapping[str, int]]:
     """Return the codec of rows and its parameters."""
     return named_parameters(rows.coding) if isinstance(rows, CodedRows) else ("raw", {})

@@ -29,11 +29,7 @@ MATRIX_BYTES: Final = 256 << 20
 
 
 class Matrices:
-    """Cache of tensors by key; the one used last is always kept. Thread-safe.
-
-    Args:
-        most_bytes: maximum bytes of all tensors.
-    """
+    """Cache of tensors by key; the one used last is always kept. Thread-safe."""
 
     def __init__(self, most_bytes: int = MATRIX_BYTES) -> None:
         self._most_bytes = most_bytes

@@ -102,13 +102,7 @@ class Gathering(Protocol):
 
 
 class Epoch:
-    """Row order of one epoch.
-
-    Args:
-        blocks: blocks of the data set's rows.
-        order: batch settings.
-        number: number of the epoch.
-    """
+    """Row order of one epoch."""
 
     def __init__(self, blocks: Blocks, order: Order, number: int) -> None:
         self._order, self._number = order, number

@@ -26,6 +26,7 @@ from steercap.lab.datasets.remote import RemoteFolder
 from steercap.lab.datasets.rows import NORMALISE, Groups, Labelled, Normalisation, Normalise, Rows, at, groups_of
 from steercap.lab.datasets.shards import Receipt
 from steercap.lab.datasets.statistics import PointStatistics
+from steercap.lab.datasets.tables import COLUMNS
 
 #: Shards mapped at once. Shards behind a URL take local disk while mapped, so their number is limited to what two
 #: windows of rows that are shuffled together need.
@@ -312,8 +313,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         return self._labelled(rows, groups_of(tokens, self._edges), points) if self._labels else rows
 
     def _labelled(self, rows: Rows, groups: Groups, points: NDArray[np.int64]) -> Labelled:
-        names = ("document", "window", "position", "token")
-        columns = {name: torch.empty(len(points), dtype=torch.int64) for name in names}
+        columns = {name: torch.empty(len(points), dtype=torch.int64) for name in COLUMNS}
         for number, numbers, where in groups:
             shard = self._shard(number)
             index = shard.index[shard.places(numbers)]

@@ -264,17 +264,13 @@ def _differing(stored: Definition, expected: Definition) -> list[str]:
     was, now = (
         {
             "model": {name: one.model.get(name) for name in expected.model},
-            "points": _points(one),
+            "points": ", ".join(f"{point.point} of {point.schema} as {point.coding}" for point in one.points),
             "documents_per_shard": one.documents_per_shard,
             "statistics_every": one.statistics_every,
         }
         for one in (stored, expected)
     )
     return differences(was, now) + differences(stored.asked, expected.asked, none_is_unset=True)
-
-
-def _points(definition: Definition) -> str:
-    return ", ".join(f"{point.point} of {point.schema} as {point.coding}" for point in definition.points)
 
 
 #: Folders of activations.

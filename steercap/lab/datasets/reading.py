@@ -171,12 +171,6 @@ def check_alike(points: Sequence[PointFormat], why: str) -> None:
 class OpenShard:
     """Shard opened for reading.
 
-    Args:
-        storage: storage of the folder.
-        receipt: receipt of the shard.
-        points: formats of the points to read.
-        tokens: selection of tokens whose rows are read.
-
     Reading raises InvalidFile for a file that is missing, truncated, or differs from the definition.
     """
 

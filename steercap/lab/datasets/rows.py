@@ -124,12 +124,7 @@ def _scale(kind: Normalise, statistics: PointStatistics) -> Float[torch.Tensor, 
 
 
 class ShuffleBuffer:
-    """Buffer of rows in named columns, with a fixed capacity.
-
-    Args:
-        capacity: maximum number of rows.
-        seed: seed of the draws.
-    """
+    """Buffer of rows in named columns, with a fixed capacity."""
 
     def __init__(self, capacity: int, seed: int) -> None:
         self.capacity = capacity

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from steercap.core.display import brief
 from steercap.core.values import mixed, mixed_all
 from steercap.files.tensors import as_numpy
-from steercap.kernels.codecs.coded import CodedRows, Whole, parts_of
+from steercap.kernels.codecs.coded import CodedRows, Whole, decoded, parts_of
 
 #: Elements per block, processed by NumPy: it stays in the calling thread, and releases the lock for others.
 BLOCK_ELEMENTS: Final = 1 << 20
@@ -205,8 +205,7 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _decoded(rows: Whole) -> NDArray[np.float32]:
     """Return rows, decoded, as float32 [rows, width]."""
-    decoded = rows.decoded() if isinstance(rows, CodedRows) else rows
-    flat = decoded.flatten(1)
+    flat = decoded(rows).flatten(1)
     if flat.dtype == torch.bfloat16:  # the upper half of a float32
         return (as_numpy(flat).astype(np.uint32) << 16).view(np.float32)
     return flat.numpy().astype(np.float32, copy=False)
@@ -284,7 +283,7 @@ def _number(value: float) -> Float[torch.Tensor, ""]:
 
 def named_tensors(end: str, statistics: PointStatistics) -> dict[str, torch.Tensor]:
     """Return the statistics as tensors by their names in a file: field name plus the point's suffix."""
-    return {f"{name}{end}": tensor for name, tensor in _tensors(statistics).items()}
+    return {f"{field.name}{end}": getattr(statistics, field.name) for field in fields(statistics)}
 
 
 def read_named(end: str, tensors: Mapping[str, torch.Tensor]) -> PointStatistics:
@@ -294,7 +293,3 @@ def read_named(end: str, tensors: Mapping[str, torch.Tensor]) -> PointStatistics
         KeyError: a tensor is missing.
     """
     return PointStatistics(**{field.name: tensors[f"{field.name}{end}"] for field in fields(PointStatistics)})
-
-
-def _tensors(statistics: PointStatistics) -> dict[str, torch.Tensor]:
-    return {field.name: getattr(statistics, field.name) for field in fields(statistics)}

@@ -131,9 +131,6 @@ class Direct:
 class LocalFolder(Storage):
     """Folder on this machine; created by the first write.
 
-    Args:
-        folder: path of the folder.
-
     Raises:
         InvalidRequest: the path is not UTF-8: neither safetensors nor pyarrow could open files in it.
     """

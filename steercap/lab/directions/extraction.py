@@ -288,12 +288,7 @@ def _parts_of(text: Text) -> list[tuple[Any, bool]]:
 
 
 def _prompts(texts: Sequence[Text], firsts: Sequence[list[int]]) -> Iterator[tuple[Any, list[int]]]:
-    """Yield each text, or the prompt of an exchange, with its token ids, as `repeating` takes them.
-
-    Args:
-        texts: texts and exchanges.
-        firsts: token ids of each text, or of the prompt of each exchange.
-    """
+    """Yield each text, or the prompt of an exchange, with its token ids, as `repeating` takes them."""
     for text, ids in zip(texts, firsts, strict=True):
         yield text.prompt if isinstance(text, Exchange) else text, ids
 

@@ -135,15 +135,11 @@ def difference(ours: Floats, theirs: Floats, *, log: bool = False) -> Difference
     return Difference(found.value, found.low, found.high, p, found.clusters)
 
 
-def sign_flip(apart: Floats, seed: int = 0) -> float:
+def sign_flip(apart: Floats) -> float:
     """Return the two-sided p of the mean difference under the null of symmetric differences.
 
     With n clusters no p is below 2 / 2^n: 0.0005 with 12, 0.06 with 5. Source: Fisher (1935), The Design of
-    Experiments, section 21.
-
-    Args:
-        apart: differences, float64 [clusters].
-        seed: seed of the signs, if there are too many to try all.
+    Experiments, section 21. Where there are too many signs to try all, draws of a fixed seed are tried.
     """
     count = len(apart)
     if count < 2 or not np.isfinite(apart).all():
@@ -152,7 +148,7 @@ def sign_flip(apart: Floats, seed: int = 0) -> float:
         signs = 1 - 2.0 * ((np.arange(1 << count)[:, None] >> np.arange(count)) & 1)
         beyond, of = _as_far(signs @ apart, apart), 1 << count
     else:
-        signs = np.random.default_rng(seed).choice([-1.0, 1.0], size=(1 << EXACT, count))
+        signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(1 << EXACT, count))
         beyond, of = _as_far(signs @ apart, apart) + 1, (1 << EXACT) + 1  # what was found is one of the draws
     return beyond / of
 

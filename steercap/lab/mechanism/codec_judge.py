@@ -210,7 +210,7 @@ class CodecJudge:
     ) -> Iterator[tuple[str, str, float | None, float | None]]:
         """Yield measures without a bar. Deltas are of the raw rows' values, which are subtracted by the caller."""
         for name, labels in self.labels.items():
-            yield "concept_fit", name, self._fit(kept.rows, labels), None
+            yield "concept_fit", name, _fit(kept.rows, self.texts, labels), None
         sae = self.asked.sae
         if sae is not None and sae.input == self.point:
             yield (
@@ -233,15 +233,11 @@ class CodecJudge:
         features = None if rows is None else measured.features_of(sae, rows, self.texts)
         of_each = np.arange(len(np.unique(self.texts)))
         for name, labels in self.labels.items():
-            fit = (
-                None
-                if features is None
-                else measured.correlation(measured.concept_scores(features, of_each, labels)[1], labels)
-            )
-            yield measure, name, fit, None
+            yield measure, name, None if features is None else _fit(features, of_each, labels), None
 
-    def _fit(self, rows: measured.Floats, labels: measured.Floats) -> float:
-        return measured.correlation(measured.concept_scores(rows, self.texts, labels)[1], labels)
+
+def _fit(rows: measured.Floats, texts: npt.NDArray[np.int64], labels: measured.Floats) -> float:
+    return measured.correlation(measured.concept_scores(rows, texts, labels)[1], labels)
 
 
 def _less(value: float | None, base: float | None) -> float | None:

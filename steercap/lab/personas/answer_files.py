@@ -178,11 +178,6 @@ def _check_conversation(conversation: Sequence[Mapping[str, Any]], where: str) -
 def read_scores(path: Path, keys: Sequence[str], responses: Path) -> dict[str, float | str]:
     """Read the scores of the answers in a file.
 
-    Args:
-        path: file of scores.
-        keys: keys of the answers.
-        responses: file of answers, for messages.
-
     Raises:
         InvalidFile: missing, no such file, a key twice or without an answer, or a score that is no finite number.
     """

@@ -143,12 +143,7 @@ class StageFolder:
                 shutil.rmtree(folder)
 
     def finish(self, stage: str, **further: Any) -> None:
-        """Mark a stage as finished, for every requested trait, and remove its parts.
-
-        Args:
-            stage: the stage.
-            further: further values to write with the mark.
-        """
+        """Mark a stage as finished, for every requested trait, and remove its parts."""
         self._store({**self._load(), **{key: self._digests[key] for key in self._keys(stage)}}, **further)
         for folder in self._parts_of(stage):
             shutil.rmtree(folder)

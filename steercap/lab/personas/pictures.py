@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from steercap.core.display import ink
+from steercap.core.display import COLOURS, ink
 from steercap.core.extras import extra
 from steercap.files.base import save_figure
 from steercap.lab.directions import chance_band
@@ -19,8 +19,8 @@ from steercap.steering.directions import DirectionSet
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-#: Colour-blind-safe colours. Source: Okabe and Ito, Color Universal Design.
-COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+#: Colours of traits, by their place.
+TRAITS: Final = (*COLOURS, "#000000")
 MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
 POSITIVE, NEGATIVE = COLOURS[0], COLOURS[1]
 #: Dots per inch: sharp on a page, and small files.
@@ -36,7 +36,7 @@ def draw_auc(directions: DirectionSet, path: Path) -> None:
             axes.plot(
                 list(auc),
                 list(auc.values()),
-                color=COLOURS[place % len(COLOURS)],
+                color=TRAITS[place % len(TRAITS)],
                 marker=MARKERS[place % len(MARKERS)],
                 markersize=4,
                 linewidth=1.8,

@@ -83,13 +83,7 @@ class Outcome:
 def outcomes(
     directions: DirectionSet, records: Records, left_out: Mapping[str, str] = MappingProxyType({})
 ) -> Mapping[str, Outcome]:
-    """Return the outcome of each trait that has a direction or was left out, in the order of the answers.
-
-    Args:
-        directions: directions of the traits that have one.
-        records: records of the run.
-        left_out: reasons for the others, by name.
-    """
+    """Return the outcome of each trait that has a direction or was left out, in the order of the answers."""
     names = [
         name for name in dict.fromkeys(one.trait for one in records.responses) if {name} & {*directions, *left_out}
     ]

@@ -71,12 +71,7 @@ class Prompted:
 
 
 class ExampleTokens(msgspec.Struct, frozen=True, array_like=True):
-    """Prompt and response as tokens.
-
-    Args:
-        ids: token ids of both.
-        prompt_len: number of prompt tokens.
-    """
+    """Prompt and response as tokens."""
 
     ids: tuple[int, ...]
     prompt_len: int

@@ -169,12 +169,7 @@ class TraitState:
 
 @dataclass(frozen=True, eq=False)
 class TrainingState:
-    """State of a training.
-
-    Args:
-        step: number of steps taken.
-        traits: states of the traits by name.
-    """
+    """State of a training."""
 
     step: int
     traits: Mapping[str, TraitState]

@@ -80,7 +80,7 @@ def stacked(lowered: Sequence[Sequence[RankOne]]) -> list[Part]:
 def _part(together: Sequence[RankOne]) -> Part:
     reads = [one.read for one in together if one.read is not None]
     gates = [value for one in together for value in (one.read, one.response.threshold, one.response.bias)]
-    threshold = any(_is_above(one.response.threshold, -inf) for one in together)
+    threshold = any(_is_bound(one.response.threshold) for one in together)
     return Part(
         write=torch.cat([one.write for one in together]),
         read=torch.cat(reads) if reads else None,
@@ -142,21 +142,21 @@ def _length(
         reach = _bounded(p, f("floor"), inf)
         length = _bounded(f("gain") * reach + f("offset"), f("low"), f("high")) - f("minus") * reach
         threshold = f("threshold")
-        if _is_above(threshold, -inf):
+        if _is_bound(threshold):
             length = length * gate(p, threshold, gate_width if part.relaxed else 0.0)
     if part.responses[0].relative:
         length = length * torch.linalg.vector_norm(rows, dim=-1)
     return length
 
 
-def _is_above(number: Any, bound: float) -> bool:
-    """Return True if a number is above a bound; a trained one always counts as above."""
-    return torch.is_tensor(number) or number > bound
+def _is_bound(low: Any) -> bool:
+    """Return True if a number bounds values from below: one that is trained, or not -inf."""
+    return torch.is_tensor(low) or low > -inf
 
 
 def _bounded(value: torch.Tensor, low: Any, high: Any) -> torch.Tensor:
     """Clamp a value to bounds, floats or tensors; infinite ones cost nothing."""
-    if _is_above(low, -inf):
+    if _is_bound(low):
         value = torch.maximum(value, torch.as_tensor(low, dtype=value.dtype, device=value.device))
     if torch.is_tensor(high) or high < inf:
         value = torch.minimum(value, torch.as_tensor(high, dtype=value.dtype, device=value.device))

@@ -26,14 +26,7 @@ from steercap.lab.training.trainable import TrainableSpec
 
 @dataclass(eq=False)
 class TraitInTraining:
-    """Trait in training.
-
-    Args:
-        name: name of the trait.
-        spec: spec with the trained parameters.
-        examples, held_out: tokenised examples for training, and held-out ones.
-        settings: settings of the training.
-    """
+    """Trait in training."""
 
     name: str
     spec: TrainableSpec

@@ -114,12 +114,7 @@ class Installed:
 
 
 class Taps(ABC):
-    """Taps of one rank, with their tables.
-
-    Args:
-        installed: points of this rank.
-        sizes: sizes of the tables.
-    """
+    """Taps of one rank, with their tables."""
 
     def __init__(self, installed: Installed, sizes: TapSizes) -> None:
         self.installed = installed

@@ -229,11 +229,6 @@ class KeepingReduced(Keeping):
 class HostAccumulators:
     """Running reductions of requests, in host memory.
 
-    Args:
-        schemas: schemas of the points.
-        total: number of accumulators.
-        slots: held rows of each.
-
     Attributes:
         sums: accumulators of each point, float32 [accumulators, width].
         held: held rows of each point, [accumulators × slots, width] in its dtype.

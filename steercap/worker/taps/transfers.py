@@ -246,11 +246,7 @@ Holder = TypeVar("Holder")
 
 
 class Ring(Generic[Holder]):
-    """Ring buffer of the places 0 to `size`.
-
-    Args:
-        size: number of places.
-    """
+    """Ring buffer of the places 0 to `size`."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -158,12 +158,7 @@ class _Collection:
     def _tell(self, sharder: Sharder) -> None:
         if self._arguments.progress is None:
             return
-        share = None
-        if self._source.bytes and self._read_bytes is not None:
-            share = min(1.0, self._read_bytes / self._source.bytes)
-        elif self._source.count:
-            share = min(1.0, self._documents / self._source.count)
-        seconds = time.monotonic() - self._began
+        share, seconds = self._source.share(self._documents, self._read_bytes), time.monotonic() - self._began
         self._arguments.progress(
             Progress(self._documents, self._tokens, self._rows, sharder.bytes, sharder.written, share, seconds)
         )
@@ -184,7 +179,7 @@ class _Collection:
         fed = [one for batch in first for one in batch]
         rows = sum(self._rows_of(one) for one in fed) / max(1, len(fed))
         bytes_each = max(1.0, rows * self._reading.row_bytes)
-        return _chained(first, batches), max(1, min(MOST_DOCUMENTS, int(self._arguments.shard_bytes / bytes_each)))
+        return chained(first, batches), max(1, min(MOST_DOCUMENTS, int(self._arguments.shard_bytes / bytes_each)))
 
     def _rows_of(self, fed: Fed) -> int:
         """Return the number of rows requested of a document."""
@@ -213,12 +208,13 @@ class _Collection:
         )
 
 
-async def _chained(first: list[list[Fed]], rest: Batches) -> Batches:
+async def chained(first: Sequence[Value], rest: AsyncGenerator[Value, None]) -> AsyncGenerator[Value, None]:
+    """Yield the first values and then the others, whose generator is closed at the end."""
     async with aclosing(rest) as left:
-        for batch in first:
-            yield batch
-        async for batch in left:
-            yield batch
+        for value in first:
+            yield value
+        async for value in left:
+            yield value
 
 
 async def definition_of(

@@ -148,9 +148,7 @@ class _Feeder:
 def _batched(source: DocumentSource, items: Iterator[Any]) -> Iterator[list[CorpusDocument]]:
     batch: list[CorpusDocument] = []
     size = 0
-    for found in items:
-        if (document := source.document(*found)) is None:
-            continue
+    for document in source.documents(items):
         batch.append(document)
         size += len(document.content)
         if len(batch) == BATCH or size >= BATCH_SIZE:

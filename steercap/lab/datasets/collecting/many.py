@@ -13,7 +13,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,6 +30,7 @@ from steercap.lab.datasets import DatasetFolder, Receipt, storage_of
 from steercap.lab.datasets.collecting.collection import (
     LOOKED_AT,
     Collected,
+    chained,
     changed,
     definition_of,
     existing_definition,
@@ -288,7 +289,7 @@ class _Spread:
         self._known: dict[int, Receipt] = {}
         self._made: list[Receipt] = []
         self._number = 0
-        self._read_bytes: int | None = 0
+        self._read_bytes = 0
 
     async def run(self) -> Collected:
         """Collect the corpus to its end, or raise an error that says how far it came."""
@@ -322,7 +323,7 @@ class _Spread:
         first: list[CorpusDocument] = []
         if each is None:
             first = await _take_documents(self._documents, LOOKED_AT + BATCH)
-            self._documents = _chained(first, self._documents)
+            self._documents = chained(first, self._documents)
         found = await _answer(self._actors[0].define.remote(each, _as_tuples(first)))
         definition = decode(found, str(self._storage))
         with stopping(self._storage):
@@ -360,12 +361,9 @@ class _Spread:
             return
         made, source = self._made, self._source
         documents = sum(one.documents for one in (*made, *self._known.values()))
-        share = None
-        if source.bytes and last.bytes is not None:
-            self._read_bytes = max(self._read_bytes or 0, last.bytes)
-            share = min(1.0, self._read_bytes / source.bytes)
-        elif source.count:
-            share = min(1.0, documents / source.count)
+        if last.bytes is not None:
+            self._read_bytes = max(self._read_bytes, last.bytes)
+        share = source.share(documents, None if last.bytes is None else self._read_bytes)
         tokens, rows = sum(one.tokens for one in made), sum(one.rows for one in made)
         written, shards = sum(one.bytes for one in made), len(made) + len(self._known)
         seconds = time.monotonic() - self._began
@@ -376,7 +374,7 @@ def _as_tuples(documents: Sequence[CorpusDocument]) -> list[tuple[str, Any, int 
     return [(one.where, one.content, one.bytes) for one in documents]
 
 
-async def _documents(source: DocumentSource) -> AsyncIterator[CorpusDocument]:
+async def _documents(source: DocumentSource) -> AsyncGenerator[CorpusDocument, None]:
     items = source.begin()
     if isinstance(items, AsyncIterator):
         async for found in items:
@@ -389,8 +387,7 @@ async def _documents(source: DocumentSource) -> AsyncIterator[CorpusDocument]:
 
 
 def _next_documents(source: DocumentSource, items: Iterator[Any]) -> list[CorpusDocument]:
-    found = (source.document(*item) for item in items)
-    return list(islice((document for document in found if document is not None), BATCH))
+    return list(islice(source.documents(items), BATCH))
 
 
 async def _take_documents(documents: AsyncIterator[CorpusDocument], most: int) -> list[CorpusDocument]:
@@ -401,12 +398,3 @@ async def _take_documents(documents: AsyncIterator[CorpusDocument], most: int) -
         except StopAsyncIteration:
             break
     return found
-
-
-async def _chained(
-    first: Sequence[CorpusDocument], rest: AsyncIterator[CorpusDocument]
-) -> AsyncIterator[CorpusDocument]:
-    for document in first:
-        yield document
-    async for document in rest:
-        yield document

@@ -75,11 +75,7 @@ class TokenSample(abc.ABC):
 
 @dataclass(frozen=True)
 class Selected(TokenSample):
-    """Sample of the tokens of a selection, as for `CaptureSpec`.
-
-    Args:
-        of: the selection.
-    """
+    """Sample of the tokens of a selection, as for `CaptureSpec`."""
 
     of: Tokens | TokenSelection = "all"
 

@@ -23,6 +23,7 @@ from steercap.lab.datasets import DatasetFolder, Index, Receipt, Shard
 from steercap.lab.datasets.collecting.reading import Block, Ended
 from steercap.lab.datasets.shards import RECEIPT, name_of
 from steercap.lab.datasets.storage import Storage
+from steercap.lab.datasets.tables import COLUMNS
 
 #: Shards written at once, each hashed and synced by itself, beside the one being filled in memory. A
 #: writer waits for the disk for more than half of its time.
@@ -251,9 +252,8 @@ def stopping(storage: object, sharder: Sharder | None = None) -> Iterator[None]:
 
 
 def _joined(indices: Sequence[Index]) -> Index:
-    names = ("document", "window", "position", "token")
     empty = np.empty(0, dtype=np.int64)
-    return Index(*(np.concatenate([empty, *(getattr(one, name) for one in indices)]) for name in names))
+    return Index(*(np.concatenate([empty, *(getattr(one, name) for one in indices)]) for name in COLUMNS))
 
 
 def _cut(pieces: Sequence[Whole], first: int, stop: int) -> list[Whole]:

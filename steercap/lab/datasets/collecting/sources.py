@@ -79,9 +79,10 @@ class DocumentSource:
         items = self.begin()
         if isinstance(items, AsyncIterator):
             raise InvalidRequest(f"{self.name} is an async iterator; use `async for`")
-        return self._documents(items)
+        return self.documents(items)
 
-    def _documents(self, items: Iterator[tuple[str, Any, int | None]]) -> Iterator[CorpusDocument]:
+    def documents(self, items: Iterator[tuple[str, Any, int | None]]) -> Iterator[CorpusDocument]:
+        """Yield the documents of some of the items."""
         for found in items:
             if (document := self.document(*found)) is not None:
                 yield document
@@ -99,6 +100,12 @@ class DocumentSource:
             return None
         self._number += 1
         return CorpusDocument(self._number - 1, content, where, read)
+
+    def share(self, documents: int, read: int | None) -> float | None:
+        """Return the share of the corpus that was read, 0 to 1, by its bytes or documents; None if unknown."""
+        if self.bytes and read is not None:
+            return min(1.0, read / self.bytes)
+        return min(1.0, documents / self.count) if self.count else None
 
     def _complain(self, where: str, error: NotDocument) -> None:
         if self.bad == "error":
@@ -230,8 +237,9 @@ def _of_folder(folder: Path, kind: str | None, split: str | None) -> list[tuple[
     if (folder / STATE).is_file():
         names = [one["filename"] for one in _json(folder / STATE).get("_data_files", [])]
         return [(folder / name, READERS["arrow"]) for name in names]
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not _hidden(path, folder)]
-    known = [path for path in files if kind is not None or _has_reader(path)]
+    visible = (path for path in sorted(folder.rglob("*")) if "/." not in f"/{path.relative_to(folder)}")
+    files = [path for path in visible if path.is_file()]
+    known = files if kind else [path for path in files if any(reader.reads(path) for reader in READERS.values())]
     if not known:
         raise InvalidFile(f"{folder} holds no file of a corpus; known: {_suffixes()}")
     found = [(path, _reader(path, kind)) for path in _split(known, split, str(folder))]
@@ -241,10 +249,6 @@ def _of_folder(folder: Path, kind: str | None, split: str | None) -> list[tuple[
             "'*.jsonl'"
         )
     return found
-
-
-def _hidden(path: Path, folder: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
 def _split(files: Sequence[Path], split: str | None, given: str) -> list[Path]:
@@ -282,10 +286,6 @@ def _reader(path: Path, kind: str | None) -> Reader:
         if reader.reads(path):
             return reader
     raise InvalidFile(f"{path}: the file name does not tell the format; use one of {_suffixes()}, or give format=")
-
-
-def _has_reader(path: Path) -> bool:
-    return any(reader.reads(path) for reader in READERS.values())
 
 
 def _suffixes() -> str:

@@ -21,7 +21,7 @@ from steercap.core.display import layers_by_site
 from steercap.core.spec import Point
 from steercap.core.values import count_of, shown
 from steercap.errors import InvalidRequest, InvalidSetting
-from steercap.kernels.codecs.coded import CodedRows, Whole
+from steercap.kernels.codecs.coded import decoded
 from steercap.lab.datasets.collecting.feeding import feed
 from steercap.lab.datasets.collecting.pipeline import blocks
 from steercap.lab.datasets.collecting.reading import Block, Reading
@@ -238,7 +238,7 @@ class ActivationStream:
         }
 
     def _decoded(self, point: Point, block: Block) -> torch.Tensor:
-        pieces = [_plain(piece) for piece in block.rows[point]]
+        pieces = [decoded(piece) for piece in block.rows[point]]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _estimated(self) -> dict[str, Normalisation]:
@@ -292,7 +292,3 @@ class ActivationStream:
 
 #: Name of the column that holds rows of all points.
 MIXED: Final = "rows"
-
-
-def _plain(rows: Whole) -> torch.Tensor:
-    return rows.decoded() if isinstance(rows, CodedRows) else rows

@@ -128,10 +128,6 @@ def labelled(groups: Mapping[str, Vectors], weights: ModelWeights, layer: int) -
 def matrix(directions: DirectionSet, layer: int) -> Float[torch.Tensor, "names hidden"]:
     """Return the vectors of one layer: float32 [names, hidden].
 
-    Args:
-        directions: vectors with names.
-        layer: layer to return.
-
     Raises:
         LayerOutOfRange: there are no vectors for the layer.
         InvalidVector: a vector is zero.

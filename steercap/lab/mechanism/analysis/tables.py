@@ -9,8 +9,8 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Final
 
 from steercap.core.extras import extra
-from steercap.errors import InvalidFile, InvalidSpec
-from steercap.files.base import write_whole
+from steercap.errors import InvalidSpec
+from steercap.files.tables import export_table
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -60,11 +60,6 @@ def about(table: pa.Table) -> dict[str, Any]:
 def rows_of(table: pa.Table, *columns: str, maker: str) -> list[dict[str, Any]]:
     """Return the rows of a table, for a picture.
 
-    Args:
-        table: table given by a user.
-        columns: required columns.
-        maker: the function that makes such tables.
-
     Raises:
         InvalidSpec: the table lacks a column, or has no rows.
     """
@@ -87,15 +82,7 @@ def save_table(table: pa.Table, path: str | Path) -> Path:
     Raises:
         InvalidFile: the suffix is another one.
     """
-    with extra("analysis"):
-        from pyarrow import csv, parquet
-
-    writers = {".parquet": parquet.write_table, ".csv": csv.write_csv}
-    if Path(path).suffix not in writers:
-        raise InvalidFile(f"{path} must end in one of {', '.join(writers)}, which says the format")
-    with write_whole(Path(path)) as scratch:
-        writers[Path(path).suffix](table, scratch)
-    return Path(path)
+    return export_table(path, table)
 
 
 def as_text(table: pa.Table, rows: int = ROWS) -> str:

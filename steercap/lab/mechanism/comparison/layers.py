@@ -145,10 +145,6 @@ class BlockOutputs:
     def decomposed(self, named: LabelledRows, top: int) -> pa.Table:
         """List the named vectors on which the outputs, and their change, project furthest, with either sign.
 
-        Args:
-            named: vectors to project on.
-            top: number of vectors for each output.
-
         Returns:
             Columns `layer`, `name` (of the vector that went in), `output` ("base", "instruct", "change"), `place`,
             `target_group`, `target`, `projection` (on the target's unit vector, in the stream's units), `cosine`.

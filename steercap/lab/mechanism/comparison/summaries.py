@@ -122,13 +122,12 @@ def altered_by_layer(table: pa.Table) -> pa.Table:
     return table_of({name: [row[name] for row in rows] for name in rows[0]})
 
 
-def most_altered(table: pa.Table, focus: Mapping[str, int], counts: Mapping[str, int] = MEASURES) -> pa.Table:
-    """List the most altered vectors of each group at each focus layer.
+def most_altered(table: pa.Table, focus: Mapping[str, int]) -> pa.Table:
+    """List the most altered vectors of each group at each focus layer, as many as `MEASURES` says.
 
     Args:
         table: table `feed_forward` of `compare`.
         focus: layer by measure, as from `focus_layers`.
-        counts: number of vectors listed of each group, by measure.
 
     Returns:
         Columns `measure`, `layer`, `group`, `place`, `name`, `value`.
@@ -141,7 +140,7 @@ def most_altered(table: pa.Table, focus: Mapping[str, int], counts: Mapping[str,
             rows += [
                 {"measure": measure, "layer": layer, "group": group, "place": place, "name": row["name"],
                  "value": row[measure]}
-                for place, row in enumerate(ranked[: counts[measure]])
+                for place, row in enumerate(ranked[: MEASURES[measure]])
             ]  # fmt: skip
     return table_of({name: [row[name] for row in rows] for name in rows[0]})
 

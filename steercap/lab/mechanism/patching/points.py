@@ -94,13 +94,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class ResolvedGrid:
-    """Grid resolved for a model: its points with their heads.
-
-    Args:
-        grid: the grid.
-        points: its points, layer by layer.
-        heads: heads to patch at each point.
-    """
+    """Grid resolved for a model: its points with their heads."""
 
     grid: Grid
     points: tuple[Point, ...]

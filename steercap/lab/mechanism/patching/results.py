@@ -15,8 +15,8 @@ import numpy.typing as npt
 from steercap.core.display import brief, html_table
 from steercap.core.extras import extra
 from steercap.core.values import choices, shown
-from steercap.errors import InvalidFile, InvalidSpec
-from steercap.files.base import write_whole
+from steercap.errors import InvalidSpec
+from steercap.files.tables import export_table
 from steercap.lab.mechanism.patching.plots import plot_effects
 from steercap.lab.mechanism.patching.points import PatchedPlace
 from steercap.lab.mechanism.patching.running import Pair
@@ -68,7 +68,8 @@ class PatchEffect(msgspec.Struct, frozen=True, kw_only=True):
 
         NaN for ablation, and if both runs have the same value.
         """
-        return _ratio(self.difference, math.nan if self.source is None else self.source - self.base)
+        whole = math.nan if self.source is None else self.source - self.base
+        return self.difference / whole if whole else math.nan
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,15 +137,7 @@ class Effects:
         Raises:
             InvalidFile: the suffix is another one.
         """
-        with extra("experiments"):
-            from pyarrow import csv, parquet
-
-        writers = {".parquet": parquet.write_table, ".csv": csv.write_csv}
-        if Path(path).suffix not in writers:
-            raise InvalidFile(f"{path} must end in one of {', '.join(writers)}, which says the format")
-        with write_whole(Path(path)) as scratch:
-            writers[Path(path).suffix](self.table, scratch)
-        return Path(path)
+        return export_table(path, self.table)
 
     def array(self, of: Quantity | None = None) -> npt.NDArray[np.float64]:
         """Return layers × positions, or layers × heads, means over pairs: float64 [layers, columns]; NaN without a run.
@@ -255,10 +248,6 @@ def effect_of(
         base=base,
         source=source,
     )
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else math.nan
 
 
 def _few(values: set[Any]) -> str:

@@ -67,12 +67,7 @@ class Layout:
         return tuple(filter(None, (self.mlp_norm, *projections, self.mlp_post)))
 
     def read_by(self, module: nn.Module, path: str) -> dict[str, torch.Tensor]:
-        """Return the weights of a feed-forward module that read the stream, [neurons, hidden]: "gate" and "up".
-
-        Args:
-            module: the module, with its weights.
-            path: path of the module in the layer.
-        """
+        """Return the weights of a feed-forward module that read the stream, [neurons, hidden]: "gate" and "up"."""
 
         def weight(name: str) -> torch.Tensor:
             linear = module.get_submodule(name.removeprefix(f"{path}."))

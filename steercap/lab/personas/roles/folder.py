@@ -30,11 +30,7 @@ from steercap.lab.personas.roles.settings import (
 
 
 class Definition(RunDefinition, frozen=True):
-    """Contents of `settings.json` of a run over roles.
-
-    Args:
-        roles: names of the roles requested now.
-    """
+    """Contents of `settings.json` of a run over roles."""
 
     roles: tuple[str, ...]
 
@@ -84,12 +80,7 @@ class RoleFolder(StageFolder):
 
 
 class RolesFolder:
-    """Folder of one run over roles.
-
-    Args:
-        path: the folder.
-        definition: contents of its `settings.json`.
-    """
+    """Folder of one run over roles."""
 
     def __init__(self, path: Path, definition: Definition) -> None:
         self.path, self.definition = path, definition

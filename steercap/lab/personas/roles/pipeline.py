@@ -178,7 +178,9 @@ def _rows(folder: RolesFolder, settings: RoleSettings, used: list[str]) -> RoleR
     provenance = Provenance(
         revision=model["revision"],
         dtype=model["dtype"],
-        prompts={name: _joined(header) for name, header in headers.items()},
+        prompts={
+            name: hashlib.sha256("".join(header.prompts).encode()).hexdigest() for name, header in headers.items()
+        },
         tokens="response",
         reduce="mean",
         method="mean",
@@ -208,7 +210,3 @@ def _layer(
 def _spread(header: RoleRowsHeader, number: int) -> tuple[int, ...]:
     known = dict(zip(header.questions, header.counts, strict=True))
     return tuple(known.get(question, 0) for question in range(number))
-
-
-def _joined(header: RoleRowsHeader) -> str:
-    return hashlib.sha256("".join(header.prompts).encode()).hexdigest()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from steercap.core.display import ink, place_names
+from steercap.core.display import COLOURS, GREY, ink, place_names
 from steercap.errors import InvalidSpec
 from steercap.lab.personas.pictures import canvas
 from steercap.lab.personas.roles.axis import AssistantAxis, How, directions
@@ -21,8 +21,7 @@ from steercap.lab.personas.roles.split_half import OFS, Of, Stability
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-#: Colours of the colour-blind-safe Okabe-Ito palette.
-ROLE, HELPER, CHANCE, DEALT = "#0072B2", "#D55E00", "#999999", "#E69F00"
+ROLE, HELPER, CHANCE, DEALT = COLOURS[0], COLOURS[1], GREY, COLOURS[4]
 DPI: Final = 130
 #: Maximum number of roles for which all names are written.
 NAMED: Final = 60

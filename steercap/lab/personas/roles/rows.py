@@ -181,11 +181,6 @@ def load_part(path: Path) -> tuple[RoleRowsHeader, torch.Tensor, torch.Tensor]:
 def load_layer(path: Path, header: RoleRowsHeader, layer: int) -> torch.Tensor:
     """Read the rows of one layer alone: float32 [questions, hidden].
 
-    Args:
-        path: the file.
-        header: header of the file.
-        layer: layer in the header.
-
     Raises:
         InvalidFile: the rows cannot be read.
     """

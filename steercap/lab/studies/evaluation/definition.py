@@ -34,14 +34,7 @@ class Condition(msgspec.Struct, frozen=True):
 
 
 class Conversation(NamedTuple):
-    """Conversation to run.
-
-    Args:
-        number: number of its first answer in the folder.
-        condition: condition to run it under.
-        question: index of the question.
-        sample: index of the sample.
-    """
+    """Conversation to run; `number` is that of its first answer in the folder."""
 
     number: int
     condition: Condition
@@ -184,11 +177,7 @@ class Evaluation:
         return hashlib.sha256(msgspec.json.encode(said)).hexdigest()
 
     def conversations(self, places: Mapping[Condition, int]) -> Iterator[Conversation]:
-        """Yield all conversations, grouped by condition, so that few steering slots are in use at once.
-
-        Args:
-            places: index of each condition in the folder.
-        """
+        """Yield all conversations, grouped by condition, so that few steering slots are in use at once."""
         per = len(self.questions) * self.samples * self.turns
         for condition in self.conditions():
             for at, (question, sample) in enumerate(product(range(len(self.questions)), range(self.samples))):

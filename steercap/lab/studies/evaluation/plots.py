@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from steercap.core.display import ink
+from steercap.core.display import COLOURS, ink
 from steercap.core.extras import extra
 from steercap.errors import InvalidSpec
 from steercap.files.base import save_figure
@@ -17,8 +17,7 @@ from steercap.lab.studies.sweeps.summaries import RANDOM, frame, scale_log
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Colours of the colour-blind-safe Okabe-Ito palette; after these, other marks begin.
-COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+#: Marks of methods, each with the colour of its place.
 MARKS: Final = ("o", "s", "^", "D", "v", "P")
 #: Marks of controls, in grey.
 CONTROL_MARKS: Final = ("x", "+", "1", "2")

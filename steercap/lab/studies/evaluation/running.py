@@ -125,13 +125,7 @@ def _silent(_what: str, _done: int, _all: int) -> None:
 
 
 class _Reading(NamedTuple):
-    """Item to read.
-
-    Args:
-        number: number of the reading in the folder.
-        condition: condition to read it under.
-        item: index of the item.
-    """
+    """Item to read; `number` is that of its reading in the folder."""
 
     number: int
     condition: Condition

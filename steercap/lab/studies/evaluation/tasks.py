@@ -235,13 +235,7 @@ TASKS: Final[Registry[type[Task]]] = Registry("task", {"choices": Choices, "pass
 
 
 class PromptAndText(NamedTuple):
-    """Token ids of a prompt and a text to read.
-
-    Args:
-        prompt: tokens of the prompt.
-        lead: tokens of the beginning of the answer.
-        text: tokens of its continuation; scored.
-    """
+    """Token ids of a prompt and a text to read."""
 
     prompt: list[int]
     lead: list[int]

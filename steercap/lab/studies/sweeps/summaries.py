@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import msgspec
 import numpy as np
 
-from steercap.core.display import ink
+from steercap.core.display import COLOURS, GREY, ink
 from steercap.core.extras import extra
 from steercap.errors import InvalidSpec
 from steercap.files.base import save_figure
@@ -130,8 +130,7 @@ class Effect(msgspec.Struct, frozen=True):
         return apart / spread if spread else math.copysign(math.inf, apart)
 
 
-#: Colours of the colour-blind-safe Okabe-Ito palette.
-STEERED, NEGATED, RANDOM = "#0072B2", "#D55E00", "#999999"
+STEERED, NEGATED, RANDOM = COLOURS[0], COLOURS[1], GREY
 #: Size of one panel in inches, and dots per inch: two columns and rows make some 60 kB.
 PANEL: Final = (4.2, 2.9)
 DPI: Final = 110

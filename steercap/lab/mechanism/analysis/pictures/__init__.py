@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from steercap.core.display import COLOURS, GREY
 from steercap.core.extras import extra
 from steercap.core.prompts import FONT, drawn
 from steercap.errors import InvalidSpec
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
 
 #: Width of a column and of a page of text in inches; dots per inch of pictures that have dots.
 COLUMN, PAGE, DPI = 3.4, 6.9, 160
-#: Colours of the colour-blind-safe Okabe-Ito palette; grey is chance.
-COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-CHANCE: Final = "#999999"
 #: Diverging colour map: blue is negative, red is positive.
 DIVERGING: Final = "RdBu_r"
 #: Where values beyond a scale are drawn, as a share of its limit.
@@ -135,7 +133,7 @@ def plot_layer_sweep(table: pa.Table, path: str | Path, *, metric: str = "change
             layers, mean, error = _by_layer([row for row in own if not row["control"]])
             axes.fill_between(layers, mean - error, mean + error, color=COLOURS[0], alpha=0.25, linewidth=0)
             axes.plot(layers, mean, color=COLOURS[0], marker="o", markersize=3, linewidth=1.1, label="vector")
-            axes.axhline(0, color=CHANCE, linewidth=0.5, zorder=0)
+            axes.axhline(0, color=GREY, linewidth=0.5, zorder=0)
             axes.set(title=written(name), xlabel="layer")
             axes.xaxis.get_major_locator().set_params(integer=True)
             bare(axes)
@@ -150,7 +148,7 @@ def _draw_random(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
     if each:
         means = np.array([mean for _, mean, _ in each])
         said = f"range of {len(each)} random vectors"
-        axes.fill_between(each[0][0], means.min(0), means.max(0), color=CHANCE, alpha=0.35, linewidth=0, label=said)
+        axes.fill_between(each[0][0], means.min(0), means.max(0), color=GREY, alpha=0.35, linewidth=0, label=said)
 
 
 def _by_layer(rows: Sequence[dict[str, Any]]) -> tuple[list[int], Any, Any]:

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from steercap.core.display import ink, place_names
+from steercap.core.display import COLOURS, GREY, ink, place_names
 from steercap.core.extras import extra
 from steercap.core.prompts import FONT
 from steercap.core.values import shown
 from steercap.errors import InvalidSpec
 from steercap.lab.mechanism.analysis.pictures import (
-    CHANCE,
-    COLOURS,
     DIVERGING,
     PAGE,
     Picture,
@@ -138,7 +136,7 @@ def plot_neurons(table: pa.Table, path: str | Path, *, named: int = 4) -> Path:
                 style = {"s": 8, "color": COLOURS[number], "linewidth": 0, "alpha": 0.85, "label": part}
                 axes.scatter([row["layer"] for row in some], clipped([row["z"] for row in some], scale), **style)
             for sign in (-1, 1):
-                axes.axhline(sign * chance, color=CHANCE, linewidth=0.7, linestyle="--", zorder=0)
+                axes.axhline(sign * chance, color=GREY, linewidth=0.7, linestyle="--", zorder=0)
             axes.set(title=written(name), xlabel="layer", ylim=(-most, most))
             axes.margins(x=0.08)
             axes.xaxis.get_major_locator().set_params(integer=True)
@@ -224,7 +222,7 @@ def _draw(axes: Any, rows: list[dict[str, Any]], chance: float, most: float, sca
                 color=ink(),
                 bbox={"facecolor": "none", "linewidth": 0, "pad": 0.6},
             )
-        axes.axvline(sign * chance, color=CHANCE, linewidth=0.7, linestyle="--", zorder=0)
+        axes.axvline(sign * chance, color=GREY, linewidth=0.7, linestyle="--", zorder=0)
     axes.axvline(0, color=ink(), linewidth=0.6)
     axes.set(xlim=(-1.75 * most, 1.75 * most), yticks=[])
     axes.invert_yaxis()

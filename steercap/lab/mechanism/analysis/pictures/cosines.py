@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from steercap.core.display import ink, place_names
+from steercap.core.display import COLOURS, GREY, ink, place_names
 from steercap.errors import InvalidSpec
 from steercap.lab.mechanism.analysis.pictures import (
-    CHANCE,
-    COLOURS,
     COLUMN,
     DIVERGING,
     PAGE,
@@ -33,7 +31,7 @@ LINES: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (
     ("cosine", "same rows", {"color": COLOURS[0], "linewidth": 1.2}),
     ("apart", "different halves", {"color": COLOURS[1], "linewidth": 1.2}),
     ("ceiling", "ceiling of halves", {"color": COLOURS[1], "linewidth": 0.9, "linestyle": ":"}),
-    ("shuffled", "same rows, labels shuffled", {"color": CHANCE, "linewidth": 1.0}),
+    ("shuffled", "same rows, labels shuffled", {"color": GREY, "linewidth": 1.0}),
 )
 #: Maximum number of names for which cosines are written into the cells.
 WRITTEN = 12
@@ -128,7 +126,7 @@ def plot_methods(table: pa.Table, path: str | Path) -> Path:
             own = sorted((row for row in rows if (row["first"], row["second"]) == pair), key=lambda row: row["layer"])
             for column, said, style in LINES:
                 axes.plot([row["layer"] for row in own], [row[column] for row in own], label=said, **style)
-            axes.axhline(rows[0]["chance"], color=CHANCE, linewidth=0.6, linestyle="--", label="random directions")
+            axes.axhline(rows[0]["chance"], color=GREY, linewidth=0.6, linestyle="--", label="random directions")
             axes.set(title=" and ".join(map(written, pair)), xlabel="layer")
             axes.xaxis.get_major_locator().set_params(integer=True)
             bare(axes)
@@ -156,8 +154,8 @@ def plot_scree(table: pa.Table, path: str | Path) -> Path:
     number, explained, mean, low, high = (np.array([row[column] for row in rows]) for column in columns)
     with Picture(path, COLUMN, 2.2) as figure:
         axes: Any = figure.subplots()
-        axes.fill_between(number, 100 * low, 100 * high, color=CHANCE, alpha=0.35, linewidth=0)
-        axes.plot(number, 100 * mean, color=CHANCE, linewidth=1, label="random vectors of these norms, 95 %")
+        axes.fill_between(number, 100 * low, 100 * high, color=GREY, alpha=0.35, linewidth=0)
+        axes.plot(number, 100 * mean, color=GREY, linewidth=1, label="random vectors of these norms, 95 %")
         style = {"marker": "o", "markersize": 3.5, "linewidth": 1.1}
         axes.plot(number, 100 * explained, color=COLOURS[0], label="these vectors", **style)
         axes.set(xlabel="principal component", ylabel="variance explained, %", ylim=(0, None))
@@ -190,7 +188,7 @@ def plot_scores(table: pa.Table, path: str | Path) -> Path:
     with Picture(path, COLUMN + 0.7, COLUMN) as figure:
         axes: Any = figure.subplots()
         for line in (axes.axhline, axes.axvline):
-            line(0, color=CHANCE, linewidth=0.5, zorder=0)
+            line(0, color=GREY, linewidth=0.5, zorder=0)
         for far, marker in ((False, "o"), (True, "D")):  # outliers are at the edge, with their numbers
             axes.scatter(*inside[beyond == far].T, s=11, color=COLOURS[0], zorder=2, marker=marker)
         axes.margins(0.14)
