@@ -49,6 +49,23 @@ MEMBERS: Final[Mapping[str, Family]] = {
         logits=logit_scale,
         varied=True,
     ),
+    # DBRX: attention and both norms in one module; experts in every layer.
+    "dbrx": Family(
+        architectures=("DbrxForCausalLM",),
+        classes=("dbrx.DbrxBlock",),
+        layers="transformer.blocks",
+        attn_out="norm_attn_norm.attn",
+        mlp_out="ffn",
+        resid_mid="norm_attn_norm.norm_2",
+        final_norm="transformer.norm_f",
+        residual_output=None,
+        residual_input="",
+        attn_proj="norm_attn_norm.attn.out_proj",
+        attention="norm_attn_norm.attn.attn",
+        mlp_proj="",
+        router="ffn.router",
+        varied=True,
+    ),
     # DeepSeek V2, V3, R1 and models with their layer: multi-head latent attention, so keys and values are never made.
     "deepseek_v2": Family(
         architectures=(
