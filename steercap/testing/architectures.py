@@ -218,16 +218,6 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
         **GRANITE,
         "layer_rope_theta": [10000.0, 10000.0, 10000.0, 10000.0],
     },
-    "dbrx": {
-        "model_type": "dbrx",
-        "vocab_size": 512,
-        "d_model": 128,
-        "n_layers": 4,
-        "n_heads": 4,
-        "max_seq_len": 512,
-        "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 10000.0},
-        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 8, "moe_top_k": 2},
-    },
     "glm4_moe": {"model_type": "glm4_moe", **TINY, **ROUTED, **GROUPED, "head_dim": 32, "first_k_dense_replace": 1},
     "glm4_moe_lite": {
         "model_type": "glm4_moe_lite",

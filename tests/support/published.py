@@ -236,7 +236,7 @@ TWINS: Final[Mapping[str, Twin]] = {
     "sarvam_mla": Twin(
         "SarvamMLAForCausalLM",
         "deepseek_v3",
-        {"num_experts": 8, "num_shared_experts": 1, "score_function": "sigmoid"},
+        {"q_lora_rank": None, "num_experts": 8, "num_shared_experts": 1, "score_function": "sigmoid"},
     ),
     "internlm2": Twin(
         "InternLM2ForCausalLM",
@@ -293,6 +293,7 @@ TWINS: Final[Mapping[str, Twin]] = {
             **_SOFTMAX,
             "num_experts": 8,
             "num_shared_experts": 0,
+            "embedding_dropout": 0.0,
             "use_bias": False,
             "use_qkv_bias": False,
             "head_dim": 32,

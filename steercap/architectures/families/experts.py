@@ -38,6 +38,16 @@ MEMBERS: Final[Mapping[str, Family]] = {
         router="mlp.gate",
         varied=True,
     ),
+    # Ling and Sarvam 30B: Llama's layer with experts, by other names for attention.
+    "bailing_moe": Family(
+        architectures=("BailingMoeForCausalLM", "BailingMoeV2ForCausalLM", "SarvamMoEForCausalLM"),
+        classes=("bailing_moe.BailingMoeBlock",),
+        attn_out="attention",
+        attn_proj="attention.dense",
+        attention="attention.attn",
+        router="mlp.gate",
+        varied=True,
+    ),
     # Command A with experts: Command R's layer, in some layers with experts.
     "cohere2_moe": Family(
         architectures=("Cohere2MoeForCausalLM",),
@@ -49,23 +59,6 @@ MEMBERS: Final[Mapping[str, Family]] = {
         logits=logit_scale,
         varied=True,
     ),
-    # DBRX: attention and both norms in one module; experts in every layer.
-    "dbrx": Family(
-        architectures=("DbrxForCausalLM",),
-        classes=("dbrx.DbrxBlock",),
-        layers="transformer.blocks",
-        attn_out="norm_attn_norm.attn",
-        mlp_out="ffn",
-        resid_mid="norm_attn_norm.norm_2",
-        final_norm="transformer.norm_f",
-        residual_output=None,
-        residual_input="",
-        attn_proj="norm_attn_norm.attn.out_proj",
-        attention="norm_attn_norm.attn.attn",
-        mlp_proj="",
-        router="ffn.router",
-        varied=True,
-    ),
     # DeepSeek V2, V3, R1 and models with their layer: multi-head latent attention, so keys and values are never made.
     "deepseek_v2": Family(
         architectures=(
@@ -74,11 +67,13 @@ MEMBERS: Final[Mapping[str, Family]] = {
             "DeepseekV3ForCausalLM",
             "Glm4MoeLiteForCausalLM",
             "MistralLarge3ForCausalLM",
+            "SarvamMLAForCausalLM",
         ),
         classes=(
             "deepseek_v2.DeepseekV2DecoderLayer",
             "deepseek_v3.DeepseekV3DecoderLayer",
             "glm4_moe_lite.Glm4MoeLiteDecoderLayer",
+            "sarvam.SarvamMLABlock",
         ),
         attention="",
         router="mlp.gate",
@@ -189,6 +184,7 @@ MEMBERS: Final[Mapping[str, Family]] = {
             "MiMoV2FlashForCausalLM",
             "MiMoV2ForCausalLM",
             "OlmoeForCausalLM",
+            "Param2MoEForCausalLM",
             "Qwen2MoeForCausalLM",
             "SolarOpenForCausalLM",
         ),
@@ -204,6 +200,7 @@ MEMBERS: Final[Mapping[str, Family]] = {
             "mimo_v2.MiMoV2FlashDecoderLayer",
             "mimo_v2_flash.MiMoV2FlashDecoderLayer",
             "olmoe.OlmoeDecoderLayer",
+            "param2moe.Param2MoEDecoderLayer",
             "qwen2_moe.Qwen2MoeDecoderLayer",
             "solar_open.SolarOpenDecoderLayer",
         ),
