@@ -49,8 +49,9 @@ UNREGISTERED: Final = (
 #: Architectures whose layers run several times in a pass.
 LOOPED: Final = frozenset({"HrmTextForCausalLM", "IQuestLoopCoderForCausalLM"})
 
-#: Beginning of the reason in records of models that are served, though their rows differ from transformers'.
-DIFFERS: Final = "not proved, not refused"
+#: Beginning of the reason in records of models that steercap does not refuse: their rows differ from transformers', or
+#: vLLM cannot run them on the device of the record.
+NOT_REFUSED: Final = "not proved, not refused"
 #: Sites that a record of derived sites has if it covers more than the stream.
 _BLOCKS: Final = frozenset({"attn_out", "mlp_out"})
 #: Meaning of "derived".
@@ -153,7 +154,7 @@ def _state(architecture: str, family: str, proved: Sequence[ProvedModel], tables
     blocks = any({*record.sites} >= _BLOCKS for record in compared)
     if tried and (family or blocks):
         return "proved", f"compared with transformers, vLLM {tried}" + ("" if family else "; a start derives its sites")
-    reasons = [record.refused for record in proved if record.refused and not record.refused.startswith(DIFFERS)]
+    reasons = [record.refused for record in proved if record.refused and not record.refused.startswith(NOT_REFUSED)]
     if reasons and not tried:
         return "refused", reasons[0]
     other = None

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any, Final
 
 import torch
 
 from steercap.adapters.releases import installed
+from steercap.cli.models import NOT_REFUSED
 from steercap.errors import ModelNotLoaded, TapsNotInstalled, UnsupportedModel
 from steercap.model import SteerModel
 from steercap.testing.architectures import ON_CUDA
 from steercap.testing.reference import Reference
 from support.agreement import edits_agree, layers_agree, rows_agree
 from support.multimodal import LONGEST, WRAPPERS, Looking, pictures_agree, runnable, wrapper_checkpoint
-from support.published import engine_of, published_checkpoint, transformers_checkpoint
+from support.published import engine_of, published_checkpoint, reference_of
 from support.rows import TINY_ENGINE
 
 CUDA: Final = torch.cuda.is_available()
@@ -30,8 +32,8 @@ async def prove(name: str) -> dict[str, Any]:
     path = wrapper_checkpoint(name) if name in WRAPPERS else published_checkpoint(name)
     arguments = _arguments(name)
     looking = await asyncio.to_thread(Looking, name) if name in runnable() else None  # or a wrapper reads text alone
-    plain = path if name in WRAPPERS else transformers_checkpoint(name)
-    reference = looking.reference if looking else await asyncio.to_thread(Reference, plain)
+    made = partial(Reference, path) if name in WRAPPERS else partial(reference_of, name)
+    reference = looking.reference if looking else await asyncio.to_thread(made)
     config = reference.model.config
     record = {
         "name": name,
@@ -42,7 +44,9 @@ async def prove(name: str) -> dict[str, Any]:
     }
     try:
         model = await SteerModel(str(path), sites="all", **arguments).start()
-    except (UnsupportedModel, ModelNotLoaded, TapsNotInstalled) as error:
+    except ModelNotLoaded as error:  # vLLM itself cannot run it here; steercap may serve it elsewhere
+        return {**record, "refused": f"{NOT_REFUSED}: {str(error).replace(str(path), path.name)}"}
+    except (UnsupportedModel, TapsNotInstalled) as error:
         return {**record, "refused": str(error)}
     async with model:
         loaded = model.serving.opened().loaded
@@ -53,7 +57,7 @@ async def prove(name: str) -> dict[str, Any]:
             edits = await edits_agree(model, reference, every=False) if exact else {}
             rows |= await pictures_agree(model, looking) if looking else {}
         except AssertionError as error:
-            return {**record, "refused": f"not proved, not refused: rows differ from transformers': {error}"}
+            return {**record, "refused": f"{NOT_REFUSED}: rows differ from transformers': {error}"}
         return {
             **record,
             "family": loaded.family,

@@ -16,10 +16,12 @@ from typing import Any, Final, TypeAlias
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from steercap.lab.demo import cached
 from steercap.testing import tiny_checkpoint
 from steercap.testing.architectures import ENGINES
+from steercap.testing.reference import Reference
 
 Tensors: TypeAlias = "dict[str, torch.Tensor]"
 #: Pairs of a pattern and what takes its place.
@@ -73,6 +75,29 @@ def _telechat2(tensors: Tensors) -> Tensors:
     return _renamed(left, _TELECHAT2)
 
 
+def _plamo3(tensors: Tensors) -> Tensors:
+    """Join gates with what they gate, scale the embeddings, and leave out of norms what vLLM adds as it loads them."""
+    left = dict(tensors)
+    for name in tensors:
+        if name.endswith("gate_proj.weight"):
+            parts = [left.pop(name.replace("gate_proj", part)) for part in ("gate_proj", "up_proj")]
+            left[name.replace("gate_proj", "gate_up_proj")] = torch.cat(parts)
+        elif name.endswith("post_attention_layernorm.weight"):
+            left[name] = left[name] + 1 - 1 / 5
+        elif name.endswith("post_feedforward_layernorm.weight"):
+            left[name] = left[name] + 1 - 5**-1.5
+    left["model.embed_tokens.weight"] = left["model.embed_tokens.weight"] * 128**0.5
+    return _joined("qkv_proj", _in_turn, _PLAMO3)(left)
+
+
+_PLAMO3: Final = (
+    (r"^model\.layers", "model.layers.layers"),
+    (r"self_attn", "mixer"),
+    (r"input_layernorm", "pre_mixer_norm"),
+    (r"post_attention_layernorm", "post_mixer_norm"),
+    (r"pre_feedforward_layernorm", "pre_mlp_norm"),
+    (r"post_feedforward_layernorm", "post_mlp_norm"),
+)
 _TELECHAT2: Final = (
     (r"^model\.embed_tokens", "transformer.word_embeddings"),
     (r"^model\.layers", "transformer.h"),
@@ -126,12 +151,14 @@ class Twin:
         of: tiny model of transformers with the same weights.
         changes: changes to its configuration, with what vLLM reads besides.
         tensors: what becomes of the tensors that transformers writes.
+        overrides: what vLLM reads of a configuration that transformers' does not keep.
     """
 
     architecture: str
     of: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     tensors: Callable[[Tensors], Tensors] = dict
+    overrides: Mapping[str, Any] = field(default_factory=dict)
 
 
 _LING: Final = {
@@ -209,7 +236,7 @@ TWINS: Final[Mapping[str, Twin]] = {
     "sarvam_mla": Twin(
         "SarvamMLAForCausalLM",
         "deepseek_v3",
-        {"num_experts": 8, "num_shared_experts": 1, "score_function": "sigmoid"},
+        {"q_lora_rank": None, "num_experts": 8, "num_shared_experts": 1, "score_function": "sigmoid"},
     ),
     "internlm2": Twin(
         "InternLM2ForCausalLM",
@@ -266,6 +293,7 @@ TWINS: Final[Mapping[str, Twin]] = {
             **_SOFTMAX,
             "num_experts": 8,
             "num_shared_experts": 0,
+            "embedding_dropout": 0.0,
             "use_bias": False,
             "use_qkv_bias": False,
             "head_dim": 32,
@@ -274,6 +302,30 @@ TWINS: Final[Mapping[str, Twin]] = {
     ),
     "bailing_moe_v2": Twin("BailingMoeV2ForCausalLM", "glm4_moe", _LING, _BAILING),
     "sarvam_moe": Twin("SarvamMoEForCausalLM", "glm4_moe", _LING, _BAILING),
+    "param2_moe": Twin(
+        "Param2MoEForCausalLM",
+        "glm4_moe",
+        {**_LING, "partial_rotary_factor": 1.0},
+        _BAILING,
+        {"rope_theta": 10000.0},
+    ),
+    "plamo3": Twin(
+        "Plamo3ForCausalLM",
+        "gemma3",
+        {
+            "tie_word_embeddings": False,
+            "hidden_activation": "silu",
+            "query_pre_attn_scalar": 32,
+            "interleaved_sliding_window": [24, None, 24, None],
+        },
+        _plamo3,
+    ),
+    "nemotron_h_puzzle": Twin("NemotronHPuzzleForCausalLM", "nemotron_h"),
+    "solar": Twin(  # streams of earlier layers are mixed in between layers, as in Solar Pro, which steercap refuses
+        "SolarForCausalLM",
+        "llama",
+        {"bskcn_1": [1], "bskcn_2": [], "bskcn_3": [3], "bskcn_4": [], "bskcn_tv": [0.9, 0.8]},
+    ),
     "deepseek": Twin(
         "DeepseekForCausalLM",
         "mixtral",
@@ -298,12 +350,21 @@ def published_checkpoint(name: str) -> Path:
     return cached(f"published-{name}-{digest}", partial(_write, TWINS[name], plain))
 
 
+def reference_of(name: str) -> Reference:
+    """transformers on a tiny model, Bloom with vLLM's GELU, which is exact: transformers' own, by tanh, is not."""
+    reference = Reference(transformers_checkpoint(name))
+    if name == "bloom":
+        for layer in reference.layers.values():
+            layer.get_submodule("mlp").gelu_impl = nn.GELU()
+    return reference
+
+
 def engine_of(name: str) -> Mapping[str, Any]:
     """The engine arguments that a tiny model needs."""
     twin = TWINS.get(name)
     if twin is None:
         return ENGINES.get(name, {})
-    return {**ENGINES.get(twin.of, {}), "hf_overrides": {"architectures": [twin.architecture]}}
+    return {**ENGINES.get(twin.of, {}), "hf_overrides": {"architectures": [twin.architecture], **twin.overrides}}
 
 
 def _write(twin: Twin, plain: Path, folder: Path) -> None:

@@ -27,6 +27,24 @@ MEMBERS: Final[Mapping[str, Family]] = {
     ),
     # BitNet, by transformers' modules: a norm over all heads, and one over all neurons, before they are projected.
     "bitnet": Family(architectures=("BitNetForCausalLM",), classes=("bitnet.BitNetDecoderLayer",)),
+    # BLOOM: layers take and return the whole stream; transformers adds it within the blocks, after their projections.
+    # transformers passes its queries, keys and values to no attention function, so vLLM's cannot be compared with
+    # them.
+    "bloom": Family(
+        architectures=("BloomForCausalLM",),
+        classes=("bloom.BloomBlock",),
+        layers="transformer.h",
+        attn_out="self_attention.dense",
+        mlp_out="mlp.dense_4h_to_h",
+        attn_in="self_attention",
+        mlp_in="mlp",
+        final_norm="transformer.ln_f",
+        residual_output=None,
+        residual_input="",
+        attn_proj="self_attention.dense",
+        attention="",
+        mlp_proj="mlp.dense_4h_to_h",
+    ),
     # EXAONE 4: a norm follows each block, and its output is what the block adds; layers return the whole stream
     # first.
     "exaone4": normed(

@@ -38,6 +38,16 @@ MEMBERS: Final[Mapping[str, Family]] = {
         router="mlp.gate",
         varied=True,
     ),
+    # Ling and Sarvam 30B: Llama's layer with experts, by other names for attention.
+    "bailing_moe": Family(
+        architectures=("BailingMoeForCausalLM", "BailingMoeV2ForCausalLM", "SarvamMoEForCausalLM"),
+        classes=("bailing_moe.BailingMoeBlock",),
+        attn_out="attention",
+        attn_proj="attention.dense",
+        attention="attention.attn",
+        router="mlp.gate",
+        varied=True,
+    ),
     # Command A with experts: Command R's layer, in some layers with experts.
     "cohere2_moe": whole(
         architectures=("Cohere2MoeForCausalLM",),
@@ -55,11 +65,13 @@ MEMBERS: Final[Mapping[str, Family]] = {
             "DeepseekV3ForCausalLM",
             "Glm4MoeLiteForCausalLM",
             "MistralLarge3ForCausalLM",
+            "SarvamMLAForCausalLM",
         ),
         classes=(
             "deepseek_v2.DeepseekV2DecoderLayer",
             "deepseek_v3.DeepseekV3DecoderLayer",
             "glm4_moe_lite.Glm4MoeLiteDecoderLayer",
+            "sarvam.SarvamMLABlock",
         ),
         attention="",
         router="mlp.gate",
@@ -160,6 +172,7 @@ MEMBERS: Final[Mapping[str, Family]] = {
             "MiMoV2FlashForCausalLM",
             "MiMoV2ForCausalLM",
             "OlmoeForCausalLM",
+            "Param2MoEForCausalLM",
             "Qwen2MoeForCausalLM",
             "SolarOpenForCausalLM",
         ),
@@ -175,6 +188,7 @@ MEMBERS: Final[Mapping[str, Family]] = {
             "mimo_v2.MiMoV2FlashDecoderLayer",
             "mimo_v2_flash.MiMoV2FlashDecoderLayer",
             "olmoe.OlmoeDecoderLayer",
+            "param2moe.Param2MoEDecoderLayer",
             "qwen2_moe.Qwen2MoeDecoderLayer",
             "solar_open.SolarOpenDecoderLayer",
         ),

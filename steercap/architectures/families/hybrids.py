@@ -235,6 +235,17 @@ MEMBERS: Final[Mapping[str, Family]] = {
         factor=multiplier,
         logits=_logits_scaling,
     ),
+    # MiniCPM: the blocks' outputs are multiplied by a constant before they are added; layers return the whole stream.
+    "minicpm": Family(
+        architectures=("MiniCPMForCausalLM",),
+        classes=("minicpm.MiniCPMDecoderLayer",),
+        divisor="scale_width",
+        residual_output=None,
+        residual_input="",
+        factor=_depth_multiplier,
+        logits=_width_divisor,
+        varied=True,
+    ),
     # MiniCPM 3: the blocks' outputs are multiplied by a constant before they are added; values are padded in
     # attention.
     "minicpm3": whole(
