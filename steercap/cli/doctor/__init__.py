@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -167,5 +168,8 @@ def answers(address: str) -> bool:
     try:
         with urllib.request.urlopen(address, timeout=2) as answer:  # noqa: S310 -- an address that the user gave
             return bool(answer.status == 200)
+    except urllib.error.HTTPError as error:
+        error.close()  # it is the answer, with its connection
+        return False
     except (OSError, ValueError, http.client.HTTPException):  # nothing there, no address, or another protocol
         return False
