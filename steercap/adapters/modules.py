@@ -96,6 +96,8 @@ def choosing(layers: Mapping[int, nn.Module], family: Family, dtype: torch.dtype
         layer = layers[index]
         runner = _runner(layer, logits.device)
         rows = _as_given(layer.get_submodule(located(layer, family.router)), logits)
+        if family.router_rounded:
+            rows = rows.to(dtype)
         # Routers use only the number of hidden states. One that used their values would return weights of NaN.
         hidden = rows.new_full((1, 1), torch.nan, dtype=dtype).expand(len(rows), runner.moe_config.hidden_dim)
         weights, ids = runner.router._compute_routing(hidden, rows, None)  # noqa: SLF001 -- others record it

@@ -141,7 +141,8 @@ class Decoder:
                 f"steercap finds no norm after the layers of {type(self.parent).__name__}, which holds {children}"
             )
         model: Any = self.model
-        divisor = float(getattr(model, family.divisor)) if family.divisor else 1.0
+        # A model within another, such as MiniCPM-V's, has the attribute, and the outer one does not divide by it.
+        divisor = float(getattr(model, family.divisor, 1.0)) if family.divisor else 1.0
 
         def head(rows: torch.Tensor) -> torch.Tensor | None:
             hidden = _through(after, rows)

@@ -91,9 +91,11 @@ def yaml_keys(path: Path, needed: str, *, paths: Iterable[str], library: str) ->
         import yaml
 
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise InvalidFile(f"{path} cannot be read as YAML: {error}") from error
+    if found is None:
+        return {}
     if not isinstance(found, dict):
         raise InvalidFile(f"{path} holds {type(found).__name__}; give keys and values, {needed}")
     for name in paths:

@@ -27,8 +27,6 @@ FRAME_BYTES: Final = 8 << 20
 RETRY_SECONDS: Final = 0.002
 PATIENCE_SECONDS: Final = 60.0
 
-#: Type of the items sent to the workers in frames.
-
 
 #: Configurations that one request needs, by their digests.
 Needed: TypeAlias = "Mapping[bytes, Configuration]"

@@ -102,8 +102,9 @@ class LoopThread:
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         finally:
             self.loop.close()
-            for ended in tuple(self._waiting):  # of tasks that went on when they were cancelled
-                ended.put(None)
+            with suppress(KeyError):
+                while True:  # tasks that went on when they were cancelled; a finaliser may take one meanwhile
+                    self._waiting.pop().put(None)
 
     def _require_open(self) -> None:
         if not self._open:

@@ -88,6 +88,16 @@ def test_logits_are_given_in_the_dtype_of_the_gate() -> None:
         choice(a_layer(gate=torch.bfloat16), LOGITS + 1e-4)
 
 
+def test_logits_are_rounded_where_the_block_rounds_them() -> None:
+    """Param 2's gate gives float32, and its block hands experts the model's dtype: two logits that differ become one."""
+    near = torch.tensor([[1.0, 1.001, 0.0, 0.5]])
+    for rounded, wanted in ((False, (1.001, 1.0)), (True, (1.0, 1.0))):
+        choose = choosing({5: a_layer()}, Family(router="gate", router_rounded=rounded), torch.bfloat16)
+        ids, weights = choose(5, near)
+        assert set(ids[0].tolist()) == {0, 1}
+        assert weights[0].sort().values.allclose(torch.tensor(wanted).softmax(0).sort().values, atol=1e-5)
+
+
 def test_shared_experts_that_a_router_names_are_left_out() -> None:
     """vLLM may run them in one kernel with the others, behind these and with ids of their own."""
 

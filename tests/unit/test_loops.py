@@ -155,12 +155,11 @@ def test_a_call_that_goes_on_when_it_is_cancelled_ends_with_the_loop(monkeypatch
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(600)
 
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        call = pool.submit(thread.run, stubborn())
-        assert begun.wait(60)
-        thread.stop()
-        with pytest.raises(ModelClosed, match="was closed while this call ran"):
-            call.result(timeout=60)
+    call = on_thread(lambda: thread.run(stubborn()), "steercap test")
+    assert begun.wait(60)
+    thread.stop()
+    with pytest.raises(ModelClosed, match="was closed while this call ran"):
+        call.result(timeout=60)
 
 
 def test_a_call_from_within_the_loop_does_not_wait_for_itself() -> None:

@@ -71,7 +71,7 @@ def test_marks_skip_only_what_is_listed(request) -> None:
 
 
 def test_a_mark_that_skips_a_test_unexpectedly_is_found(request) -> None:
-    """One that does not hold here, and one that is listed, are none."""
+    """One that does not hold here is none."""
     item = request.node
     assert not unexpected([item])
     item.add_marker(pytest.mark.skipif(False, reason="holds elsewhere"))

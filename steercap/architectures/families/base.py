@@ -62,8 +62,8 @@ class Family:
             no site.
         norms_late: True if that norm runs as logits are made, on sampled rows alone, so that its output is no site.
         after_norm: names, beside the norm, of modules that follow it in vLLM.
-        divisor: name of an attribute of vLLM's model by which the final rows are divided before logits are made of
-            them; "" for none.
+        divisor: name of an attribute of vLLM's model by which, if the model has it, final rows are divided before
+            logits are made of them; "" for none.
         residual_output: index of the residual in the tuple a vLLM layer returns, when the stream is
             hidden + residual; None when the first item is the stream.
         loops: classes of the module that holds the layers in vLLM, as in `classes`, which pass on what a layer returns
@@ -78,6 +78,7 @@ class Family:
         scaled: function of transformers' configuration that returns the feed-forward block's factor of projected
             neurons.
         router: module that returns the logits of the experts.
+        router_rounded: True if these logits are rounded to the model's dtype before experts are chosen by them.
         sparse: function of transformers' configuration and a layer's index that says if the layer has experts; None if
             no layer has.
         factor: function of transformers' configuration that returns the factor of both blocks' outputs before they are
@@ -116,6 +117,7 @@ class Family:
     mlp_proj: str = "mlp.down_proj"
     scaled: Callable[[Any], float] = one
     router: str = ""
+    router_rounded: bool = False
     sparse: Callable[[Any, int], bool] | None = None
     factor: Callable[[Any], float | None] = one
     norms: Mapping[str, str] = field(default_factory=dict)

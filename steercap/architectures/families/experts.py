@@ -46,6 +46,7 @@ MEMBERS: Final[Mapping[str, Family]] = {
         attn_proj="attention.dense",
         attention="attention.attn",
         router="mlp.gate",
+        router_rounded=True,
         varied=True,
     ),
     # Command A with experts: Command R's layer, in some layers with experts.
@@ -172,7 +173,6 @@ MEMBERS: Final[Mapping[str, Family]] = {
             "MiMoV2FlashForCausalLM",
             "MiMoV2ForCausalLM",
             "OlmoeForCausalLM",
-            "Param2MoEForCausalLM",
             "Qwen2MoeForCausalLM",
             "SolarOpenForCausalLM",
         ),
@@ -188,11 +188,18 @@ MEMBERS: Final[Mapping[str, Family]] = {
             "mimo_v2.MiMoV2FlashDecoderLayer",
             "mimo_v2_flash.MiMoV2FlashDecoderLayer",
             "olmoe.OlmoeDecoderLayer",
-            "param2moe.Param2MoEDecoderLayer",
             "qwen2_moe.Qwen2MoeDecoderLayer",
             "solar_open.SolarOpenDecoderLayer",
         ),
         router="mlp.gate",
+        varied=True,
+    ),
+    # Param 2: Llama's layer with Ling's experts.
+    "param2_moe": Family(
+        architectures=("Param2MoEForCausalLM",),
+        classes=("param2moe.Param2MoEDecoderLayer",),
+        router="mlp.gate",
+        router_rounded=True,
         varied=True,
     ),
     # Phi 3.5 with experts: layers return the whole stream first.

@@ -70,8 +70,8 @@ class HookedModel:
         self.config: Any = config
         try:
             self.model: Any = kind.from_pretrained(str(path), dtype=dtype, **loading)
-        except ValueError as error:
-            if "attn_implementation" not in loading or "attn_implementation" not in str(error):
+        except (ValueError, ImportError) as error:
+            if loading.get("attn_implementation") is None or "ttention" not in str(error):
                 raise
             raise UnsupportedModel(
                 f"attn_implementation={loading['attn_implementation']!r} of {path}: {error}"

@@ -235,7 +235,7 @@ TASKS: Final[Registry[type[Task]]] = Registry("task", {"choices": Choices, "pass
 
 
 class PromptAndText(NamedTuple):
-    """Token ids of a prompt and a text to read."""
+    """Token ids of a prompt, of the beginning of an answer, and of its continuation, which alone is scored."""
 
     prompt: list[int]
     lead: list[int]
