@@ -232,7 +232,7 @@ def read_evaluation(path: Path, flags: Mapping[str, Any]) -> EvaluationFile:
     Raises:
         InvalidFile: no valid YAML, or a key that is unknown, missing or of the wrong type.
     """
-    found = yaml_keys(path, "methods: and questions:", paths=("questions",), library="evaluation")
+    found = yaml_keys(path, "methods: and questions:", paths=("questions",))
     if isinstance(found.get("methods"), dict):
         found["methods"] = {name: _located(path.parent, one) for name, one in found["methods"].items()}
     hint = f"; of a method: {', '.join(MethodFile.__struct_fields__)}"
@@ -245,7 +245,7 @@ def read_rollouts(path: Path, flags: Mapping[str, Any]) -> RolloutFile:
     Raises:
         InvalidFile: no valid YAML, or a key that is unknown, missing or of the wrong type.
     """
-    found = yaml_keys(path, "data_sets:, trained: and others", paths=PATHS, library="evaluation")
+    found = yaml_keys(path, "data_sets:, trained: and others", paths=PATHS)
     return settings_of(RolloutFile, found, flags, path)
 
 

@@ -68,26 +68,25 @@ def read_settings(path: Path | None, flags: Mapping[str, Any]) -> SweepFile:
         typer.BadParameter: a setting that is in neither.
     """
     needed = "such as vectors: file"
-    found = {} if path is None else yaml_keys(path, needed, paths=("vectors", "prompts"), library="experiments")
+    found = {} if path is None else yaml_keys(path, needed, paths=("vectors", "prompts"))
     for name in ("vectors", "layers", "scales", "prompts"):
         if name not in found and flags.get(name) is None:
             raise typer.BadParameter(f"give --{name}, or a YAML file with {name}:", param_hint=f"--{name}")
     return settings_of(SweepFile, found, flags, path)
 
 
-def yaml_keys(path: Path, needed: str, *, paths: Iterable[str], library: str) -> dict[str, Any]:
+def yaml_keys(path: Path, needed: str, *, paths: Iterable[str]) -> dict[str, Any]:
     """Read the keys of a YAML file, none of an empty one.
 
     Args:
         path: path of the file.
         needed: description of the keys, for the error.
         paths: keys whose texts are paths relative to the file's folder, as are those of traits in `measures`.
-        library: extra that installs the YAML library.
 
     Raises:
         InvalidFile: no valid YAML, or no keys and values.
     """
-    with extra(library):
+    with extra("experiments", "evaluation"):
         import yaml
 
     try:
