@@ -32,7 +32,7 @@ class Need:
 
     Args:
         kernel: its name in `torch.ops._C`.
-        who: what requires it in models, with its verb.
+        who: subject and verb of the clause that an error says it with, such as "DeepSeek-V4's attention needs".
         processor: description of the processors for which vLLM has it; "" for none.
         applies: predicate on a model's architectures and its `quantization_config` that says if it needs the kernel.
     """

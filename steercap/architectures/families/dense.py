@@ -30,7 +30,7 @@ MEMBERS: Final[Mapping[str, Family]] = {
     # BLOOM: layers take and return the whole stream; transformers adds it within the blocks, after their projections.
     # transformers passes its queries, keys and values to no attention function, so vLLM's cannot be compared with
     # them.
-    "bloom": Family(
+    "bloom": whole(
         architectures=("BloomForCausalLM",),
         classes=("bloom.BloomBlock",),
         layers="transformer.h",
@@ -39,8 +39,6 @@ MEMBERS: Final[Mapping[str, Family]] = {
         attn_in="self_attention",
         mlp_in="mlp",
         final_norm="transformer.ln_f",
-        residual_output=None,
-        residual_input="",
         attn_proj="self_attention.dense",
         attention="",
         mlp_proj="mlp.dense_4h_to_h",

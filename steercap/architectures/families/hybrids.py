@@ -236,12 +236,10 @@ MEMBERS: Final[Mapping[str, Family]] = {
         logits=_logits_scaling,
     ),
     # MiniCPM: the blocks' outputs are multiplied by a constant before they are added; layers return the whole stream.
-    "minicpm": Family(
+    "minicpm": whole(
         architectures=("MiniCPMForCausalLM",),
         classes=("minicpm.MiniCPMDecoderLayer",),
         divisor="scale_width",
-        residual_output=None,
-        residual_input="",
         factor=_depth_multiplier,
         logits=_width_divisor,
         varied=True,

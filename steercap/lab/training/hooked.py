@@ -71,7 +71,7 @@ class HookedModel:
         try:
             self.model: Any = kind.from_pretrained(str(path), dtype=dtype, **loading)
         except (ValueError, ImportError) as error:
-            if loading.get("attn_implementation") is None or "ttention" not in str(error):
+            if loading.get("attn_implementation") is None or "attention" not in str(error).lower():
                 raise
             raise UnsupportedModel(
                 f"attn_implementation={loading['attn_implementation']!r} of {path}: {error}"
