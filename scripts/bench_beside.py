@@ -359,7 +359,7 @@ async def parts_of_one_request(args: argparse.Namespace) -> None:
     vocabulary, folder = SHAPES[args.shape].vocab_size - 2, str(with_tokenizer(args.shape))
     length = args.workloads[0].prompt
     memory = {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 4 << 30}
-    async with engines(folder, {}, {**ENGINE, **memory}, {**ENGINE, **memory}, in_turn=True) as (llm, model, _):
+    async with engines(folder, {}, [{**ENGINE, **memory}], {**ENGINE, **memory}, in_turn=True) as ((llm,), model, _):
         for name, parts in (await one_request(llm, model, length, args.repeats, vocabulary)).items():
             over = f"over plain vLLM {parts[2]:+6.2f}, over vLLM's call of the same engine {parts[3]:+6.2f} ms"
             print(f"{name:22s} call {parts[0]:6.2f}  fetch {parts[1]:6.2f}  {over}", flush=True)

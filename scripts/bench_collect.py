@@ -211,7 +211,7 @@ async def main(args: argparse.Namespace) -> None:
     say(f"{args.shape}: {common}, steercap: {own}; the disk writes {disk_speed(args.folder) / 1e6:,.0f} MB/s")
     rounds: list[list[dict[str, Any]]] = []
     began = time.monotonic()
-    async with engines(folder, own, common, common, in_turn=args.in_turn) as (plain, model, _):
+    async with engines(folder, own, [common], common, in_turn=args.in_turn) as ((plain,), model, _):
         gc.collect()
         gc.freeze()  # what imports and engines hold is not to be gone through again and again
         for number in range(args.rounds + 1):  # the first warms up

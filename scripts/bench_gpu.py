@@ -342,18 +342,19 @@ async def main(args: argparse.Namespace) -> None:
     report.data |= {"workloads": {}, "failures": {}}
     say(f"{args.shape}: {common}, steercap: {own}")
     plain_args, steer_args = (common | profiler_args(traces, name) for name in ("plain", "steercap"))
+    twice = [plain_args, common] if args.plain_twice else [plain_args]
     console = Console(width=145)
     async with engines(
         str((random_weights if args.random_weights else folder_of)(args.shape)),
         own,
-        plain_args,
+        twice,
         steer_args,
         in_turn=args.in_turn,
     ) as running:
         plain, model, report.data["start_s"] = running
         report.write()
         specs = specs_of(most_specs(args, loads), shape, per_layer=args.vectors_per_layer)
-        bench = Bench(plain, model, specs, args.fetch_gb * 1e9)
+        bench = Bench(plain[0], plain[-1], model, specs, args.fetch_gb * 1e9)
         if args.phases:
             bench.watch_phases()
         gc.collect()
@@ -417,6 +418,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--vectors-per-layer", action="store_true", help="a vector for each layer of a spec, not one for all")
     add("--in-turn", action="store_true", help="start the engines one after the other")
     add("--engine-args", type=json.loads, default={}, help='JSON, such as {"tensor_parallel_size": 2}')
+    add("--plain-twice", action="store_true", help="a second engine of plain vLLM runs the control")
     add("--phases", action="store_true", help="when requests are sent and outputs come, in a table of its own")
     add("--profile", action="append", type=profiled, default=[], metavar="MODE:WORKLOAD", help="after the rounds")
     add("--traces", type=Path, default=Path("out/traces"))

@@ -70,6 +70,7 @@ class Bench:
 
     Args:
         plain: vLLM's AsyncLLM.
+        again: the one that runs the control: `plain`, or a second engine of plain vLLM.
         model: the SteerModel.
         specs: steering specs, all different: those of the warm-up, which change outputs for all to see, and those that
             are timed, which change rows as little as they can.
@@ -78,6 +79,7 @@ class Bench:
     """
 
     plain: Any
+    again: Any
     model: Any
     specs: dict[bool, list[Any]]
     fetch_bytes: float
@@ -85,7 +87,8 @@ class Bench:
 
     def watch_phases(self) -> None:
         """Note when requests are sent and outputs come, from now on."""
-        self.watches = {"plain": Watch.of(self.plain), "steercap": Watch.of(self.model.engine)}
+        plain = {name: Watch.of(llm) for name, llm in ((BASE, self.plain), (CONTROL, self.again))}
+        self.watches = {**plain, "steercap": Watch.of(self.model.engine)}
 
     @cached_property
     def directions(self) -> Any:
@@ -132,12 +135,13 @@ class Bench:
         gc.collect()
         first = ({"prompt_token_ids": tokens[0][:8], "cache_salt": salt}, {**sampling(2), "detokenize": False})
         if name in (BASE, CONTROL):
+            llm = self.plain if name == BASE else self.again
             if wake:
-                await plain_outputs(self.plain, [first[0]], first[1])
-            self._begin_watch("plain")
+                await plain_outputs(llm, [first[0]], first[1])
+            self._begin_watch(name)
             start = time.perf_counter()
-            outputs = await in_turns(workload, partial(self._plain, given))
-            run = Run(name, time.perf_counter() - start, outputs, self._phases("plain", workload))
+            outputs = await in_turns(workload, partial(self._plain, llm, given))
+            run = Run(name, time.perf_counter() - start, outputs, self._phases(name, workload))
         else:
             if wake:
                 await self.model.generate(*first)
@@ -154,8 +158,8 @@ class Bench:
         """What the watch of an engine says, if it has one, of a run that has just ended."""
         return self.watches[engine].phases(workload.requests) if engine in self.watches else {}
 
-    async def _plain(self, given: list[Any], places: slice, sampled: dict[str, Any]) -> list[Any]:
-        outputs: list[Any] = await plain_outputs(self.plain, given[places], sampled)
+    async def _plain(self, llm: Any, given: list[Any], places: slice, sampled: dict[str, Any]) -> list[Any]:
+        outputs: list[Any] = await plain_outputs(llm, given[places], sampled)
         return outputs
 
     async def _steercap(self, name: str, workload: Workload, given: list[Any], *, fetch: bool, strong: bool) -> Run:
@@ -315,9 +319,9 @@ def specs_of(count: int, shape: Shape, *, per_layer: bool) -> dict[bool, list[An
 
 @asynccontextmanager
 async def engines(
-    folder: str, own: dict[str, Any], plain_args: dict[str, Any], steer_args: dict[str, Any], *, in_turn: bool
-) -> AsyncIterator[tuple[Any, Any, dict[str, float]]]:
-    """Plain vLLM, steercap, and how many seconds each took to start; at once, or one after the other."""
+    folder: str, own: dict[str, Any], plain_args: list[dict[str, Any]], steer_args: dict[str, Any], *, in_turn: bool
+) -> AsyncIterator[tuple[list[Any], Any, dict[str, float]]]:
+    """Engines of plain vLLM, steercap, and how many seconds each took to start; at once, or one after the other."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -327,27 +331,28 @@ async def engines(
     plain: list[Any] = []
     took: dict[str, float] = {}
 
-    async def start(name: str) -> None:
+    async def start(name: str, args: dict[str, Any] | None) -> None:
         begun = time.monotonic()
-        if name == "steercap":
+        if args is None:
             await model.start()
         else:
-            wanted = AsyncEngineArgs(model=folder, **plain_args)
+            wanted = AsyncEngineArgs(model=folder, **args)
             plain.append(await asyncio.to_thread(AsyncLLM.from_engine_args, wanted))
         took[name] = time.monotonic() - begun
         say(f"{name} is up after {took[name]:.0f} s")
 
+    named = {**{f"plain {place}": args for place, args in enumerate(plain_args)}, "steercap": None}
     try:
         if in_turn:
-            for name in ("plain", "steercap"):
-                await start(name)
+            for name, args in named.items():
+                await start(name, args)
         else:
             # Not a TaskGroup: a thread that starts an engine cannot be stopped, and what it started must be.
-            ended = await asyncio.gather(start("plain"), start("steercap"), return_exceptions=True)
-            for error in ended:
+            starts = [start(name, args) for name, args in named.items()]
+            for error in await asyncio.gather(*starts, return_exceptions=True):
                 if isinstance(error, BaseException):
                     raise error
-        yield plain[0], model, took
+        yield plain, model, took
     finally:
         await model.aclose()
         while plain:

@@ -75,7 +75,7 @@ async def test_bench_steering(model) -> None:
 
 async def test_bench_gpu(model) -> None:
     """Each mode of the bench for GPUs, checked as there: rows of all points, receipts, texts that steering changes."""
-    bench = gpu_engines.Bench(model.engine, model, gpu_engines.specs_of(2, SMOLLM2, per_layer=False), 1e6)
+    bench = gpu_engines.Bench(model.engine, model.engine, model, gpu_engines.specs_of(2, SMOLLM2, per_layer=False), 1e6)
     bench.watch_phases()
     modes = [CONTROL, *(mode for mode in MODES[1:] if not mode.startswith("steer-")), *NEURONS, HEADS, "steer-2"]
     load, failed = Workload(2, 8, 3), dict[str, str]()
