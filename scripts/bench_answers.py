@@ -12,7 +12,7 @@ after random numbers of answers and begun again each time. Then
   engine in ten parts of the run.
 
 What is complete is not done again, so that a call that was cut off goes on. The result is in `result.json`. `--lock FILE` is held
-while an engine starts, for machines on which several start engines.
+while an engine starts, for machines on which several start engines; `--engine-arg gpu_memory_utilization=0.1` leaves them room.
 """
 
 from __future__ import annotations
@@ -117,14 +117,15 @@ def memory(client: psutil.Process) -> dict[str, int]:
     return {}
 
 
-def read(folder: Path, out: Path, kill_at: int | None, lock: Path | None) -> dict[str, Any]:
+def read(folder: Path, out: Path, kill_at: int | None, lock: Path | None, engine_args: list[str]) -> dict[str, Any]:
     """Run the command to its end, or kill it once `kill_at` answers are done and a random while has gone by.
 
     Returns:
         Answers done, seconds since the first one, memory at times; of a kill, seconds until the engine was gone.
     """
     words = ["persona", "answers", folder / "responses", folder / "extract_scores", "--kind", "role", "--out", out]
-    command = [sys.executable, "-m", "steercap", *map(str, words), "--concurrency", "1"]
+    given = [word for one in engine_args for word in ("--engine-arg", one)]
+    command = [sys.executable, "-m", "steercap", *map(str, words), "--concurrency", "1", "--dtype", "float32", *given]
     before, rng = done(out), random.Random(f"{out} {kill_at}")
     with held(lock) as release, (folder / f"{out.name}.log").open("ab") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -163,14 +164,14 @@ def kill(client: psutil.Process) -> float:
     return time.monotonic() - began
 
 
-def killed(folder: Path, kills: int, total: int, lock: Path | None) -> list[dict[str, Any]]:
+def killed(folder: Path, kills: int, total: int, lock: Path | None, engine_args: list[str]) -> list[dict[str, Any]]:
     """Read into `killed`, killed after random numbers of answers; a call that was cut off leaves out those before."""
     out, moments = folder / "killed", sorted(random.Random(kills).sample(range(1, total - 1), kills))
     runs = []
     for at in [*moments, None]:
         if done(out) >= (total if at is None else at):
             continue
-        runs.append(read(folder, out, at, lock))
+        runs.append(read(folder, out, at, lock, engine_args))
         print(f"killed: { ({**runs[-1], 'samples': len(runs[-1]['samples'])}) }", flush=True)
     return runs
 
@@ -217,16 +218,18 @@ def main(
     kills: Annotated[int, typer.Option(min=0)] = 10,
     sample: Annotated[int, typer.Option(help="Answers compared with transformers.")] = 20,
     lock: Annotated[Path | None, typer.Option(help="File that is locked while an engine starts.")] = None,
+    engine_arg: Annotated[list[str] | None, typer.Option(help="Passed on to the command.")] = None,
 ) -> None:
     """Read answers from end to end, and killed; compare the files, the means and the memory."""
+    engine_args = engine_arg or []
     tokenizer, total = AutoTokenizer.from_pretrained(smollm2()), personas * answers
     tokens = write_data(folder, personas, answers, tokenizer)
-    whole = {} if done(folder / "whole") == total else read(folder, folder / "whole", None, lock)
+    whole = {} if done(folder / "whole") == total else read(folder, folder / "whole", None, lock, engine_args)
     found: dict[str, Any] = {"personas": personas, "answers": answers, "tokens": tokens, **whole}
     if whole:
         found["tokens_per_second"] = tokens * (whole["done"] - whole["first"]) / total / whole["seconds"]
     print(json.dumps({name: value for name, value in found.items() if name != "samples"}), flush=True)
-    runs = killed(folder, kills, total, lock) if kills else []
+    runs = killed(folder, kills, total, lock, engine_args) if kills else []
     found["kills"] = [{name: run[name] for name in ("done", "gone")} for run in runs if "gone" in run]
     mine, theirs = digests(folder / "whole"), digests(folder / "killed") if kills else {}
     found["files"], found["differing"] = (
