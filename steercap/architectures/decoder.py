@@ -95,8 +95,7 @@ class Decoder:
     Args:
         model: the model that vLLM runs.
         path: dotted path of the list of layers in the model.
-        parent: module that holds the list of layers; if that is an encoder that holds nothing else, the module above
-            it.
+        parent: module that holds the list of layers; if it holds nothing else, the module above it.
         layers: layers of this pipeline stage, by their indices in the whole model.
     """
 
@@ -211,9 +210,9 @@ def decoder_of(model: nn.Module, num_layers: int, present: range) -> Decoder:
     (path,) = outer
     layers: Sequence[nn.Module] = modules[path]  # type: ignore[assignment]  # mypy knows no ModuleList as a sequence
     named = next((name for name, module in model.named_modules() if module is modules[path]), path)
-    above, _, last = (holder := path.rpartition(".")[0]).rpartition(".")
-    if last.startswith("encoder") and len(dict(modules[holder].named_children())) == 1:
-        holder = above
+    holder = path.rpartition(".")[0]
+    if len(dict(modules[holder].named_children())) == 1:
+        holder = holder.rpartition(".")[0]
     parent = modules[holder]
     return Decoder(model, named, parent, {index: layers[index] for index in present})
 

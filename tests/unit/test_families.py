@@ -330,6 +330,17 @@ def test_layers_listed_twice_are_found_once() -> None:
         decoder_of(model, 4, range(4))
 
 
+def test_a_module_that_holds_the_layers_alone_is_not_where_the_norm_is_looked_for() -> None:
+    """As in PLaMo 3 and in encoders: the embedding and the norm are in the module above."""
+    model = nn.Module()
+    model.model = nn.Module()
+    model.model.layers = nn.Module()
+    model.model.layers.layers = nn.ModuleList(Whole() for _ in range(3))
+    model.model.norm = nn.LayerNorm(4)
+    found = decoder_of(model, 3, range(3))
+    assert (found.parent, found.path) == (model.model, "model.layers.layers")
+
+
 class Standing(nn.Module):
     """What vLLM's transformers backend gives for a wrapper's language model: `model` of the wrapper's modules is the
     wrapper's, and by its name the language model.
@@ -349,6 +360,7 @@ class Seeing(nn.Module):
         self.model.vision_tower.layers = nn.ModuleList(Whole() for _ in range(3))
         self.model.language_model = nn.Module()
         self.model.language_model.layers = nn.ModuleList(Whole() for _ in range(3))
+        self.model.language_model.norm = nn.LayerNorm(4)
 
     def get_language_model(self) -> nn.Module:
         """As vLLM does."""
