@@ -13,7 +13,7 @@ from rich.text import Text
 
 from steercap.cli.command import command
 from steercap.cli.contents import directions_in, group_in, load
-from steercap.cli.destinations import folder_ready
+from steercap.cli.destinations import Force, folder_ready, may_replace
 from steercap.cli.engines import SMOLLM2, located
 from steercap.cli.parsing import Base, Level, base_of, layers_of, names_of
 from steercap.cli.tables import facts, titled
@@ -252,6 +252,7 @@ def register(app: typer.Typer) -> None:
         out: Annotated[
             Path | None, typer.Option(file_okay=False, help="Folder for all tables (Parquet) and pictures.")
         ] = None,
+        force: Force = False,
     ) -> None:
         """Analyse vectors by the weights of their model: their cosines, the tokens they promote, the heads that copy
         them, the neurons that read and write them, each in z-scores against random vectors of equal norm. No engine is
@@ -260,6 +261,7 @@ def register(app: typer.Typer) -> None:
         require("analysis")
         if out is not None:
             folder_ready(out)
+            may_replace(out, terminal, force=force, pattern="*.parquet")
         directions = directions_in(load(file, base=base_of(base)), file)
         directions = directions if names is None else directions.select(names_of(names))
         at = one_layer(directions, layer)

@@ -84,7 +84,7 @@ class SampleOptions:
 
         Raises:
             typer.BadParameter: --one-in together with --probe, or one of them with --attention; a probe of several
-                directions, or one without a layer.
+                directions, or one without a layer; options of a probe without one.
             InvalidSpec, InvalidSelection: see `steercap.lab.datasets.collecting.samples`.
         """
         from steercap.core.spec import CaptureSpec
@@ -103,6 +103,8 @@ class SampleOptions:
         if self.one_in is not None:
             return OneIn(self.one_in, self.sample_seed, tokens)
         if self.probe is None:
+            if not (self.probe_layer is None and self.above is None and self.below is None):
+                raise typer.BadParameter("--probe-layer, --above and --below need --probe", param_hint="--probe")
             return Selected(tokens)
         found = directions_in(load(self.probe), self.probe)
         if len(found) != 1 or self.probe_layer is None:
@@ -131,10 +133,16 @@ class RayOptions:
     ray_retries: Annotated[int, _ray(min=-1, help="Maximum retries of a lost shard; -1 for no limit.")] = 3
 
     def actors(self) -> RayActors | None:
-        """Return the settings of the Ray actors; None without --ray."""
+        """Return the settings of the Ray actors; None without --ray.
+
+        Raises:
+            typer.BadParameter: other options of Ray are given without it.
+        """
         from steercap.lab.datasets.collecting import RayActors
 
         if self.ray is None:
+            if self != RayOptions():
+                raise typer.BadParameter("the --ray-* options need --ray N", param_hint="--ray")
             return None
         return RayActors(
             self.ray,

@@ -223,14 +223,18 @@ def write(
     a `.pt` file, `model_hint` the model hint in a GGUF file.
 
     Raises:
-        InvalidSpec: an unknown extension, or a format that cannot hold the content.
+        InvalidSpec: an unknown extension, a format that cannot hold the content, or layers or a name of edits.
     """
     form = _by_extension(target)
-    if isinstance(content, dict):
-        return _write_steering(chosen(content, source, name), target, form)
     from steercap.steering.spec import SteeringSpec
 
+    if isinstance(content, dict | SteeringSpec) and layers != "all":
+        raise InvalidSpec(f"{source} holds edits, which have layers of their own; leave --layers out")
+    if isinstance(content, dict):
+        return _write_steering(chosen(content, source, name), target, form)
     if isinstance(content, SteeringSpec):
+        if name is not None:
+            raise InvalidSpec(f"{source} holds edits, which have no names; leave --name out")
         return _write_steering(content, target, form)
     directions = _kept(_named(directions_in(content, source), name), layers)
     if form is Target.SAFETENSORS:

@@ -121,6 +121,9 @@ class ReachOptions(ModelOptions):
     ] = None
     api_key: Annotated[str | None, _model(metavar="KEY", help="API key of --url, or of the warm engine.")] = None
 
+    def flags(self) -> list[str]:
+        return super().flags() + (["--url", self.url] if self.url else [])
+
     def require_there(self) -> None:
         """Check that the model exists, if it is to be opened here."""
         if self.url is None:

@@ -36,6 +36,8 @@ EngineArguments: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(metavar="KEY=VALUE", help="Argument of vLLM's engine or SteerModel, value in JSON; repeatable."),
 ]
+#: Address and port by default.
+HOST, PORT = "127.0.0.1", 8000
 #: Flags of vLLM that override a model's config.json.
 CHANGING: Final = ("--hf-overrides", "--hf-config-path", "--hf_overrides", "--hf_config_path")
 
@@ -125,8 +127,8 @@ def _serve(app: typer.Typer) -> None:
         model: ServedModel = SMOLLM2,
         flags: ServerFlags = None,
         *,
-        host: Annotated[str, typer.Option(help="Host address to listen on.")] = "127.0.0.1",
-        port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
+        host: Annotated[str, typer.Option(help="Host address to listen on.")] = HOST,
+        port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = PORT,
         warm: Annotated[
             bool, typer.Option("--warm", help="Listen on a socket that your commands find, as steercap up does.")
         ] = False,
@@ -142,6 +144,8 @@ def _serve(app: typer.Typer) -> None:
         settings = options.settings(record=recorded, warm=asked)
         armed = list(dict.fromkeys([*options.sites.split(","), *(recorded.codecs.sites if recorded else ())]))
         names = checked(settings, model, flags, options.engine_arg, sites=armed)
+        if warm and (host, port) != (HOST, PORT):
+            raise typer.BadParameter("--warm listens on a socket; leave --host and --port out", param_hint="--warm")
         own = {"sites": armed, **dict(pairs_of(options.engine_arg or (), "--engine-arg"))}
         said = (
             ["--served-model-name", model]
@@ -202,7 +206,7 @@ async def running(
 
         quiet = [] if terminal.wants_log() else ["--uvicorn-log-level", "warning"]
         usual: dict[str, Any] = {"use_tqdm_on_load": terminal.wants_log(), **(CPU if model == SMOLLM2 else {})}
-        await serve(path, [*quiet, *flags], settings, names, stage=stage, up=ready, **{**usual, **own})
+        await serve(path, [*quiet, *flags], settings, names, stage=stage, up=ready, usual=usual, **own)
     terminal.say(f"{model} is down")
 
 

@@ -350,6 +350,7 @@ def _register_compare(app: typer.Typer) -> None:
         ] = None,
         dtype: Annotated[str, typer.Option(help="dtype of the model.")] = "float32",
         out: Annotated[Path | None, typer.Option(dir_okay=False, help="File for the table, in Parquet.")] = None,
+        force: Force = False,
     ) -> None:
         """Compare the vectors of equal names in two folders or files, by their cosine and norms at each layer. With
         --model, compare trained vectors with averaged ones and with system prompts, by the perplexity of held-out
@@ -361,6 +362,7 @@ def _register_compare(app: typer.Typer) -> None:
 
         if out is not None:
             file_ready(out, extensions=[".parquet"])
+            may_replace(out, terminal, force=force)
         reading: dict[str, Any] = {name: value for name, value in (("level", level), ("raw", raw)) if value is not None}
         if model is None:
             found = compare_vectors(first, second, **reading)

@@ -29,7 +29,7 @@ App: TypeAlias = Callable[[Message, Receive, Send], Awaitable[None]]
 
 #: Header by which a client has its request left out of recordings, and values by which it does not.
 RECORD_HEADER: Final = b"x-steercap-record"
-_RECORDED: Final = ("", "yes", "true", "1", "on")
+_RECORDED: Final = ("yes", "true", "1", "on")
 #: Routes whose requests may use steercap.
 PATHS: Final = ("/v1/chat/completions", "/v1/completions")
 #: Maximum bytes of a body, counted while it is read.

@@ -130,9 +130,14 @@ async def _body(request: Request, most: int) -> bytes:
 async def read_body(request: Request, known: Sequence[str]) -> Mapping[str, Any]:
     """Return the body, which must be an object with known fields.
 
+    A browser sends application/json to another origin only if that allows it, and other types without asking.
+
     Raises:
-        InvalidSpec: it is no such object.
+        InvalidSpec: it is no such object, or its Content-Type is not application/json.
     """
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        raise InvalidSpec(f"the body's Content-Type is {shown(kind)}; send JSON as application/json")
     try:
         given = msgspec.json.decode(await request.body() or b"{}")
     except (ValueError, RecursionError) as error:  # msgspec's own, and bytes that are no UTF-8

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
@@ -211,6 +212,7 @@ async def serve(
     *,
     stage: Callable[[str], object] = lambda _stage: None,
     up: Callable[[str, str], object] = lambda _address, _name: None,
+    usual: Mapping[str, Any] = MappingProxyType({}),
     **steercap: Any,
 ) -> None:
     """Open a model, and serve it until the process is told to end.
@@ -222,6 +224,7 @@ async def serve(
         names: result of `Names.of`; computed here, before the engine's start, if left out.
         stage: called with the stage of the engine's start, several times a second.
         up: called once with the server's address and the model's name, when clients can connect.
+        usual: arguments of the engine that flags override.
         **steercap: settings of `SteerModel`, beside vLLM's arguments, which are among the flags.
 
     Raises:
@@ -239,13 +242,13 @@ async def serve(
     read = server.read_flags(model, flags)
     # vLLM's cache would omit pictures that came with an earlier request; requests that wait
     # for room would change the order.
-    arguments = {"mm_processor_cache_gb": 0, **server.engine_arguments(read), **steercap}
+    arguments = {"mm_processor_cache_gb": 0, **usual, **server.engine_arguments(read), **steercap}
     unopened = SteerModel(model, **arguments)
     _require_no_restart(unopened)
     with ExitStack() as held:
         if settings.warm is not None:
-            usual, front = server.engine_defaults(model), server.frontend_flags(read)
-            warm = _warm_engine(unopened, read, usual, asked=settings.warm, surroundings=around, flags=front)
+            defaults, front = server.engine_defaults(model), server.frontend_flags(read)
+            warm = _warm_engine(unopened, read, defaults, asked=settings.warm, surroundings=around, flags=front)
             held.enter_context(announced(warm))
         sock = held.enter_context(closing(server.listening(read)))  # before the engine: a port in use fails at once
         if settings.warm is not None:

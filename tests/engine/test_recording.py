@@ -96,7 +96,7 @@ async def test_rows_are_those_of_local_requests(tiny: SteerModel, tmp_path) -> N
 async def test_a_header_and_a_capture_of_ones_own_leave_a_request_out(tiny: SteerModel, tmp_path) -> None:
     prompt = random_prompt(12, 2)
     async with recording(tiny, folder=tmp_path) as served:
-        for said in ("no", "0", "never"):
+        for said in ("no", "0", "never", ""):
             await served.openai.completions.create(
                 model="tiny", prompt=prompt, extra_headers={"x-steercap-record": said}, **GREEDY
             )
@@ -109,7 +109,7 @@ async def test_a_header_and_a_capture_of_ones_own_leave_a_request_out(tiny: Stee
             model="tiny", prompt=prompt, extra_headers={"x-steercap-record": "yes"}, **GREEDY
         )
         found = await served.written(2)
-        assert (served.recorder.skipped, served.recorder.dropped) == ({"opted_out": 3}, {"own_capture": 1})
+        assert (served.recorder.skipped, served.recorder.dropped) == ({"opted_out": 4}, {"own_capture": 1})
     assert len(found) == 1
     await settled(tiny)
 

@@ -30,6 +30,7 @@ from steercap.adapters.gpus import Gpu, GpuProcess, gather_gpus, gather_processe
 from steercap.adapters.hardware import BIND, free_memory
 from steercap.adapters.releases import TRIED
 from steercap.cli.app import app
+from steercap.cli.collect import RayOptions, SampleOptions
 from steercap.cli.doctor.checks import CHECKS, Check, examine
 from steercap.cli.doctor.facts import Facts, gather
 from steercap.cli.engines import ModelOptions
@@ -45,6 +46,7 @@ from steercap.engine.checkpoint import Checkpoint, weights_of
 from steercap.errors import InvalidFile, InvalidSetting, InvalidSpec, UnknownName
 from steercap.files.tables import write_table
 from steercap.kernels.sketches import SKETCHES
+from steercap.lab.datasets.collecting.samples import Selected
 from steercap.lab.personas import PersonaSettings, traits
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.steering.formats import load_control_vector, load_layers_pt
@@ -197,6 +199,7 @@ def test_the_version_is_that_of_the_package() -> None:
         (["capture", "a", "--out", "x", "--tokens", "first"], "last_prompt"),
         (["capture", "a", "--out", "x", "--reduce", "median"], "mean, sum, max, last"),
         (["sweep", "--out", "x"], "--vectors"),
+        (["serve", "--warm", "--port", "9000"], "listens on a socket"),
         (["train", "missing.jsonl", "--layers", "1", "--out", "x"], "does not exist"),
         (["inspect"], "Missing argument"),
     ],
@@ -209,6 +212,17 @@ def test_wrong_calls_end_with_2_before_anything_starts(arguments, word, tmp_path
     assert done.exit_code == 2, done.output
     assert word in done.stderr
     assert done.stdout == ""
+
+
+def test_options_of_what_is_not_asked_for_are_refused() -> None:
+    """Of tokens chosen by a probe, and of Ray, without either: all tokens would be kept, and no actor started."""
+    for one in ({"above": 2.0}, {"below": 2.0}, {"probe_layer": 3}):
+        with pytest.raises(typer.BadParameter, match="need --probe"):
+            SampleOptions(**one).sample()
+    assert SampleOptions(tokens="prompt").sample() == Selected("prompt")
+    with pytest.raises(typer.BadParameter, match="need --ray N"):
+        RayOptions(ray_gpus=1).actors()
+    assert RayOptions().actors() is None
 
 
 def test_failures_are_one_line_and_1(tmp_path) -> None:
@@ -409,6 +423,9 @@ def test_prompts_come_from_the_line_from_files_and_stdin(tmp_path, monkeypatch) 
     assert found[2].shown == "yes?"
     monkeypatch.setattr(sys, "stdin", io.StringIO('{"prompt": "five"}\n'))
     assert [prompt.content for prompt in PromptOptions(prompts=["-"]).read()] == ["five"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("six\n"))
+    both = PromptOptions(prompts=["-", "zero"], file=str(lines)).read()
+    assert [prompt.content for prompt in both] == ["zero", "six", "one", "  two"]
     for wrong in ("", '{"prompt": 3}', "{not json"):
         records.write_text(wrong)
         with pytest.raises(InvalidFile, match=r"b\.jsonl"):
@@ -519,6 +536,35 @@ def test_what_is_converted_is_what_was_there(directions, tmp_path) -> None:
     )
     assert json.loads(both.stdout)["format"] == "safetensors"
     assert isinstance(SteeringSpec.load(tmp_path / "cap.safetensors").flat()[0], Cap)
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments", "word"),
+    [
+        ("spec.safetensors", ["--layers", "3"], "leave --layers out"),
+        ("spec.safetensors", ["--name", "warm"], "leave --name out"),
+        ("cap.pt", ["--layers", "3"], "leave --layers out"),
+    ],
+)
+def test_edits_keep_their_layers_and_have_no_name(source, arguments, word, tmp_path, monkeypatch) -> None:
+    """An option that would change nothing is refused, and no file is written."""
+    monkeypatch.chdir(tmp_path)
+    capping(tmp_path / "cap.pt", "a")
+    SteeringSpec([Add(torch.ones(8), layer=3), Add(torch.ones(8), layer=5)]).save("spec.safetensors")
+    done = call("vectors", "convert", source, "--out", "new.safetensors", *arguments)
+    assert (done.exit_code, Path("new.safetensors").exists()) == (1, False)
+    assert word in " ".join(done.stderr.split())
+
+
+def test_a_table_of_a_comparison_is_not_written_over(directions, tmp_path) -> None:
+    """As every other file, without --force."""
+    kept = tmp_path / "kept.parquet"
+    kept.write_text("mine")
+    words = ("vectors", "compare", directions, directions, "--out", kept)
+    assert call(*words).exit_code == 2
+    assert kept.read_text() == "mine"
+    assert call(*words, "--force").exit_code == 0
+    assert kept.read_bytes()[:4] == b"PAR1"
 
 
 def test_a_renamed_direction_keeps_its_provenance(directions, tmp_path) -> None:
@@ -872,7 +918,7 @@ No running processes found
         assert (gather_processes(), gather_gpus()) == ((), ())
 
 
-def test_a_server_that_is_none_of_ours_fails_the_smoke_test() -> None:
+def test_a_server_that_is_none_of_ours_fails_the_smoke_test(tmp_path) -> None:
     """Nobody at the address; one that is not well; one that is well, and no server of a model."""
 
     class Other(http.server.BaseHTTPRequestHandler):
@@ -894,6 +940,10 @@ def test_a_server_that_is_none_of_ours_fails_the_smoke_test() -> None:
     for result in (nowhere, gone):
         assert (result.exit_code, "does not answer with status 200" in " ".join(result.stdout.split())) == (1, True)
     assert call("smoke", "no address").exit_code == 1
+    socket = call("smoke", f"unix:{tmp_path / 'none.sock'}", "--json")
+    (check,) = json.loads(socket.stdout)["checks"]
+    assert (socket.exit_code, check["name"]) == (1, "models")
+    assert "none.sock" in check["found"]
 
 
 def test_the_doctor_names_who_holds_a_gpus_memory() -> None:

@@ -30,7 +30,7 @@ from steercap.captures.handle import CaptureHandle
 from steercap.captures.manifest import Manifest
 from steercap.cli.app import app
 from steercap.cli.captured import Store
-from steercap.cli.engines import ModelOptions
+from steercap.cli.engines import ModelOptions, ReachOptions
 from steercap.cli.generate import PrintedAnswer, report
 from steercap.cli.persona import folded, sweeps_of
 from steercap.cli.sweep_file import measure_of, measures_in, read_settings
@@ -485,6 +485,8 @@ def test_a_run_of_personas_ends_with_the_sweep_to_go_on_with(here, tmp_path) -> 
     result = PersonaResult(directions, {"mine": outcome, "formal": left_out}, run, run / "report.md")
     options = ModelOptions(model="model", eager=True, engine_arg=["seed=3"])
     (line,) = sweeps_of(result, settings, {"mine": str(own), "formal": "formal"}, options)
+    (served,) = sweeps_of(result, settings, {"mine": str(own), "formal": "formal"}, ReachOptions(url="http://host:1"))
+    assert shlex.split(served)[-2:] == ["--url", "http://host:1"]
     words = shlex.split(line)
     pasted = folded(line)
     assert len(pasted.splitlines()) > 3

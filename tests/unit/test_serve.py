@@ -733,7 +733,7 @@ async def test_work_ends_when_its_client_has_gone(asks, body, library) -> None:
         SketchRoutes(model, library, sketches),
     )
     sent = b"" if body is None else json.dumps(body).encode()
-    head = f"{asks.format(**names)} HTTP/1.1\r\nHost: test\r\nContent-Length: {len(sent)}\r\n\r\n"
+    head = f"{asks.format(**names)} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\nContent-Length: {len(sent)}\r\n\r\n"
     async with listening(Starlette(routes=[route for one in served for route in one.routes])) as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
         writer.write(head.encode() + sent)
@@ -748,6 +748,18 @@ async def test_work_ends_when_its_client_has_gone(asks, body, library) -> None:
             model.end.set()
             await asyncio.wait([answered])
             await writer.wait_closed()
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+async def test_a_page_of_another_origin_changes_nothing(kind, library) -> None:
+    """A browser asks a server before it sends application/json across origins, and sends these without asking."""
+    routes = InspectRoutes(Endless(), CaptureStore(), library).routes  # type: ignore[arg-type]
+    async with listening(Starlette(routes=routes)) as url, httpx.AsyncClient(base_url=url) as client:
+        headers = {"content-type": kind, "origin": "http://elsewhere.test"}
+        body = b'{"more": ["good"], "less": ["bad"]}'
+        answer = await client.post("/v1/steercap/vectors/new", content=body, headers=headers)
+    assert answer.status_code == 400
+    assert "send JSON as application/json" in answer.text
 
 
 async def test_nothing_is_kept_for_a_client_that_goes_as_its_answer_is_made(library, monkeypatch) -> None:

@@ -795,8 +795,8 @@ async def test_a_server_announces_itself_while_it_lives(model, monkeypatch) -> N
     monkeypatch.setattr("steercap.adapters.server.serve", serve)
     settings, flags = ServerSettings(warm="digest", idle_seconds=9.0), ["--dtype", "float32", "--api-key", "secret"]
     own = {"sites": ["z"], "max_model_len": 9, "capture_bytes": 5}
-    with pytest.raises(KeyboardInterrupt):
-        await server.serve(model, flags, settings, **own)
+    with pytest.raises(KeyboardInterrupt):  # flags come before what is usual
+        await server.serve(model, flags, settings, usual={"dtype": "bfloat16", "max_model_len": 7}, **own)
     assert warm.engines() == []
     (engine,) = seen
     assert not await asyncio.to_thread(os.path.exists, engine.socket)
