@@ -406,12 +406,16 @@ def _require_shared_memory() -> None:
 
 
 def _carry(plan: Plan, params: SamplingParams | PoolingParams) -> None:
-    """Put a plan into a request's parameters, which carry it to the workers."""
+    """Put a plan into a request's parameters, which carry it to the workers.
+
+    The samples of a request share the salt of its cache: where their steering may begin at different positions, none
+    may read what another has left there.
+    """
     if isinstance(params, PoolingParams):
         params.extra_kwargs = {**(params.extra_kwargs or {}), EXTRA_ARGS_KEY: plan.encode()}
     else:
         params.extra_args = {**(params.extra_args or {}), EXTRA_ARGS_KEY: plan.encode()}
-    if plan.reads_prompt:
+    if plan.reads_prompt or (plan.samples > 1 and plan.steering is not None and plan.steering.held):
         params.skip_reading_prefix_cache = True
 
 

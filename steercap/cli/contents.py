@@ -194,9 +194,10 @@ def chosen(experiments: dict[str, SteeringSpec], path: Path, name: str | None) -
         return next(iter(experiments.values()))
     if name is None:
         raise InvalidSpec(f"{path} has {len(experiments)} experiments; give --name, one of {', '.join(experiments)}")
-    if name not in experiments:
-        raise InvalidSpec(f"{path} has no experiment {name!r}; {choices(name, experiments)}")
-    return experiments[name]
+    if name in experiments:
+        return experiments[name]
+    known = choices(name, experiments) if any(experiments) else "leave --name out"
+    raise InvalidSpec(f"{path} has no experiment {name!r}; {known}")
 
 
 class Target(enum.StrEnum):
@@ -228,14 +229,12 @@ def write(
     form = _by_extension(target)
     from steercap.steering.spec import SteeringSpec
 
-    if isinstance(content, dict | SteeringSpec) and layers != "all":
-        raise InvalidSpec(f"{source} holds edits, which have layers of their own; leave --layers out")
-    if isinstance(content, dict):
-        return _write_steering(chosen(content, source, name), target, form)
-    if isinstance(content, SteeringSpec):
-        if name is not None:
-            raise InvalidSpec(f"{source} holds edits, which have no names; leave --name out")
-        return _write_steering(content, target, form)
+    if isinstance(content, dict | SteeringSpec):
+        if layers != "all":
+            raise InvalidSpec(f"{source} holds edits, which have layers of their own; leave --layers out")
+        return _write_steering(
+            chosen(content if isinstance(content, dict) else {"": content}, source, name), target, form
+        )
     directions = _kept(_named(directions_in(content, source), name), layers)
     if form is Target.SAFETENSORS:
         directions.save(target)

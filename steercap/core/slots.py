@@ -20,8 +20,8 @@ class _Held:
     Args:
         places: slot or bank rows that it occupies.
         users: number of requests that use it.
-        sent: state known to the workers: True for a blob that they hold; for a configuration, the bank rows of its
-            blobs.
+        sent: state known to the workers: True for a blob that they hold; for a configuration, the entries of its blobs
+            as they were. Blobs that return to their places have new entries: the workers drop what others overwrite.
     """
 
     places: tuple[int, ...]
@@ -160,15 +160,18 @@ class Slots:
         if grant.digest in self._confirmed:
             return None
         missing = tuple(blob for blob in grant.configuration.blobs if not self._bank.held[blob.digest].sent)
-        return missing if missing or self._slots.held[grant.digest].sent != grant.bank_rows else None
+        return missing if missing or self._slots.held[grant.digest].sent != self._entries(grant) else None
 
     def confirm(self, grant: Grant) -> None:
         """Record that the workers hold the configuration and its blobs."""
-        self._slots.held[grant.digest].sent = grant.bank_rows
+        self._slots.held[grant.digest].sent = self._entries(grant)
         for blob in grant.configuration.blobs:
             self._bank.held[blob.digest].sent = True
         if grant.digest in self._granted:
             self._confirmed.add(grant.digest)
+
+    def _entries(self, grant: Grant) -> tuple[_Held, ...]:
+        return tuple(self._bank.held[blob.digest] for blob in grant.configuration.blobs)
 
     def release(self, grant: Grant) -> None:
         """Remove a user of the configuration, and with the last one a user of its blobs."""

@@ -134,6 +134,11 @@ LAYER_NORMED: Final = re.compile(
     r"(gelu|solu|attn-only|tiny-stories)-)",
     re.IGNORECASE,
 )
+#: Names of models with RMS norms, whose weights TransformerLens never centres, whatever it is told.
+RMS_NORMED: Final = re.compile(
+    r"(.*/)?(meta-|code-?|tiny-?)?(llama|gemma|mi[sx]tral|qwen|yi-|phi-[34]|olmo-?2|gpt-oss|apertus|deepseek)",
+    re.IGNORECASE,
+)
 
 
 def sae_lens(place: SAEPlace) -> SAESettings:
@@ -215,13 +220,16 @@ def _architecture(path: Path, config: Mapping[str, object]) -> tuple[str, int]:
 
 
 def _centred(path: Path, config: Mapping[str, object], reads: Point | None, normalisation: Normalisation) -> bool:
-    """Return True if the SAE was trained on centred rows."""
+    """Return True if the SAE was trained on centred rows.
+
+    TransformerLens, asked to, centres what is written to the stream of a model with layer norms, and nothing else.
+    """
     kwargs = config.get("model_from_pretrained_kwargs")
     told = kwargs.get("center_writing_weights") if isinstance(kwargs, Mapping) else None
-    if isinstance(told, bool):
-        return told
     model = str(config.get("model_name") or "")
     written = reads is not None and reads.site in WRITTEN and normalisation != "layer_norm"  # which centres rows itself
+    if isinstance(told, bool):
+        return told and written and not RMS_NORMED.match(model)
     if written and LAYER_NORMED.match(model):
         raise InvalidFile(
             f"{path}: TransformerLens centres rows of {model} by default, and the file does not say whether it was "

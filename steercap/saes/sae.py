@@ -170,23 +170,25 @@ class SAE:
 
         Args:
             activations: activations of all features.
-            rows: rows that were encoded, needed for a normalised SAE, whose reconstruction is scaled back, and for a
-                skip transcoder.
+            rows: rows that were encoded, needed for a normalised SAE, whose reconstruction is scaled back, for one of
+                centred rows, whose means are added again, and for a skip transcoder.
 
         Raises:
             InvalidSpec: rows are needed, or are of another width.
         """
         with torch.inference_mode():
             found = activations.float() @ self.decoder + self.decoder_bias
-            if self.encoder.normalisation == "none" and self.skip is None:
+            moved = self.encoder.normalisation == "layer_norm" or (self.encoder.centred and not self.transcodes)
+            if self.encoder.normalisation == "none" and self.skip is None and not moved:
                 return found
             if rows is None:
                 raise InvalidSpec("the reconstruction also needs the rows that were encoded; give rows=")
             flat = self._flat(rows).float()
+            means = flat.mean(dim=1, keepdim=True)
             if self.skip is not None:
-                return found + flat @ self.skip.T
+                return found + (flat - means if self.encoder.centred else flat) @ self.skip.T
             found = found * self.encoder.scales(flat)[:, None]
-            return found + flat.mean(dim=1, keepdim=True) if self.encoder.normalisation == "layer_norm" else found
+            return found + means if moved else found
 
     # Steering
 

@@ -140,7 +140,8 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         return {layer: min(max(dot, -1.0), 1.0) for layer, dot in self.unit().dot(other.unit()).items()}
 
     def without(self, *others: LayerVectors) -> LayerVectors:
-        """Return the vectors less their part in the span of others, layer by layer.
+        """Return the vectors less their part in the span of others, layer by layer; zero where nothing but rounding is
+        left.
 
         Raises:
             InvalidSpec: one is of another model, site, width or other layers.
@@ -153,7 +154,7 @@ class LayerVectors(Mapping[int, torch.Tensor]):
             directions, sizes, _ = torch.linalg.svd(span, full_matrices=False)
             basis = directions[:, sizes > sizes[0] * RANK_TOLERANCE]
             rest: torch.Tensor = vector - basis @ (basis.T @ vector)
-            return rest
+            return rest if rest.norm() > vector.norm() * RANK_TOLERANCE else torch.zeros_like(rest)
 
         return self._each(left) if others else self.named("")
 

@@ -1079,27 +1079,32 @@ def shuffled(
     like: LayerVectors,
     method: str = "difference",
     tokens: Tokens | TokenSelection = BUT_THE_FIRST,
+    reduce: Reduction | None = "mean",
     groups: Sequence[Hashable] | None = None,
     negative_groups: Sequence[Hashable] | None = None,
     seed: int = 0,
+    add_special_tokens: bool | None = None,
 ) -> LayerVectors:
-    """Extract a control direction from the same texts with labels exchanged in a random half of the groups.
+    """Extract a control direction from the same texts with half of the labels exchanged at random.
 
     It shares the properties of any direction between such texts, but has as many texts of the trait on one side as on
-    the other. It is scaled to the norm of the vector it is compared with; at its own norm it would do less merely by
-    being shorter.
+    the other: half of each group's where it has an even number, and over all groups exactly half; of an odd number of
+    texts one is left out. A group of one text of each label keeps them on two sides. The control is scaled to the norm
+    of the vector it is compared with; at its own norm it would do less merely by being shorter.
 
     Args:
         model: an open model.
         positive, negative: the texts that the vector was extracted from.
         like: the vector; the control takes its layers, site and norms.
-        method, tokens, groups, negative_groups: arguments of its extraction, see `steercap.lab.directions.extract`.
+        method, tokens, reduce, groups, negative_groups, add_special_tokens: arguments of its extraction, see
+            `steercap.lab.directions.extract`.
         seed: seed of the draw.
 
     Returns:
         Vectors at the layers of `like`.
 
     Raises:
+        InvalidSpec: fewer than two texts of a label: nothing can be exchanged.
         The errors of `steercap.lab.directions.extract`.
     """
     from steercap.lab.studies.evaluation import shuffled as there
@@ -1112,9 +1117,11 @@ def shuffled(
         like=like,
         method=method,
         tokens=tokens,
+        reduce=reduce,
         groups=groups,
         negative_groups=negative_groups,
         seed=seed,
+        add_special_tokens=add_special_tokens,
     )
 
 

@@ -202,6 +202,9 @@ async def test_a_direction_of_shuffled_labels_has_little_of_the_real_one(smol) -
     drawn = await shuffled(smol, positive, negative, like=real)
     assert drawn.norms()[LAYER] == pytest.approx(real.norms()[LAYER], rel=1e-5)
     assert abs(drawn.cosine(real)[LAYER]) < 0.5 < half.cosine(other)[LAYER]
+    for groups in (["one"] * 12, ["a"] * 5 + ["b"] * 3 + ["c"] * 4):
+        drawn = await shuffled(smol, positive, negative, like=real, groups=groups)
+        assert abs(drawn.cosine(real)[LAYER]) < 0.5, groups
 
 
 def written(reference: Reference, ids: Sequence[int], added: np.ndarray | None, tokens: Sequence[int]) -> list[float]:

@@ -23,6 +23,7 @@ from scipy import stats
 from steercap import SAE, errors
 from steercap.core.display import place_names
 from steercap.core.spec import Point
+from steercap.errors import InvalidSpec
 from steercap.lab.directions import Contrast
 from steercap.lab.mechanism import analysis
 from steercap.lab.mechanism.analysis import ModelWeights, pictures
@@ -113,6 +114,14 @@ def test_vectors_that_belong_together_are_found() -> None:
     first = tree.to_pylist()[0]
     unit = vectors.unit()
     assert first["distance"] == pytest.approx(1 - float(unit[first["left"]][1] @ unit[first["right"]][1]), abs=1e-5)
+
+
+def test_parallel_vectors_have_no_variance_once_they_are_of_one_length() -> None:
+    """What float32 rounds differently is none."""
+    drawn = torch.randn(96, generator=torch.Generator().manual_seed(5))
+    vectors = {str(factor): LayerVectors({1: drawn * factor}) for factor in (1.0, 3.0, 0.7, 11.0)}
+    with pytest.raises(InvalidSpec, match="all vectors are the same"):
+        analysis.scree(vectors, 1, unit=True, random=10)
 
 
 @pytest.mark.parametrize("centred", [True, False])

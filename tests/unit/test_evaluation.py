@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from random import Random
 
 import msgspec
 import numpy as np
@@ -34,6 +35,7 @@ from steercap.lab.studies.evaluation import (
 )
 from steercap.lab.studies.evaluation.columns import Place, path, place_of
 from steercap.lab.studies.evaluation.definition import FOLDER
+from steercap.lab.studies.evaluation.methods import _dealt
 from steercap.lab.studies.evaluation.plots import _figure
 from steercap.lab.studies.evaluation.running import tasks_of
 from steercap.lab.studies.evaluation.store import Answer, Folder
@@ -775,3 +777,16 @@ def test_an_answer_is_what_its_file_gives_back(tmp_path) -> None:
     again = Folder(tmp_path, evaluation(), MODEL).answers.rows
     assert [again[number].text for number in (3, 4)] == ["one", "two"]
     assert msgspec.structs.asdict(again[4])["turn"] == 1
+
+
+@pytest.mark.parametrize("sizes", [(20,), (20, 20, 20), (12, 8, 11, 9, 13, 7), (40, 10, 10, 10), (1,) * 21, (3, 1)])
+def test_texts_are_dealt_to_two_sides_alike(sizes) -> None:
+    """As many to either, of each group within one, whatever the groups' sizes; the last of an odd number is left out."""
+    groups = [group for group, size in enumerate(sizes) for _ in range(size)]
+    texts = [f"{group} {place}" for place, group in enumerate(groups)]
+    one, other = _dealt(texts, groups, [*range(len(sizes))], Random(0))
+    assert len(one) == len(other) == len(texts) // 2
+    assert len({*one, *other}) == 2 * len(one)
+    for group in range(len(sizes)):
+        here, there = (sum(own == group for _, own in side) for side in (one, other))
+        assert abs(here - there) <= 1

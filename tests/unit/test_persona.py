@@ -205,7 +205,9 @@ def reply(text: str, tops: dict[str, float] | None = None) -> dict:
         ("101", None, None),
         ("-5", None, None),
         ("no number", None, None),
-        ("999", {"999": 0.5, "90": 0.5}, 90.0),
+        ("999", {"999": 0.5, "90": 0.5}, None),
+        ("9/10", {"9": 0.6, "10": 0.3, "8": 0.1}, None),  # whatever the candidates are
+        ("10-20", {"10": 0.9, "15": 0.1}, None),
         ("85/100", None, 85.0),
         ("Score: 85%.", None, 85.0),
         ("I rate it 85 out of 100.", None, 85.0),
@@ -226,6 +228,16 @@ def test_a_judges_answer_is_a_number_or_none(text, tops, score) -> None:
     found = judgement(reply(text, tops)["choices"][0])
     assert found.score == (score if score is None else pytest.approx(score))
     assert (found.reply, found.refused) == (text, text.startswith("REFUSAL"))
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "score"), [("100", "10", 100.0), ("7.5", "7", 7.5), ("Score: 85", "Score", 85.0)]
+)
+def test_candidates_of_a_part_of_the_number_do_not_count(text, first, score) -> None:
+    """They are for the first token, which the tokenizer may have cut off a longer number."""
+    choice = reply(text, {first: 0.6, "20": 0.4})["choices"][0]
+    choice["logprobs"]["content"][0]["token"] = first
+    assert judgement(choice).score == score
 
 
 def test_a_judge_may_answer_in_parts() -> None:

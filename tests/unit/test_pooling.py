@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from vllm import PoolingParams
+from vllm import PoolingParams, SamplingParams
 
 from steercap import Encoded, errors
 from steercap.adapters.engine import _carry, _require_whole
@@ -18,6 +18,7 @@ from steercap.adapters.parameters import read_pooling, tasks_of, token_head
 from steercap.architectures.decoder import decoder_of
 from steercap.architectures.families import FAMILIES, family_of, generating
 from steercap.core.plan import EXTRA_ARGS_KEY, CapturePlan, Plan
+from steercap.core.program import SteeringPlan
 from steercap.core.schema import RAW
 from steercap.core.spec import Point
 from steercap.core.tokens import Range
@@ -103,6 +104,15 @@ def test_a_plan_travels_with_its_request(start) -> None:
     assert Plan.decode(carried(request)[EXTRA_ARGS_KEY]) == plan
     assert bool(params.skip_reading_prefix_cache) == (start < 6)
     assert carried(NewRequestData("a-2", [1], [], None, read(None), ([],), 0, None)) == {}
+
+
+@pytest.mark.parametrize(("samples", "held", "alone"), [(1, True, False), (2, False, False), (2, True, True)])
+def test_samples_whose_steering_begins_apart_share_no_cache(samples, held, alone) -> None:
+    """A sample that is resumed would read what another computed with its steering on, under the salt of both."""
+    plan = Plan("a-1", 7, 9, samples=samples, steering=SteeringPlan(0, b"", b"", (), (), held=held))
+    params = SamplingParams(max_tokens=2)
+    _carry(plan, params)
+    assert bool(params.skip_reading_prefix_cache) == alone
 
 
 def test_what_vllm_aborted_is_no_embedding() -> None:

@@ -442,6 +442,15 @@ def test_rows_that_give_no_axis_are_refused(counts, said) -> None:
         RoleRows(counts, (0,), lambda _name, _layer: torch.ones(1, 4))
 
 
+@pytest.mark.parametrize("count", [2, 3, 6, 10])
+def test_an_assistant_that_is_the_mean_of_roles_has_no_axis(count) -> None:
+    """But for rounding: a direction of it would be noise."""
+    roles = torch.randn(count, 64, generator=torch.Generator().manual_seed(count)) * 10
+    for rows, own in ((roles, roles.mean(0)), (roles[:1].repeat(count, 1), roles[0] + 1)):
+        with pytest.raises(InvalidSpec, match="there is no axis"):
+            directions(rows, own)
+
+
 def test_roles_that_do_not_differ_have_no_axis() -> None:
     """And another way to find one is refused by the names of those known."""
     same = RoleRows.of(dict.fromkeys(("a", "b", ASSISTANT), torch.ones(1, 2, 4)))

@@ -140,6 +140,13 @@ def test_rows_of_models_that_were_centred_are_centred(tmp_path) -> None:
     centred, plain = SAE.load(folder), SAE.load(folder, centred=False)
     assert torch.equal(centred.encode(ROWS), plain.encode(ROWS - ROWS.mean(dim=1, keepdim=True)))
     assert not torch.equal(centred.encode(ROWS), plain.encode(ROWS))
+    # The reconstruction is of the rows as they are: what was taken off is added again.
+    means = ROWS.mean(dim=1, keepdim=True)
+    torch.testing.assert_close(
+        centred.decode(centred.encode(ROWS), ROWS), plain.decode(plain.encode(ROWS - means)) + means
+    )
+    with pytest.raises(InvalidSpec, match="give rows="):
+        centred.decode(centred.encode(ROWS))
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"model_from_pretrained_kwargs": {}}, {"model_from_pretrained_kwargs": None}])
@@ -166,8 +173,18 @@ def test_whether_rows_were_centred_is_not_guessed(flat, kwargs, tmp_path) -> Non
                 "model_from_pretrained_kwargs": {"center_writing_weights": False},
             }
         },
+        *(
+            {
+                "metadata": {
+                    "hook_name": f"blocks.1.{hook}",
+                    "model_name": model,
+                    "model_from_pretrained_kwargs": {"center_writing_weights": True},
+                }
+            }
+            for hook, model in (("mlp.hook_post", "gpt2-small"), ("hook_resid_pre", "google/gemma-2-2b"))
+        ),
     ],
-    ids=["not of the stream", "without layer norm", "said"],
+    ids=["not of the stream", "without layer norm", "said", "centred elsewhere", "RMS norms are not centred"],
 )
 def test_rows_that_nobody_centred_are_read_as_they_are(said, tmp_path) -> None:
     assert not SAE.load(some(**said).write(tmp_path)).encoder.centred

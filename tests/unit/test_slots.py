@@ -79,6 +79,22 @@ TestModel = Model.TestCase
 TestModel.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
+def test_a_configuration_is_sent_again_once_its_vectors_were_overwritten() -> None:
+    """Also where they are back in the same bank rows: the workers dropped it when others were written there."""
+    slots = Slots(4, 1)
+    first, other, scaled = configuration(0, ((1, 1),)), configuration(1, ((2, 1),)), configuration(2, ((1, 1),))
+    for name, one in ((b"c", first), (b"e", other), (b"d", scaled)):
+        grant = slots.claim(one, name)
+        assert grant is not None
+        assert slots.unsent(grant) is not None
+        slots.confirm(grant)
+        slots.release(grant)
+    again = slots.claim(first, b"c")
+    assert again is not None
+    assert again.bank_rows == ((0,),)
+    assert slots.unsent(again) == ()  # its vector is there
+
+
 def test_what_is_used_again_is_not_sent_again() -> None:
     """Released vectors stay until their place is needed; a configuration larger than the bank never fits."""
     slots = Slots(2, 4)

@@ -47,7 +47,7 @@ def test_what_is_taken_away_is_gone(seed, count) -> None:
         assert all(abs(dot) < 1e-5 for dot in left.dot(other).values())
     again = left.without(*others)
     close(again, dict(left))
-    assert all(norm < 1e-5 for norm in others[0].without(*others).norms().values())
+    assert set(others[0].without(*others).norms().values()) == {0.0}  # not what rounding left of it
     close(a.without(), dict(a))
 
 

@@ -179,8 +179,12 @@ def judgement(choice: Mapping[str, Any]) -> Judgement:
     reply = content_text(choice["message"]) or str(choice["message"].get("refusal") or "")
     if REFUSES.match(reply):
         return Judgement(None, refused=True, reply=reply)
-    score = _expected(((choice.get("logprobs") or {}).get("content") or [{}])[0].get("top_logprobs") or [])
-    return Judgement(_only_number(reply) if score is None else score, refused=False, reply=reply)
+    score, first = _only_number(reply), ((choice.get("logprobs") or {}).get("content") or [{}])[0]
+    # The candidates are for the first token alone, which may be a part of the number, or one of several numbers.
+    if score is not None and str(first.get("token")).strip() == f"{score:g}":
+        expected = _expected(first.get("top_logprobs") or [])
+        score = score if expected is None else expected
+    return Judgement(score, refused=False, reply=reply)
 
 
 def _only_number(text: str) -> float | None:

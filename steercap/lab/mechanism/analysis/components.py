@@ -205,7 +205,7 @@ def _components(rows: Array, *, centred: bool) -> _Found:
     """Compute components, those without variance left out; the outermost vector is on the positive side of each."""
     middle = rows - rows.mean(axis=0) if centred else rows
     left, sizes, axes = np.linalg.svd(middle, full_matrices=False)
-    kept = sizes > sizes[0] * max(middle.shape) * np.finfo(np.float64).eps
+    kept = sizes > np.linalg.norm(rows) * np.finfo(np.float32).eps  # of equal vectors their rounding is left
     found = (left * sizes)[:, kept]
     if not found.size:
         raise InvalidSpec("all vectors are the same, so there is no variance to explain")

@@ -15,7 +15,7 @@ from jaxtyping import Float
 
 from steercap.core.spec import Point
 from steercap.core.tokens import BUT_THE_FIRST, Tokens, TokenSelection
-from steercap.core.values import shown
+from steercap.core.values import shown, warn
 from steercap.errors import EmptySelection, InvalidPrompt, InvalidSpec
 from steercap.lab.directions.extraction import CALL_TEXTS, Text, ids_of
 from steercap.lab.mechanism.patching.metrics import Metric
@@ -234,12 +234,13 @@ async def ablate(
         raise InvalidSpec("reference= is for means, and to='zero' takes none; leave it out, or give to='mean'")
     ids = _ids(model, prompts, "prompts")
     others = ids if reference is None else _ids(model, reference, "reference")
-    by_position = to == "position_mean"
-    if by_position:
+    if by_position := to == "position_mean":
         _check_alike([*ids, *others])
     selection = TokenSelection.parse("all" if by_position else reference_tokens)
     pairs = [Pair(number, one, one, decoded(model.tokenizer, one)) for number, one in enumerate(ids)]
     places = places_of(model, points)
+    if to == "mean" and any(ROTATED.intersection(place.grid.sites) for place in places):
+        warn("to='mean' at q or k: their rows depend on their positions, which to='position_mean' keeps apart")
     runs = Runs(model, metric, len(pairs), concurrent, progress)
     fills = {
         id(place): _zeros(model, place)

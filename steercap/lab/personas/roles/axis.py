@@ -26,6 +26,8 @@ from steercap.steering.layers import LayerVectors
 #: Method of finding an axis.
 How = Literal["contrast", "pca"]
 HOWS: Final[tuple[How, ...]] = get_args(How)
+#: Vectors that differ by less, as a share of their norms, count as equal: means are rounded.
+SAME: Final = 1e-6
 
 
 class Directions(NamedTuple):
@@ -185,7 +187,8 @@ def directions(roles: Float[torch.Tensor, "roles hidden"], assistant: Float[torc
     """
     roles, assistant = roles.double(), assistant.double()
     found = axes(roles, assistant, torch.ones(len(roles), dtype=torch.bool))
-    if bool(found.contrast.isnan().any()) or bool(found.pca.isnan().any()):
+    spreads = (roles - roles.mean(0)).norm(dim=1).max(), found.offset.norm()
+    if not min(map(float, spreads)) > SAME * float(roles.norm(dim=1).max()):
         raise InvalidSpec("all roles have one vector, or the assistant has the mean of theirs: there is no axis")
     sizes = found.sizes[: len(roles) - 1]
     spread = float(((roles - roles.mean(0)) @ found.pca).std())

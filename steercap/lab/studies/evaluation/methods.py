@@ -10,6 +10,7 @@ from random import Random
 from typing import Final
 
 from steercap.core.protocols import ReadingModel
+from steercap.core.spec import Reduction
 from steercap.core.tokens import BUT_THE_FIRST, Tokens, TokenSelection
 from steercap.core.values import index_of, number_of, parts_of, shown
 from steercap.errors import InvalidSpec
@@ -152,37 +153,46 @@ async def shuffled(
     like: LayerVectors,
     method: str = "difference",
     tokens: Tokens | TokenSelection = BUT_THE_FIRST,
+    reduce: Reduction | None = "mean",
     groups: Sequence[Hashable] | None = None,
     negative_groups: Sequence[Hashable] | None = None,
     seed: int = 0,
+    add_special_tokens: bool | None = None,
 ) -> LayerVectors:
-    """Extract a control direction from the same texts with labels exchanged in a random half of the groups.
+    """Extract a control direction from the same texts with half of the labels exchanged at random.
 
     It shares the properties of any direction between such texts, but has as many texts of the trait on one side as on
-    the other. It is scaled to the norm of the vector it is compared with; at its own norm it would do less merely by
-    being shorter.
+    the other: half of each group's where it has an even number, and over all groups exactly half; of an odd number of
+    texts one is left out. A group of one text of each label keeps them on two sides. The control is scaled to the norm
+    of the vector it is compared with; at its own norm it would do less merely by being shorter.
 
     Args:
         model: an open model.
         positive, negative: the texts that the vector was extracted from.
         like: the vector; the control takes its layers, site and norms.
-        method, tokens, groups, negative_groups: arguments of its extraction, see `steercap.lab.directions.extract`.
+        method, tokens, reduce, groups, negative_groups, add_special_tokens: arguments of its extraction, see
+            `steercap.lab.directions.extract`.
         seed: seed of the draw.
 
     Returns:
         Vectors at the layers of `like`.
 
     Raises:
+        InvalidSpec: fewer than two texts of a label: nothing can be exchanged.
         The errors of `steercap.lab.directions.extract`.
     """
+    if min(len(positive), len(negative)) < 2:
+        raise InvalidSpec(
+            f"shuffled: {len(positive)} positive and {len(negative)} negative texts; give two of each at least"
+        )
     ours = list(range(len(positive)) if groups is None else groups)
     theirs = list(ours if negative_groups is None and groups is not None else negative_groups or range(len(negative)))
     every = list(dict.fromkeys([*ours, *theirs]))
-    turned = set(Random(seed).sample(every, len(every) // 2))  # noqa: S311 -- a control, no secret
-    labelled = [(text, group, True) for text, group in zip(positive, ours, strict=True)]
-    labelled += [(text, group, False) for text, group in zip(negative, theirs, strict=True)]
-    one = [(text, group) for text, group, kind in labelled if kind != (group in turned)]
-    other = [(text, group) for text, group, kind in labelled if kind == (group in turned)]
+    draw = Random(seed)  # noqa: S311 -- a control, no secret
+    draw.shuffle(every)
+    with_trait = _dealt(positive, ours, every, draw)
+    without = _dealt(negative, theirs, every, draw)
+    one, other = [*with_trait[0], *without[1]], [*with_trait[1], *without[0]]
     found = await extract(
         model,
         [text for text, _ in one],
@@ -194,14 +204,28 @@ async def shuffled(
         negative_groups=[group for _, group in other],
         method=method,
         tokens=tokens,
+        reduce=reduce,
         held_out=0,
         seed=seed,
+        add_special_tokens=add_special_tokens,
     )
     norms = like.norms()
     drawn = found["shuffled"].unit()
     return LayerVectors(
         {layer: drawn[layer] * norms[layer] for layer in drawn}, name="shuffled", model=like.model, site=like.site
     )
+
+
+def _dealt(
+    texts: Sequence[Text], groups: Sequence[Hashable], order: Sequence[Hashable], draw: Random
+) -> tuple[list[tuple[Text, Hashable]], list[tuple[Text, Hashable]]]:
+    """Deal texts to two sides in turn, group by group; the last of an odd number is left out."""
+    by_group: dict[Hashable, list[Text]] = {group: [] for group in order}
+    for text, group in zip(texts, groups, strict=True):
+        by_group[group].append(text)
+    dealt = [(text, group) for group, own in by_group.items() for text in draw.sample(own, len(own))]
+    dealt = dealt[: len(dealt) // 2 * 2]
+    return dealt[::2], dealt[1::2]
 
 
 def rollout_methods(
