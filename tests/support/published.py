@@ -282,7 +282,7 @@ TWINS: Final[Mapping[str, Twin]] = {
         {"router_enable_expert_bias": True, "partial_rotary_factor": 1.0},
         _PANGU,
     ),
-    "pangu_sandwich": Twin(  # with norms after blocks, as published
+    "pangu_sandwich": Twin(  # with norms after blocks
         "PanguProMoEV2ForCausalLM",
         "gemma2",
         {
