@@ -28,7 +28,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # vLLM's attention on CUDA in float32, else in TF32
 
-from support.multimodal import runnable
+from support.multimodal import BLIND, runnable
 from support.published import TWINS
 
 from steercap.architectures.families.proved import PATH, ProvedModel, markdown, records
@@ -79,7 +79,7 @@ def main(
 
         print(MARK + json.dumps(asyncio.run(prove(only[0]))), flush=True)
         return
-    names = only or [*FAMILY_CONFIGS, *ARCHITECTURES, *TWINS, *runnable()]
+    names = only or [*FAMILY_CONFIGS, *ARCHITECTURES, *TWINS, *runnable(), *BLIND]
     refused = 0
     with ThreadPoolExecutor(together) as pool:
         for done in as_completed([pool.submit(in_process, name) for name in names]):

@@ -10,6 +10,7 @@ from conftest import opened
 from support.agreement import rows_agree, sites_of
 from support.images import picture
 from support.multimodal import (
+    BLIND,
     LONG,
     LONGEST,
     WRAPPERS,
@@ -42,6 +43,7 @@ EIGHT = {"max_tokens": 8, **GREEDY}
             ),
         )
         for name in WRAPPERS
+        if name not in BLIND
     ],
 )
 async def served(request) -> AsyncIterator[tuple[str, SteerModel, Looking]]:

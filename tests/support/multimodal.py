@@ -56,23 +56,25 @@ class Wrapper:
     Args:
         config: keyword arguments of transformers' `AutoConfig.for_model`.
         tokens: special tokens, by transformers' names; that of `IMAGE` first.
-        processor: makes transformers' processor, of a tokenizer.
+        processor: makes transformers' processor, of a tokenizer; None where the model reads text alone.
         stands: what stands in a prompt for a picture.
         engine: engine arguments that it needs.
         torchvision: name of its processor where that has one of videos, which needs torchvision; without it the model
             reads text alone.
         tall: width and height, in pixels, of the tallest picture that it is shown.
         left_out: what transformers' processor gives and its model must not get to compute what vLLM does on CPU.
+        names: pairs of a pattern in transformers' names of weights and what takes its place on the hub.
     """
 
     config: Mapping[str, Any]
     tokens: Mapping[str, str]
-    processor: Callable[[Any], Any]
+    processor: Callable[[Any], Any] | None
     stands: str = PLACEHOLDER
     engine: Mapping[str, Any] = field(default_factory=dict)
     torchvision: str = ""
     tall: tuple[int, int] = (56, 90)
     left_out: tuple[str, ...] = ()
+    names: tuple[tuple[str, str], ...] = ((r"^vision_tower\.(?!vision_model\.)", "vision_tower.vision_model."),)
 
 
 def _gemma3(text: Any) -> Any:
@@ -202,6 +204,8 @@ _QWEN3_5: Final = Wrapper(
     engine=ENGINES["qwen3_5"],
     torchvision="Qwen3VLProcessor",
 )
+#: No pictures, so that vLLM makes no processor of them.
+_TEXT_ALONE: Final = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
 #: By name.
 WRAPPERS: Final[Mapping[str, Wrapper]] = {
     "gemma3_mm": _GEMMA3,
@@ -285,17 +289,60 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
             "text_config": {**ARCHITECTURES["qwen3_5_moe"], **_TEXT},
         },
     ),
+    "muse_glimmer": Wrapper(
+        config={
+            "model_type": "muse_glimmer",
+            "text_config": {**TINY, **SPECIAL, "head_dim": 32, "sliding_window": 24},
+            "vision_config": {
+                **_VISION,
+                "pos_emb_height": 4,
+                "pos_emb_width": 4,
+                "max_position_embeddings": 16,
+                "output_dim": 256,
+                "adapter_dim": 128,
+            },
+            "out_hidden_size": 256,
+            "projector_hidden_size": 128,
+            "image_token_id": 512,  # is not generated: transformers takes the embedding of id 0 for it
+            "video_token_id": 513,
+        },
+        tokens={},
+        processor=None,
+        engine={**_TEXT_ALONE, "hf_overrides": {"architectures": ["MuseGlimmerForCausalLM"]}},
+    ),
+    "hyperclovax_vision_v2": Wrapper(
+        config={
+            "model_type": "hyperclovax_vision_v2",
+            "text_config": {**ARCHITECTURES["hyperclovax"], **SPECIAL},
+            "vision_config": {
+                **_QWEN_VISION,
+                "model_type": "qwen2_5_vl_vision",
+                "window_size": SIDE,
+                "fullatt_block_indexes": [1],
+            },
+            "image_token_id": IMAGE,
+            "video_token_id": IMAGE + 1,
+            "tie_word_embeddings": False,
+        },
+        tokens={},
+        processor=None,
+        engine={**_TEXT_ALONE, "hf_overrides": {"architectures": ["HCXVisionV2ForCausalLM"]}},
+        names=(
+            (r"^model\.language_model\.(?!lm_head)", "model.language_model.model."),
+            (r"^model\.vision_projector", "model.mm_projector"),
+        ),
+    ),
 }
 
 
-#: How transformers 5 names a vision tower's weights, and how vLLM reads them, as they are on the hub.
-_TOWER: Final = re.compile(r"^vision_tower\.(?!vision_model\.)")
-_ON_THE_HUB: Final = "vision_tower.vision_model."
+#: Those that read text alone.
+BLIND: Final = tuple(name for name, one in WRAPPERS.items() if one.processor is None)
 
 
 def runnable() -> list[str]:
     """The wrappers whose processors can be made here."""
-    return [name for name, one in WRAPPERS.items() if not one.torchvision or find_spec("torchvision")]
+    seeing = {name: one for name, one in WRAPPERS.items() if name not in BLIND}
+    return [name for name, one in seeing.items() if not one.torchvision or find_spec("torchvision")]
 
 
 def wrapper_checkpoint(name: str) -> Path:
@@ -306,7 +353,7 @@ def wrapper_checkpoint(name: str) -> Path:
     """
     wrapper = WRAPPERS[name]
     blind = [] if name in runnable() else ["text alone"]
-    known = json.dumps([wrapper.config, wrapper.tokens, _ON_THE_HUB, INIT_STD, SEED, *blind], sort_keys=True)
+    known = json.dumps([wrapper.config, wrapper.tokens, wrapper.names, INIT_STD, SEED, *blind], sort_keys=True)
     kind = wrapper.config["model_type"]
     return cached(f"seeing-{kind}-{hashlib.sha256(known.encode()).hexdigest()[:8]}", partial(_write, wrapper))
 
@@ -317,10 +364,14 @@ def _write(wrapper: Wrapper, folder: Path) -> None:
 
     write_model(AutoModelForImageTextToText, AutoConfig.for_model(**wrapper.config), folder)
     path = folder / "model.safetensors"
-    tensors = {_TOWER.sub(_ON_THE_HUB, name): tensor for name, tensor in load_file(path).items()}
+    tensors = load_file(path)
+    for pattern, instead in wrapper.names:
+        tensors = {re.sub(pattern, instead, name): tensor for name, tensor in tensors.items()}
     save_file(tensors, path, {"format": "pt"})
     text = tokenizer(**wrapper.tokens)
-    if wrapper.torchvision and not find_spec("torchvision"):
+    if wrapper.processor is None:
+        text.save_pretrained(folder)
+    elif wrapper.torchvision and not find_spec("torchvision"):
         text.save_pretrained(folder)
         published = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": wrapper.torchvision}
         (folder / "preprocessor_config.json").write_text(json.dumps(published))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -75,6 +76,21 @@ def _telechat2(tensors: Tensors) -> Tensors:
     return _renamed(left, _TELECHAT2)
 
 
+def _pangu_sandwich(tensors: Tensors) -> Tensors:
+    """Scale the embeddings, add to norms the 1 that vLLM does not, and make the last layer's MLP the only expert."""
+    left = {name: one + 1 if name.endswith("norm.weight") else one for name, one in tensors.items()}
+    left["model.embed_tokens.weight"] = left["model.embed_tokens.weight"] * 128**0.5
+    left["model.layers.3.mlp.gate.weight"] = torch.zeros(1, 128)
+    return _renamed(
+        left,
+        (
+            (r"pre_feedforward_layernorm", "pre_mlp_layernorm"),
+            (r"post_feedforward_layernorm", "post_mlp_layernorm"),
+            (r"(layers\.3\.mlp)\.(\w+_proj)", r"\1.experts.0.\2"),
+        ),
+    )
+
+
 def _plamo3(tensors: Tensors) -> Tensors:
     """Join gates with what they gate, scale the embeddings, and leave out of norms what vLLM adds as it loads them."""
     left = dict(tensors)
@@ -90,6 +106,26 @@ def _plamo3(tensors: Tensors) -> Tensors:
     return _joined("qkv_proj", _in_turn, _PLAMO3)(left)
 
 
+def _k2_horizon(tensors: Tensors) -> Tensors:
+    """Give each head norms of its own, and name the bias by which experts are chosen as the router's."""
+    left = dict(tensors)
+    for name in tensors:
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            left[name] = left[name].repeat(4 if "q_norm" in name else 2)
+    return _renamed(left, ((r"gate\.e_score_correction_bias", "gate.bias"),))
+
+
+def _step3p5(tensors: Tensors) -> Tensors:
+    """Leave out of norms the 1 that vLLM adds, and name experts as published."""
+    left = {name: one - 1 if name.endswith("norm.weight") else one for name, one in tensors.items()}
+    return _renamed(left, _STEP3P5)
+
+
+_STEP3P5: Final = (
+    (r"mlp\.gate\.e_score_correction_bias", "moe.router_bias"),
+    (r"mlp\.shared_experts", "share_expert"),
+    (r"mlp\.(experts|gate\.)", r"moe.\1"),
+)
 _PLAMO3: Final = (
     (r"^model\.layers", "model.layers.layers"),
     (r"self_attn", "mixer"),
@@ -140,6 +176,7 @@ _CHATGLM: Final = _joined(
         (r"mlp\.down_proj", "mlp.dense_4h_to_h"),
     ),
 )
+_PANGU: Final = partial(_renamed, names=((r"gate\.(e_score_correction_bias)", r"\1"),))
 
 
 @dataclass(frozen=True)
@@ -202,9 +239,14 @@ _SOFTMAX: Final = {
     "first_k_dense_replace": 0,
     "norm_topk_prob": True,
 }
+#: What vLLM reads of each layer, as objects, since the published configuration makes these.
+_BLOCK: Final = SimpleNamespace(
+    attention=SimpleNamespace(no_op=False, n_heads_in_group=2), ffn=SimpleNamespace(no_op=False, intermediate_size=256)
+)
 #: By name.
 TWINS: Final[Mapping[str, Twin]] = {
     "llama_published": Twin("LLaMAForCausalLM", "llama"),
+    "nemotron_nas": Twin("DeciLMForCausalLM", "llama", overrides={"block_configs": [_BLOCK] * 4}),
     "internlm3": Twin("InternLM3ForCausalLM", "llama", {"attention_bias": True}),
     "iquest_coder": Twin("IQuestCoderForCausalLM", "llama", {"head_dim": 32}),
     "telechat3": Twin("TeleChat3ForCausalLM", "llama", {"mlp_bias": True}),
@@ -233,6 +275,35 @@ TWINS: Final[Mapping[str, Twin]] = {
     "rnj1": Twin("Rnj1ForCausalLM", "gemma3", {"layer_types": ["full_attention"] * 4}),
     "exaone_moe_published": Twin("ExaoneMoEForCausalLM", "exaone_moe"),
     "mistral_large_3": Twin("MistralLarge3ForCausalLM", "deepseek_v3"),
+    "pangu_ultra_moe": Twin("PanguUltraMoEForCausalLM", "deepseek_v3", {"router_enable_expert_bias": True}, _PANGU),
+    "pangu_pro_moe_v2": Twin(
+        "PanguProMoEV2ForCausalLM",
+        "glm4_moe",
+        {"router_enable_expert_bias": True, "partial_rotary_factor": 1.0},
+        _PANGU,
+    ),
+    "pangu_sandwich": Twin(  # with norms after blocks
+        "PanguProMoEV2ForCausalLM",
+        "gemma2",
+        {
+            "tie_word_embeddings": False,
+            "hidden_activation": "silu",
+            "hidden_act": "silu",
+            "query_pre_attn_scalar": 32,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "layer_types": ["full_attention"] * 4,
+            "sandwich_norm": True,
+            "n_routed_experts": 1,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 256,
+            "first_k_dense_replace": 3,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+        },
+        _pangu_sandwich,
+        {"n_shared_experts": None, "sliding_window": None},
+    ),
     "sarvam_mla": Twin(
         "SarvamMLAForCausalLM",
         "deepseek_v3",
@@ -308,6 +379,46 @@ TWINS: Final[Mapping[str, Twin]] = {
         {**_LING, "partial_rotary_factor": 1.0},
         _BAILING,
         {"rope_theta": 10000.0},
+    ),
+    "k2_horizon": Twin(
+        "K2HorizonForCausalLM",
+        "glm4_moe",
+        {
+            "use_qk_norm": True,
+            "query_key_norm": True,
+            "partial_rotary_factor": 1.0,
+            "rope_head_dim": 32,
+            "num_experts": 8,
+            "num_shared_experts": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.7,
+            "router_scaling_factor": 1.7,
+            "router_score_func": "sigmoid",
+            "moe_gate_bias": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [0],
+            "mova_num_experts": 0,
+            "layernorm_num_groups": 1,
+        },
+        _k2_horizon,
+        {"attention_gate_func": None},
+    ),
+    "step3p5": Twin(
+        "Step3p5ForCausalLM",
+        "glm4_moe",
+        {
+            "use_qk_norm": True,
+            "partial_rotary_factor": 1.0,
+            "num_attention_groups": 2,
+            "moe_num_experts": 8,
+            "moe_top_k": 2,
+            "share_expert_dim": 64,
+            "routed_scaling_factor": 1.7,
+            "moe_router_scaling_factor": 1.7,
+            "moe_router_activation": "sigmoid",
+        },
+        _step3p5,
+        {"model_type": "step3p5", "rope_theta": 10000.0},
     ),
     "plamo3": Twin(
         "Plamo3ForCausalLM",

@@ -12,6 +12,10 @@ def _factor_before_norms(config: Any) -> float | None:
     return 1.0 if config.do_layer_norm_before else None
 
 
+def _output_multiplier(config: Any) -> float:
+    return float(config.output_multiplier)
+
+
 MEMBERS: Final[Mapping[str, Family]] = {
     # BioGPT, by transformers' modules: the feed-forward block is no module and ends in `fc2`.
     "biogpt": Family(
@@ -192,6 +196,17 @@ MEMBERS: Final[Mapping[str, Family]] = {
         architectures=("MistralForCausalLM", "MinistralForCausalLM", "Ministral3ForCausalLM"),
         classes=("mistral.MistralDecoderLayer", "ministral.MinistralDecoderLayer", "ministral3.Ministral3DecoderLayer"),
         loops=("mistral.MistralModel",),
+    ),
+    # Muse Glimmer: a norm after each block, whose output is what the block adds, and a gate on the output of the heads;
+    # layers return the whole stream first, and beside it the stream between their blocks.
+    "muse_glimmer": normed(
+        architectures=("MuseGlimmerForCausalLM", "MuseGlimmerForConditionalGeneration"),
+        classes=("muse_glimmer.MuseGlimmerDecoderLayer", "muse_glimmer.MuseGlimmerTextDecoderLayer"),
+        resid_mid="pre_feedforward_layernorm",
+        residual_output=None,
+        residual_input="",
+        gated=True,
+        logits=_output_multiplier,
     ),
     # nanochat, by transformers' modules: Llama's layer whose feed-forward block has no gate.
     "nanochat": Family(
