@@ -29,7 +29,7 @@ from steercap.testing.architectures import ARCHITECTURES, ENGINES, FAMILY_CONFIG
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 SAID = {
-    "proved": "all sites that they have, compared with transformers",
+    "proved": "all sites that steercap taps in them, compared with transformers",
     "known": "all sites that they have by a family; the proof at start decides",
     "derived": "the sites that a start derives and proves",
     "refused": "refused",

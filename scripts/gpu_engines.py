@@ -328,7 +328,7 @@ async def engines(
     from steercap import SteerModel
 
     model = SteerModel(folder, **own, **steer_args)
-    plain: list[Any] = []
+    plain: dict[str, Any] = {}
     took: dict[str, float] = {}
 
     async def start(name: str, args: dict[str, Any] | None) -> None:
@@ -337,7 +337,7 @@ async def engines(
             await model.start()
         else:
             wanted = AsyncEngineArgs(model=folder, **args)
-            plain.append(await asyncio.to_thread(AsyncLLM.from_engine_args, wanted))
+            plain[name] = await asyncio.to_thread(AsyncLLM.from_engine_args, wanted)
         took[name] = time.monotonic() - begun
         say(f"{name} is up after {took[name]:.0f} s")
 
@@ -352,11 +352,11 @@ async def engines(
             for error in await asyncio.gather(*starts, return_exceptions=True):
                 if isinstance(error, BaseException):
                     raise error
-        yield plain, model, took
+        yield [plain[name] for name in named if name in plain], model, took
     finally:
         await model.aclose()
-        while plain:
-            await _shut_down(plain.pop())
+        for llm in plain.values():
+            await _shut_down(llm)
 
 
 async def _shut_down(llm: Any) -> None:

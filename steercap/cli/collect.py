@@ -98,13 +98,13 @@ class SampleOptions:
             raise typer.BadParameter(
                 "--attention reads all tokens; leave --one-in and --probe out", param_hint="--attention"
             )
+        if self.probe is None and not (self.probe_layer is None and self.above is None and self.below is None):
+            raise typer.BadParameter("--probe-layer, --above and --below need --probe", param_hint="--probe")
         if self.one_in is not None and self.probe is not None:
             raise typer.BadParameter("give --one-in or --probe, not both", param_hint="--probe")
         if self.one_in is not None:
             return OneIn(self.one_in, self.sample_seed, tokens)
         if self.probe is None:
-            if not (self.probe_layer is None and self.above is None and self.below is None):
-                raise typer.BadParameter("--probe-layer, --above and --below need --probe", param_hint="--probe")
             return Selected(tokens)
         found = directions_in(load(self.probe), self.probe)
         if len(found) != 1 or self.probe_layer is None:

@@ -196,8 +196,8 @@ def chosen(experiments: dict[str, SteeringSpec], path: Path, name: str | None) -
         raise InvalidSpec(f"{path} has {len(experiments)} experiments; give --name, one of {', '.join(experiments)}")
     if name in experiments:
         return experiments[name]
-    known = choices(name, experiments) if any(experiments) else "leave --name out"
-    raise InvalidSpec(f"{path} has no experiment {name!r}; {known}")
+    advice = choices(name, experiments) if any(experiments) else "leave --name out"
+    raise InvalidSpec(f"{path} has no experiment {name!r}; {advice}")
 
 
 class Target(enum.StrEnum):

@@ -70,7 +70,7 @@ class PromptOptions:
         given = [text for text in self.prompts or () if text != "-"]
         found = [Prompt(text) for text in given]
         stdin = self.file == "-" or "-" in (self.prompts or ())
-        for name in [*(["-"] if stdin else []), *([self.file] if self.file not in {None, "-"} else [])]:
+        for name in [*(["-"] if stdin else []), *([self.file] if self.file and self.file != "-" else [])]:
             found += [_prompt(name, number, value) for number, value in records_of(name)]
         if not found:
             raise typer.BadParameter("no prompt; give one or several, or --prompts", param_hint="PROMPT")

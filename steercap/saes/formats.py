@@ -136,7 +136,7 @@ LAYER_NORMED: Final = re.compile(
 )
 #: Names of models with RMS norms, whose weights TransformerLens never centres, whatever it is told.
 RMS_NORMED: Final = re.compile(
-    r"(.*/)?(meta-|code-?|tiny-?)?(llama|gemma|mi[sx]tral|qwen|yi-|phi-[34]|olmo-?2|gpt-oss|apertus|deepseek)",
+    r"(.*/)?(meta-|code-?|tiny-?)?(llama|gemma|mi[sx]tral|qwen|yi-|phi-[34]|olmo-?2|gpt-oss|apertus|deepseek|smollm|baichuan)",
     re.IGNORECASE,
 )
 
@@ -229,7 +229,7 @@ def _centred(path: Path, config: Mapping[str, object], reads: Point | None, norm
     model = str(config.get("model_name") or "")
     written = reads is not None and reads.site in WRITTEN and normalisation != "layer_norm"  # which centres rows itself
     if isinstance(told, bool):
-        return told and written and not RMS_NORMED.match(model)
+        return told and (written or reads is None) and not RMS_NORMED.match(model)
     if written and LAYER_NORMED.match(model):
         raise InvalidFile(
             f"{path}: TransformerLens centres rows of {model} by default, and the file does not say whether it was "

@@ -178,8 +178,8 @@ class SAE:
         """
         with torch.inference_mode():
             found = activations.float() @ self.decoder + self.decoder_bias
-            moved = self.encoder.normalisation == "layer_norm" or (self.encoder.centred and not self.transcodes)
-            if self.encoder.normalisation == "none" and self.skip is None and not moved:
+            adds_means = self.encoder.normalisation == "layer_norm" or (self.encoder.centred and not self.transcodes)
+            if self.encoder.normalisation == "none" and self.skip is None and not adds_means:
                 return found
             if rows is None:
                 raise InvalidSpec("the reconstruction also needs the rows that were encoded; give rows=")
@@ -188,7 +188,7 @@ class SAE:
             if self.skip is not None:
                 return found + (flat - means if self.encoder.centred else flat) @ self.skip.T
             found = found * self.encoder.scales(flat)[:, None]
-            return found + means if moved else found
+            return found + means if adds_means else found
 
     # Steering
 

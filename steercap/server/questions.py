@@ -137,7 +137,9 @@ async def read_body(request: Request, known: Sequence[str]) -> Mapping[str, Any]
     """
     kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "application/json":
-        raise InvalidSpec(f"the body's Content-Type is {shown(kind)}; send JSON as application/json")
+        raise InvalidSpec(
+            f"the body's Content-Type is {shown(kind)}; send JSON as application/json, {{}} for the defaults"
+        )
     try:
         given = msgspec.json.decode(await request.body() or b"{}")
     except (ValueError, RecursionError) as error:  # msgspec's own, and bytes that are no UTF-8

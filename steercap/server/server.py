@@ -224,7 +224,7 @@ async def serve(
         names: result of `Names.of`; computed here, before the engine's start, if left out.
         stage: called with the stage of the engine's start, several times a second.
         up: called once with the server's address and the model's name, when clients can connect.
-        usual: arguments of the engine that flags override.
+        usual: arguments of the engine, which flags override that differ from vLLM's defaults.
         **steercap: settings of `SteerModel`, beside vLLM's arguments, which are among the flags.
 
     Raises:

@@ -151,6 +151,7 @@ class LayerVectors(Mapping[int, torch.Tensor]):
 
         def left(layer: int, vector: torch.Tensor) -> torch.Tensor:
             span = torch.stack([other[layer].double() for other in others], dim=1)
+            span = span / span.norm(dim=0).clamp(min=torch.finfo(span.dtype).tiny)  # long ones do not hide short ones
             directions, sizes, _ = torch.linalg.svd(span, full_matrices=False)
             basis = directions[:, sizes > sizes[0] * RANK_TOLERANCE]
             rest: torch.Tensor = vector - basis @ (basis.T @ vector)

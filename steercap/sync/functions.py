@@ -1088,9 +1088,9 @@ def shuffled(
     """Extract a control direction from the same texts with half of the labels exchanged at random.
 
     It shares the properties of any direction between such texts, but has as many texts of the trait on one side as on
-    the other: half of each group's where it has an even number, and over all groups exactly half; of an odd number of
-    texts one is left out. A group of one text of each label keeps them on two sides. The control is scaled to the norm
-    of the vector it is compared with; at its own norm it would do less merely by being shorter.
+    the other, of each group within one; of an odd number of texts one is left out. Where all groups have one text of
+    each label, these stay on two sides. The control is scaled to the norm of the vector it is compared with; at its own
+    norm it would do less merely by being shorter.
 
     Args:
         model: an open model.
@@ -1104,7 +1104,8 @@ def shuffled(
         Vectors at the layers of `like`.
 
     Raises:
-        InvalidSpec: fewer than two texts of a label: nothing can be exchanged.
+        InvalidSpec: fewer than two texts of a label: nothing can be exchanged; or a method that compares pairs, for
+            which an exchange within a pair changes nothing.
         The errors of `steercap.lab.directions.extract`.
     """
     from steercap.lab.studies.evaluation import shuffled as there

@@ -27,6 +27,8 @@ from steercap.errors import InvalidSpec
 from steercap.lab.directions import Contrast
 from steercap.lab.mechanism import analysis
 from steercap.lab.mechanism.analysis import ModelWeights, pictures
+from steercap.lab.mechanism.analysis.components import explained_by
+from steercap.lab.mechanism.analysis.given import LabelledRows
 from steercap.lab.mechanism.patching import LogitDifference
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.testing import Reference, tiny_checkpoint
@@ -122,6 +124,9 @@ def test_parallel_vectors_have_no_variance_once_they_are_of_one_length() -> None
     vectors = {str(factor): LayerVectors({1: drawn * factor}) for factor in (1.0, 3.0, 0.7, 11.0)}
     with pytest.raises(InvalidSpec, match="all vectors are the same"):
         analysis.scree(vectors, 1, unit=True, random=10)
+    rows = torch.stack([drawn * factor / (drawn * factor).norm() for factor in (1.0, 3.0, 0.7, 11.0)])
+    given = LabelledRows(("g",) * 4, tuple("abcd"), rows)
+    assert explained_by(given, LabelledRows(("g",), ("e",), torch.randn(1, 96))) == {"e": None}
 
 
 @pytest.mark.parametrize("centred", [True, False])

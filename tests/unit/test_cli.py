@@ -219,6 +219,8 @@ def test_options_of_what_is_not_asked_for_are_refused() -> None:
     for one in ({"above": 2.0}, {"below": 2.0}, {"probe_layer": 3}):
         with pytest.raises(typer.BadParameter, match="need --probe"):
             SampleOptions(**one).sample()
+        with pytest.raises(typer.BadParameter, match="need --probe"):
+            SampleOptions(one_in=4, **one).sample()
     assert SampleOptions(tokens="prompt").sample() == Selected("prompt")
     with pytest.raises(typer.BadParameter, match="need --ray N"):
         RayOptions(ray_gpus=1).actors()
@@ -424,6 +426,7 @@ def test_prompts_come_from_the_line_from_files_and_stdin(tmp_path, monkeypatch) 
     monkeypatch.setattr(sys, "stdin", io.StringIO('{"prompt": "five"}\n'))
     assert [prompt.content for prompt in PromptOptions(prompts=["-"]).read()] == ["five"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("six\n"))
+    assert [prompt.content for prompt in PromptOptions(prompts=["zero"], file="").read()] == ["zero"]
     both = PromptOptions(prompts=["-", "zero"], file=str(lines)).read()
     assert [prompt.content for prompt in both] == ["zero", "six", "one", "  two"]
     for wrong in ("", '{"prompt": 3}', "{not json"):

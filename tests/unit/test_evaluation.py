@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 from random import Random
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -35,7 +36,7 @@ from steercap.lab.studies.evaluation import (
 )
 from steercap.lab.studies.evaluation.columns import Place, path, place_of
 from steercap.lab.studies.evaluation.definition import FOLDER
-from steercap.lab.studies.evaluation.methods import _dealt
+from steercap.lab.studies.evaluation.methods import _dealt, shuffled
 from steercap.lab.studies.evaluation.plots import _figure
 from steercap.lab.studies.evaluation.running import tasks_of
 from steercap.lab.studies.evaluation.store import Answer, Folder
@@ -790,3 +791,10 @@ def test_texts_are_dealt_to_two_sides_alike(sizes) -> None:
     for group in range(len(sizes)):
         here, there = (sum(own == group for _, own in side) for side in (one, other))
         assert abs(here - there) <= 1
+
+
+async def test_a_control_of_pairs_is_refused() -> None:
+    """To exchange the labels of a pair turns its difference around, and leaves the component along it."""
+    model: Any = None
+    with pytest.raises(InvalidSpec, match="method='pca' compares pairs"):
+        await shuffled(model, ["a", "b"], ["c", "d"], like=LayerVectors({1: torch.ones(4)}), method="pca")

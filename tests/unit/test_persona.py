@@ -205,7 +205,7 @@ def reply(text: str, tops: dict[str, float] | None = None) -> dict:
         ("101", None, None),
         ("-5", None, None),
         ("no number", None, None),
-        ("999", {"999": 0.5, "90": 0.5}, None),
+        ("999", {"999": 0.5, "90": 0.5}, 90.0),
         ("9/10", {"9": 0.6, "10": 0.3, "8": 0.1}, None),  # whatever the candidates are
         ("10-20", {"10": 0.9, "15": 0.1}, None),
         ("85/100", None, 85.0),
@@ -228,6 +228,25 @@ def test_a_judges_answer_is_a_number_or_none(text, tops, score) -> None:
     found = judgement(reply(text, tops)["choices"][0])
     assert found.score == (score if score is None else pytest.approx(score))
     assert (found.reply, found.refused) == (text, text.startswith("REFUSAL"))
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("80\n\nThe answer shows 3 traits", 84.0),
+        ("80 (on a scale of 1 to 10)", 84.0),
+        ("80 out of 100. 3 reasons", 84.0),
+        ("80.", 84.0),
+        ("80 of 90", None),
+        ("80 \u2013 90", None),
+        ("80,5", None),
+    ],
+)
+def test_a_whole_number_first_is_weighted_whatever_follows(text, score) -> None:
+    """But for what makes it a part of a number, a range, or of another scale."""
+    choice = reply(text, {"80": 0.8, "100": 0.2})["choices"][0]
+    choice["logprobs"]["content"][0]["token"] = "80"
+    assert judgement(choice).score == (score if score is None else pytest.approx(score))
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def test_what_is_taken_away_is_gone(seed, count) -> None:
     close(again, dict(left))
     assert set(others[0].without(*others).norms().values()) == {0.0}  # not what rounding left of it
     close(a.without(), dict(a))
+    close(a.without(*others[:-1], others[-1] * 1e7), dict(a.without(*others)))  # a long one hides no short one
 
 
 def test_lengths_and_cosines() -> None:

@@ -33,6 +33,10 @@ LEAST_MASS: Final = 0.25
 SCALE: Final = re.compile(r"(?<![\d.,\-])0\s*(?:-|–|—|\bto\b)\s*100(?![\d.,]*\d)", re.IGNORECASE)
 #: Text that may follow a score: its maximum.
 OF_WHAT: Final = re.compile(r"(?<=\d)\s*(?:/|(?:out )?of)\s*100(?![\d.,]*\d)", re.IGNORECASE)
+#: A whole number at the beginning that is neither a part of a longer one, nor of another scale or a range.
+NUMBER: Final = re.compile(
+    r"\s*([0-9]{1,3})(?!\d|\.\d|,\s*\d|\s*(?:[/\-\u2012-\u2015\u2212]|\bto\b|(?:\bout )?\bof\b)\s*\d)", re.IGNORECASE
+)
 #: Replies of a judge that says that the answer refuses: they begin with this word.
 REFUSES: Final = re.compile(r"\W*REFUS(?:AL|ED|ES)\b", re.IGNORECASE)
 #: Maximum wait before a retry, in seconds.
@@ -57,10 +61,11 @@ class Judgement(msgspec.Struct, frozen=True):
 class Judge(Scorer):
     """Score by a judge: the mean of the numbers 0 to 100 under its probabilities for its first token.
 
-    Source: Chen et al., Persona Vectors. Where the server gives no probabilities, or its tokenizer splits numbers into
-    digits (the first token "8" may then become 85), it is the one number in the judge's words, alone or before "/100",
-    "%", "out of 100"; the scale itself ("0-100", "0 to 100") does not count. None if there is neither, if there are
-    several numbers ("8/10"), the number is not from 0 to 100, or the reply is REFUSAL, as a rubric may ask for.
+    Source: Chen et al., Persona Vectors. Probabilities count only where the reply begins with a whole number in one
+    token. Where it does not ("8" and "5" are two tokens of 85), or the server gives no probabilities, the score is the
+    one number in the judge's words, alone or before "/100", "%", "out of 100"; the scale itself ("0-100", "0 to 100")
+    does not count. None if there is neither, if there are several numbers ("8/10"), the number is not from 0 to 100, or
+    the reply is REFUSAL, as a rubric may ask for.
 
     Args:
         base_url: URL of the endpoint, such as "https://api.openai.com/v1".
@@ -179,17 +184,20 @@ def judgement(choice: Mapping[str, Any]) -> Judgement:
     reply = content_text(choice["message"]) or str(choice["message"].get("refusal") or "")
     if REFUSES.match(reply):
         return Judgement(None, refused=True, reply=reply)
-    score, first = _only_number(reply), ((choice.get("logprobs") or {}).get("content") or [{}])[0]
-    # The candidates are for the first token alone, which may be a part of the number, or one of several numbers.
-    if score is not None and str(first.get("token")).strip() == f"{score:g}":
-        expected = _expected(first.get("top_logprobs") or [])
-        score = score if expected is None else expected
-    return Judgement(score, refused=False, reply=reply)
+    first = ((choice.get("logprobs") or {}).get("content") or [{}])[0]
+    begins = NUMBER.match(_without_scale(reply))
+    whole = begins is not None and begins[1] == str(first.get("token")).strip()
+    expected = _expected(first.get("top_logprobs") or []) if whole else None
+    return Judgement(_only_number(reply) if expected is None else expected, refused=False, reply=reply)
+
+
+def _without_scale(text: str) -> str:
+    return OF_WHAT.sub("", SCALE.sub("", text))
 
 
 def _only_number(text: str) -> float | None:
     """Read the score from text with a single number; None if it is ambiguous."""
-    numbers = re.findall(r"[-\u2212]?\d[\d.,]*", OF_WHAT.sub("", SCALE.sub("", text)))
+    numbers = re.findall(r"[-\u2212]?\d[\d.,]*", _without_scale(text))
     if len(numbers) != 1:
         return None
     number = numbers[0].rstrip(".,")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Array = npt.NDArray[np.float64]
+#: Share of the vectors' norm below which a component is what float32 rounds.
+ROUNDING: Final = float(np.finfo(np.float32).eps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +190,7 @@ def principal_rows(given: LabelledRows, group: str, count: int) -> LabelledRows:
 def explained_by(given: LabelledRows, axes: LabelledRows) -> dict[str, float | None]:
     """Return the share of the rows' variance along each of `axes`, by its name; None if the rows do not vary."""
     middle = given.rows.double() - given.rows.double().mean(0)
-    if not middle.any():
+    if not middle.norm() > given.rows.double().norm() * ROUNDING:
         return dict.fromkeys(axes.names)
     shares = (middle @ axes.units.T).square().sum(0) / middle.square().sum()
     return dict(zip(axes.names, shares.tolist(), strict=True))
@@ -205,7 +207,7 @@ def _components(rows: Array, *, centred: bool) -> _Found:
     """Compute components, those without variance left out; the outermost vector is on the positive side of each."""
     middle = rows - rows.mean(axis=0) if centred else rows
     left, sizes, axes = np.linalg.svd(middle, full_matrices=False)
-    kept = sizes > np.linalg.norm(rows) * np.finfo(np.float32).eps  # of equal vectors their rounding is left
+    kept = sizes > np.linalg.norm(rows) * ROUNDING
     found = (left * sizes)[:, kept]
     if not found.size:
         raise InvalidSpec("all vectors are the same, so there is no variance to explain")

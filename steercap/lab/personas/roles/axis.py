@@ -5,6 +5,7 @@ Shape legend: roles = without the assistant; hidden = elements of a row. All ari
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from steercap.steering.layers import LayerVectors
 #: Method of finding an axis.
 How = Literal["contrast", "pca"]
 HOWS: Final[tuple[How, ...]] = get_args(How)
-#: Vectors that differ by less, as a share of their norms, count as equal: means are rounded.
+#: Vectors that differ by less, as a share of their norms, count as equal, since means are rounded.
 SAME: Final = 1e-6
 
 
@@ -187,8 +188,7 @@ def directions(roles: Float[torch.Tensor, "roles hidden"], assistant: Float[torc
     """
     roles, assistant = roles.double(), assistant.double()
     found = axes(roles, assistant, torch.ones(len(roles), dtype=torch.bool))
-    spreads = (roles - roles.mean(0)).norm(dim=1).max(), found.offset.norm()
-    if not min(map(float, spreads)) > SAME * float(roles.norm(dim=1).max()):
+    if bool(found.contrast.isnan().any()) or bool(found.pca.isnan().any()):
         raise InvalidSpec("all roles have one vector, or the assistant has the mean of theirs: there is no axis")
     sizes = found.sizes[: len(roles) - 1]
     spread = float(((roles - roles.mean(0)) @ found.pca).std())
@@ -215,16 +215,24 @@ def axes(
     mean = (roles * weights).sum(-2, keepdim=True) / weights.sum(-2, keepdim=True)
     centred, offset = (roles - mean) * weights, assistant - mean.squeeze(-2)
     # By the products of roles with each other: there are fewer of them than elements of a row.
+    least = SAME * (roles * weights).norm(dim=-1).amax(-1, keepdim=True)  # rounding alone gives no direction
     sizes, vectors = torch.linalg.eigh(centred @ centred.mT)
-    component = (vectors[..., None, :, -1] @ centred).squeeze(-2)
-    component = component / component.norm(dim=-1, keepdim=True)  # 0 / 0 where all roles are one
+    component = _direction((vectors[..., None, :, -1] @ centred).squeeze(-2), least)
     side = (component * offset).sum(-1, keepdim=True)
     return Axes(
-        offset / offset.norm(dim=-1, keepdim=True),
+        _direction(offset, least),
         torch.where(side < 0, -component, component),
         offset,
         sizes.flip(-1).clamp(min=0),
     )
+
+
+def _direction(
+    vectors: Float[torch.Tensor, "*sets hidden"], least: Float[torch.Tensor, "*sets 1"]
+) -> Float[torch.Tensor, "*sets hidden"]:
+    """Scale vectors to length 1; NaN for those that are not longer than `least`."""
+    norms = vectors.norm(dim=-1, keepdim=True)
+    return torch.where(norms > least, vectors / norms, math.nan)
 
 
 def how_of(how: Any) -> How:

@@ -15,6 +15,7 @@ from steercap.core.tokens import BUT_THE_FIRST, Tokens, TokenSelection
 from steercap.core.values import index_of, number_of, parts_of, shown
 from steercap.errors import InvalidSpec
 from steercap.lab.directions.extraction import Text, extract
+from steercap.lab.directions.methods import METHODS
 from steercap.lab.studies.sweeps.operations import dosed, has_doses, random_spec
 from steercap.steering.edits import Edit
 from steercap.steering.edits.add import Add
@@ -162,9 +163,9 @@ async def shuffled(
     """Extract a control direction from the same texts with half of the labels exchanged at random.
 
     It shares the properties of any direction between such texts, but has as many texts of the trait on one side as on
-    the other: half of each group's where it has an even number, and over all groups exactly half; of an odd number of
-    texts one is left out. A group of one text of each label keeps them on two sides. The control is scaled to the norm
-    of the vector it is compared with; at its own norm it would do less merely by being shorter.
+    the other, of each group within one; of an odd number of texts one is left out. Where all groups have one text of
+    each label, these stay on two sides. The control is scaled to the norm of the vector it is compared with; at its own
+    norm it would do less merely by being shorter.
 
     Args:
         model: an open model.
@@ -178,21 +179,22 @@ async def shuffled(
         Vectors at the layers of `like`.
 
     Raises:
-        InvalidSpec: fewer than two texts of a label: nothing can be exchanged.
+        InvalidSpec: fewer than two texts of a label: nothing can be exchanged; or a method that compares pairs, for
+            which an exchange within a pair changes nothing.
         The errors of `steercap.lab.directions.extract`.
     """
     if min(len(positive), len(negative)) < 2:
-        raise InvalidSpec(
-            f"shuffled: {len(positive)} positive and {len(negative)} negative texts; give two of each at least"
-        )
+        raise InvalidSpec(f"shuffled: {len(positive)} and {len(negative)} texts; give two of each label at least")
+    if METHODS[method].paired:
+        raise InvalidSpec(f"shuffled: method={method!r} compares pairs; give one that does not, such as 'difference'")
     ours = list(range(len(positive)) if groups is None else groups)
     theirs = list(ours if negative_groups is None and groups is not None else negative_groups or range(len(negative)))
-    every = list(dict.fromkeys([*ours, *theirs]))
+    group_order = list(dict.fromkeys([*ours, *theirs]))
     draw = Random(seed)  # noqa: S311 -- a control, no secret
-    draw.shuffle(every)
-    with_trait = _dealt(positive, ours, every, draw)
-    without = _dealt(negative, theirs, every, draw)
-    one, other = [*with_trait[0], *without[1]], [*with_trait[1], *without[0]]
+    draw.shuffle(group_order)
+    with_trait = _dealt(positive, ours, group_order, draw)
+    without_trait = _dealt(negative, theirs, group_order, draw)
+    one, other = [*with_trait[0], *without_trait[1]], [*with_trait[1], *without_trait[0]]
     found = await extract(
         model,
         [text for text, _ in one],
@@ -220,12 +222,10 @@ def _dealt(
     texts: Sequence[Text], groups: Sequence[Hashable], order: Sequence[Hashable], draw: Random
 ) -> tuple[list[tuple[Text, Hashable]], list[tuple[Text, Hashable]]]:
     """Deal texts to two sides in turn, group by group; the last of an odd number is left out."""
-    by_group: dict[Hashable, list[Text]] = {group: [] for group in order}
-    for text, group in zip(texts, groups, strict=True):
-        by_group[group].append(text)
-    dealt = [(text, group) for group, own in by_group.items() for text in draw.sample(own, len(own))]
-    dealt = dealt[: len(dealt) // 2 * 2]
-    return dealt[::2], dealt[1::2]
+    rank = {group: place for place, group in enumerate(order)}
+    dealt = sorted(zip(texts, groups, strict=True), key=lambda one: (rank[one[1]], draw.random()))
+    even = len(dealt) // 2 * 2
+    return dealt[0:even:2], dealt[1:even:2]
 
 
 def rollout_methods(
