@@ -125,23 +125,28 @@ def check_options(examples: Path, of_file: Mapping[str, Any], of_folder: Mapping
         raise typer.BadParameter(f"this option is for {kind}{hint}", param_hint=f"--{wrong[0].replace('_', '-')}")
 
 
-def edit_of(edit: str, layers: str | None, rank: int, norm: float, tokens: str) -> AnyEdit:
+def edit_of(edit: str, layers: str | None, rank: int | None, norm: float | None, tokens: str | None) -> AnyEdit:
     """Return the edit to start from: a kind at some layers, or the steering in a file.
 
     Raises:
-        typer.BadParameter: no layers for a kind, or layers for a file.
+        typer.BadParameter: no layers for a kind, or an option that the edit does not have.
         InvalidFile: the file holds no steering.
     """
     from steercap.lab.training import TrainableAdd, TrainableLowRank
 
+    own = {TrainableKind.ADD: {"--rank"}, TrainableKind.LOW_RANK: {"--norm"}}  # options that a kind does not have
+    given = {"--layers": layers, "--tokens": tokens, "--rank": rank, "--norm": norm}
+    for option in sorted(own.get(edit, set(given))):  # type: ignore[call-overload]
+        if given[option] is not None:
+            raise typer.BadParameter(f"--edit {edit} has none, or its own; leave it out", param_hint=option)
     if edit not in set(TrainableKind):
-        if layers is not None:
-            raise typer.BadParameter("a file of steering has its own layers; leave --layers out", param_hint="--layers")
         return steering_of(Path(edit))
     if layers is None:
         raise typer.BadParameter("give layers such as 14, or 10,14", param_hint="--layers")
-    where: dict[str, Any] = {"layers": layers_of(layers), "tokens": tokens_of(tokens)}
-    return TrainableAdd(norm=norm, **where) if edit == TrainableKind.ADD else TrainableLowRank(rank=rank, **where)
+    where: dict[str, Any] = {"layers": layers_of(layers), "tokens": tokens_of(tokens or "all")}
+    if edit == TrainableKind.ADD:
+        return TrainableAdd(norm=norm or 0.0, **where)
+    return TrainableLowRank(rank=4 if rank is None else rank, **where)
 
 
 def steering_of(path: Path) -> SteeringSpec:
@@ -220,9 +225,11 @@ def register(app: typer.Typer) -> None:
             str, typer.Option(help="Edit to train: add, low_rank, or a file of steering to start from.")
         ] = "add",
         layers: Annotated[str | None, typer.Option(help="Layers, each with its own vectors: 14, or 10,14.")] = None,
-        rank: Annotated[int, typer.Option(min=1, help="Rank of --edit low_rank.")] = 4,
-        norm: Annotated[float, typer.Option(min=0, help="Initial norm of --edit add; reps needs one above 0.")] = 0.0,
-        tokens: Annotated[str, typer.Option(help="Tokens to edit.")] = "all",
+        rank: Annotated[int | None, typer.Option(min=1, help="Rank of --edit low_rank (default 4).")] = None,
+        norm: Annotated[
+            float | None, typer.Option(min=0, help="Initial norm of --edit add (default 0); reps needs one above 0.")
+        ] = None,
+        tokens: Annotated[str | None, typer.Option(help="Tokens to edit (default all).")] = None,
         fields: Annotated[
             str | None, typer.Option(help="Fields of a file's edits to train, such as vector,probe.")
         ] = None,

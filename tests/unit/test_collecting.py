@@ -147,6 +147,18 @@ def test_data_sets_of_hugging_face_are_read_by_pyarrow_alone(tmp_path):
         open_source(hub, split="dev")
 
 
+def test_what_a_corpus_does_not_have_is_not_asked_for(tmp_path):
+    """A split of one file, or a format of documents: the wrong text would be read, without a word."""
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"text": "a"}\n')
+    for asked in ({"format": "jsonl"}, {"split": "train"}, {"unit": "file"}):
+        with pytest.raises(InvalidSetting, match="are for files"):
+            open_source([str(path)], **asked)
+    with pytest.raises(InvalidFile, match="holds no file of split='dev'"):
+        open_source(path, split="dev")
+    assert contents(open_source(path, split="train")) == ["a"]
+
+
 def test_patterns_and_several_paths_keep_their_order(tmp_path):
     """A pattern's files by name, paths as they were given."""
     for name in "ba":

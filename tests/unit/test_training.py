@@ -748,6 +748,7 @@ def test_losses_that_are_no_numbers_end_the_training(model, tmp_path) -> None:
         ({"optimizer": 3}, InvalidSetting, "optimizer=3; give a function of parameters, or adagrad, adam"),
         ({"scheduler": "cos"}, UnknownName, "cosine"),
         ({"scheduler": 0.5}, InvalidSetting, "scheduler=0.5"),
+        ({"optimizer": lambda own: torch.optim.SGD(own, lr=1.0)}, InvalidSetting, "could not tell it from another"),
         ({"device": "cpu", "device_map": "auto"}, InvalidSetting, "give one of them"),
         ({"validation": 1.0}, InvalidSetting, "between 0 and 1"),
         ({"objective": "dpo"}, UnknownName, "likelihood"),
@@ -835,7 +836,10 @@ def test_the_command_trains_each_trait_of_a_file(tmp_path, monkeypatch) -> None:
         ({"prompt": "a"}, ["--layers", "1"], "line 1"),
         ({"prompt": "a", "response": "b"}, ["--layers", "1", "--dtype", "int8"], "--dtype"),
         ({"prompt": "a", "response": "b"}, ["--edit", "none.safetensors"], "none.safetensors"),
-        ({"prompt": "a", "response": "b"}, ["--edit", "none.safetensors", "--layers", "1"], "leave --layers out"),
+        ({"prompt": "a", "response": "b"}, ["--edit", "none.safetensors", "--layers", "1"], "--layers"),
+        ({"prompt": "a", "response": "b"}, ["--edit", "none.safetensors", "--tokens", "generated"], "--tokens"),
+        ({"prompt": "a", "response": "b"}, ["--layers", "1", "--edit", "add", "--rank", "2"], "--rank"),
+        ({"prompt": "a", "response": "b"}, ["--layers", "1", "--edit", "low_rank", "--norm", "1"], "--norm"),
     ],
 )
 def test_the_command_says_what_is_wrong_before_it_loads_a_model(tmp_path, monkeypatch, line, more, says) -> None:

@@ -209,10 +209,20 @@ class TrainingSettings:
         """Return the settings that affect results as text, by name.
 
         `accumulation` is left out if it is 1, as in folders that were written before it existed.
+
+        Raises:
+            InvalidSetting: the optimiser or the schedule cannot be told from another by a name.
         """
         left_out = FREE | _RESOLVED | ({"accumulation"} if self.accumulation == 1 else set())
         found = {field.name: described(getattr(self, field.name)) for field in fields(self)}
-        found |= {"optimizer": described(self.make_optimizer), "scheduler": described(self.make_scheduler)}
+        made = {"optimizer": described(self.make_optimizer), "scheduler": described(self.make_scheduler)}
+        for name, text in made.items():
+            if "<" in text:  # a lambda, a function within another, or an object without a repr of its own
+                raise InvalidSetting(
+                    f"{name}={text}: a run that is resumed could not tell it from another; give a function of a "
+                    "module, or functools.partial of one with its numbers"
+                )
+        found |= made
         return {name: text for name, text in found.items() if name not in left_out}
 
 

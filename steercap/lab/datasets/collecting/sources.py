@@ -150,6 +150,8 @@ def open_source(
             f"bad={shown(bad)}, unit={shown(unit)}; give 'error' or 'skip', 'line', 'paragraph' or 'file'"
         )
     if (paths := _paths(corpus)) is None:
+        if format is not None or split is not None or unit != "line":
+            raise InvalidSetting("format=, split= and unit= are for files; give a path, or several as pathlib.Path")
         return _of_items(corpus, column, bad)
     found = [one for path in paths for one in _files(path, format, split)]
     asked, name = ReaderSettings(column, unit), ", ".join(map(str, paths))
@@ -216,10 +218,8 @@ def _files(given: str, kind: str | None, split: str | None) -> list[tuple[Path, 
     path = Path(given)
     if path.is_dir():
         return _of_folder(path, kind, split)
-    if path.exists():
-        return [(path, _reader(path, kind))]
-    found = sorted(Path(one) for one in glob.glob(given, recursive=True))  # noqa: PTH207 -- absolute patterns too
-    files = [one for one in found if one.is_file()]
+    matching = [] if path.exists() else glob.glob(given, recursive=True)  # noqa: PTH207 -- absolute patterns too
+    files = [path] if path.exists() else sorted(one for one in map(Path, matching) if one.is_file())
     if not files:
         raise InvalidFile(
             f"{given}: there is no such file, and no file matches it as a pattern{nearest_path(given)}; give a path or "
@@ -235,8 +235,8 @@ def _of_folder(folder: Path, kind: str | None, split: str | None) -> list[tuple[
             raise InvalidFile(f"{folder} holds splits {', '.join(map(repr, splits))}; give one of them by split=")
         return _of_folder(folder / str(split), kind, None)
     if (folder / STATE).is_file():
-        names = [one["filename"] for one in _json(folder / STATE).get("_data_files", [])]
-        return [(folder / name, READERS["arrow"]) for name in names]
+        files = [folder / one["filename"] for one in _json(folder / STATE).get("_data_files", [])]
+        return [(one, READERS["arrow"]) for one in _split(files, split, str(folder))]
     visible = (path for path in sorted(folder.rglob("*")) if "/." not in f"/{path.relative_to(folder)}")
     files = [path for path in visible if path.is_file()]
     known = files if kind else [path for path in files if any(reader.reads(path) for reader in READERS.values())]
