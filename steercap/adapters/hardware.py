@@ -133,13 +133,13 @@ def cores_each(workers: int, allowed: Sequence[int], topology: Path = Path("/sys
 
 
 def bound(config: Any) -> dict[str, str]:
-    """Return the variables of an engine's processes that bind its workers to cores, so that vLLM starts them.
+    """Return environment variables that give each worker of an engine CPU cores of its own.
 
     Returns:
-        `BIND`, where there are more workers on this machine than NUMA nodes and the user has not set it; else nothing.
+        `BIND` and its cores, if more workers run here than there are NUMA nodes and the user has not set it; else {}.
 
     Raises:
-        InvalidSetting: there are fewer cores than workers, or the user asks for a node for each.
+        InvalidSetting: there are fewer cores than workers, or the user says "auto" with fewer nodes than workers.
     """
     parallel = config.parallel_config
     part = parallel.local_world_size

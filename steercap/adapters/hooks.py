@@ -277,7 +277,7 @@ def _logits_of(model: Any, *, lora: bool) -> Callable[[torch.Tensor], torch.Tens
 
 
 def run_step(original: Callable[[], Any], runner: Any, scheduler_output: Any) -> Any:
-    """Run a runner's step: requests are added and removed before it, and the step is ended after it."""
+    """Forget ended requests, register new ones, run the runner's step, and close it; return what `original` returns."""
     runtime: Runtime = getattr(runner, RUNTIME_ATTRIBUTE)
     with runtime.turn:
         if scheduler_output.finished_req_ids:

@@ -28,10 +28,12 @@ _End: TypeAlias = "tuple[nn.Module, str]"
 
 
 class Observations:
-    """Observed inputs and outputs of the modules of armed points.
+    """Inputs and outputs of the modules of armed points, seen in one pass that the constructor runs.
+
+    Call it with a module and "input" or "output" for the shape of its rows.
 
     Raises:
-        UnsupportedModel: a path is that of another list of layers.
+        UnsupportedModel: a path leads into another list of layers.
     """
 
     def __init__(self, runner: Any, decoder: Decoder, armed: Iterable[Point]) -> None:

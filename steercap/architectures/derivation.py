@@ -47,7 +47,7 @@ class Fit:
 
 
 def fitted(total: Rows, base: Rows, added: Sequence[Rows]) -> Fit:
-    """Fit `total` by `base` plus `added`, over all passes, each row relative to its largest term."""
+    """Find the factors with which `added` best make up `total` less `base`, each row relative to its largest term."""
     eps = torch.finfo(total[0].dtype).eps
     joined = [torch.cat([part.double() for part in rows]) for rows in (total, base, *added)]
     sizes = torch.stack([part.norm(dim=1) for part in joined]).amax(0).clamp(min=1e-30)

@@ -265,7 +265,7 @@ class Lifecycle(NonCopyable, instead="its rows have one owner"):
         self._advance(Event.FETCH)
 
     def arrive(self, delivery: Any) -> None:
-        """Check fetched rows against the expected ones, and keep them unless they were released meanwhile.
+        """Check delivered rows and keep them; drop them if they were released meanwhile.
 
         Raises:
             CaptureIncomplete, CaptureNotFinite, CaptureReleased: see `Origin.found`; they stay where they are.

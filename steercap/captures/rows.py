@@ -123,7 +123,7 @@ class Captures(Mapping[Point, torch.Tensor]):
         return Captures({point: mapped(rows, change) for point, rows in self._rows.items()}, self._num_layers)
 
     def all_kept(self) -> dict[Point, Rows]:
-        """Return the rows of every point as they are kept."""
+        """Return each point's rows undecoded: a tensor, `CodedRows`, or a tuple of these, one for each rank."""
         return dict(self._rows)
 
     def _point(self, key: Key) -> Point:

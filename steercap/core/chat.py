@@ -93,8 +93,8 @@ def content_form(
 ) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
     """Find the form of content that a chat template reads: text, or parts.
 
-    A template that takes content for text writes parts as Python writes a list; one that reads parts alone leaves
-    text out. So each form is rendered, its parts with a field that only the former writes, until one leaves nothing
+    The conversation is rendered with its content as text and as parts; the form that leaves nothing out is taken.
+    A template that writes parts as a Python list shows a field that they are given for this, and that form is left
     out. Marks stand for the texts, which could be words of the template's own.
 
     Args:

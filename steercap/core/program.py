@@ -116,8 +116,8 @@ class Configuration(msgspec.Struct, frozen=True, cache_hash=True):
         blobs: vectors they use.
         scopes: number of different token selections.
         replacements: number of entries that replace rows; they are numbered in order.
-        reads: for a configuration without edits, the points whose rows its one blob is for: the blob has equally many
-            rows for each, point by point.
+        reads: points that an encoding's vectors are for, () where there are edits; the one blob has equally many rows
+            for each, in this order.
         biases: logit biases.
     """
 

@@ -143,7 +143,7 @@ class RecordLines:
             self._ends.append(self.rows)
 
     def lines(self, rows: Ints) -> Ints:
-        """Return the first line of each row's record; there must be room for the rows."""
+        """Return the first line of the record of each row number, which must be below `self.rows`: int64 [rows]."""
         blocks = np.searchsorted(self._ends, rows, side="right")
         return np.array(self._origins)[blocks] + rows * self._record
 

@@ -55,7 +55,7 @@ class Projectable(Protocol):
 
 
 class Calibrating(Protocol):
-    """Scales for the codec "full8": a `Calibration`."""
+    """Argument of `CaptureSpec(calibration=)`: scales for the codec "full8" by point, such as a `Calibration`."""
 
     @property
     def points(self) -> tuple[Point, ...]:

@@ -346,7 +346,7 @@ class Engine:
             return await self.admission.claim(pages, call, engine, reductions)
 
     def finish(self, reservation: Reservation, parts: Sequence[int]) -> list[Reservation]:
-        """Replace the reservation of a request that ended by one for each handle, with `parts` pages each."""
+        """Replace an ended request's reservation by one for each handle, of `parts` pages each, and return these."""
         return self.admission.finish(reservation, parts)
 
     def abandon(self, plan: Plan, reservation: Reservation | None) -> None:

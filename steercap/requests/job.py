@@ -147,6 +147,10 @@ class Job:
 async def enter_sketches(job: Job, samples: Sequence[tuple[int, Sequence[int]]]) -> None:
     """Add the rows of a finished job to the sketches that it joined; do nothing if it joined none.
 
+    Args:
+        job: the finished request.
+        samples: index and generated token ids of each sample.
+
     Raises:
         CaptureIncomplete, CaptureNotFinite, SketchClosed, SketchIncomplete: see `requests.sketching.enter`.
     """

@@ -180,7 +180,7 @@ class Library:
         return (named for named in tuple(self._kept.values()) if named.owner in {owner, OPERATOR})
 
     def warn_of_other_models(self, names: Collection[str]) -> None:
-        """Warn about content from the operator that was made for a model with other names."""
+        """Warn of each of the operator's vectors, specs and SAEs that is of a model with none of these names."""
         for named in self.of(OPERATOR):
             parts = named.content.of_rows() if isinstance(named.content, SteeringSpec) else [named.content]
             for label in sorted({part.model for part in parts}):

@@ -281,7 +281,7 @@ def forward_made(
 
 
 def direct(work: Callable[..., Value], /, *args: Any, **kwargs: Any) -> Value:
-    """Call a function here, with the asynchronous handles behind blocking ones."""
+    """Call `work` in this thread, its blocking handles and models replaced by the asynchronous ones behind them."""
     return work(*map(unwrapped, args), **{name: unwrapped(argument) for name, argument in kwargs.items()})
 
 

@@ -130,7 +130,7 @@ class Site(ABC):
 
     @abstractmethod
     def known(self, family: Family) -> bool:
-        """Check if the family locates the site, in layers that have it."""
+        """Return True if the family says where the site is, in layers that have it."""
 
     @abstractmethod
     def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
@@ -142,7 +142,7 @@ class Site(ABC):
 
     @abstractmethod
     def visit(self, layer: nn.Module, family: Family, visit: Visit) -> Removable:
-        """Visit the rows in one of transformers' decoder layers, in each pass."""
+        """Call `visit` with the rows of one of transformers' decoder layers in each pass; return the hook's handle."""
 
 
 def output_tap(layer: nn.Module, path: str, name: str, tap: Tap, stream: int | None = None) -> RemovableHandle:

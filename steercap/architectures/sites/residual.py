@@ -129,9 +129,9 @@ class ResidPost(Site):
 
 
 def norm_tap(norm: Any, tap: Tap) -> None:
-    """Have the norm that takes what a layer returns tap `resid_post` too, in one kernel with its sum and norm on CUDA.
+    """Make the norm behind a layer tap `resid_post`: its input plus its residual.
 
-    Called without a residual it taps nothing, so that the pass fails as one whose tap did not fire.
+    On CUDA, tap, sum and norm are one kernel. Without a residual it taps nothing, and the pass fails.
 
     Args:
         norm: one of vLLM's `RMSNorm`, whose `_forward_method` computes its output.

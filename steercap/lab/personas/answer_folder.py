@@ -274,7 +274,7 @@ def _read_receipt(path: Path) -> PersonaReceipt | None:
 
 
 def means_of(plan: LevelPlan, rows: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return the levels of a plan, float32 [layers, hidden], from the rows of its answers."""
+    """Return the weighted mean of the answers' rows [layers, hidden] for each level: float32, by level."""
     means = LevelMeans(plan)
     for key, mean in rows:
         means.add(key, mean)

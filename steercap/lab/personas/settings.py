@@ -217,7 +217,12 @@ def stage_hashes(plain: Mapping[str, Any], model: Mapping[str, str]) -> dict[str
 
 
 def trait_hashes(plain: Mapping[str, Any], model: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Return the SHA-256 of each stage's inputs, by stage and trait; other traits of the run do not affect it."""
+    """Return the SHA-256, in hexadecimal, of all that each stage depends on, by stage and trait.
+
+    Args:
+        plain: settings as `described` gives them.
+        model: facts that identify the model.
+    """
     found: dict[str, dict[str, str]] = {}
     for stage in DEPENDS:
         common, own = stage_settings(plain, stage)

@@ -114,7 +114,12 @@ class Installed:
 
 
 class Taps(ABC):
-    """Taps of one rank, with their tables."""
+    """Taps of one rank: the tables that say which rows to copy and edit, and the steps that do it.
+
+    Args:
+        installed: result of `install_taps`.
+        sizes: sizes of the tables.
+    """
 
     def __init__(self, installed: Installed, sizes: TapSizes) -> None:
         self.installed = installed
@@ -190,7 +195,7 @@ class Taps(ABC):
 
     @abstractmethod
     def wait_for(self, event: Any) -> None:
-        """Wait until the copy into the arena that `spill` or `finish` started, and whose event this is, has ended."""
+        """Block until a copy into the arena has ended; `event` is what `spill` or `finish` returned."""
 
     @property
     @abstractmethod

@@ -187,7 +187,7 @@ class Fill:
     by_position: bool
 
     def at(self, cell: PatchedPlace) -> Float[torch.Tensor, "positions width"]:
-        """Return the rows for a cell."""
+        """Return the replacement rows at a cell's positions."""
         rows = self.rows[cell.point]
         return rows[list(cell.positions)] if self.by_position else rows.expand(len(cell.positions), -1)
 
