@@ -197,4 +197,5 @@ def locked(folder: str | Path) -> Iterator[None]:
     try:
         yield
     finally:
+        fcntl.flock(file, fcntl.LOCK_UN)  # an engine that was forked meanwhile holds the file open
         os.close(file)

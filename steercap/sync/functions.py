@@ -463,6 +463,7 @@ def evaluate(
     Raises:
         MissingExtra: the extra "evaluation" is not installed.
         RunDiffers: the folder holds answers to other questions, of another model, or sampled otherwise.
+        InvalidRequest: another call writes to the folder.
         InvalidSpec: two measures or tasks have one label, or an edit cannot apply to a text that is read.
         The errors of `SteerModel.generate`, before anything is answered where an edit does not fit the engine.
     """
@@ -913,6 +914,7 @@ def run_persona(
         MissingExtra: the extra "personas" is not installed.
         RunDiffers: the folder holds answers of another model or run; the message names the difference.
         InvalidFile: the folder holds something else.
+        InvalidRequest: another call writes to the folder.
         PointNotArmed, LayerOutOfRange: there is no tap at a point to read; raised before anything is generated.
         TooFewKept: for every trait, too few answers show it or its opposite.
         The errors of `SteerModel.run`, and of the scorer.
@@ -1044,6 +1046,7 @@ def run_sweep(
         MissingExtra: the extra "experiments" is not installed.
         RunDiffers: the folder holds another sweep, or that of another model: other weights are another model, whatever
             their folder is called.
+        InvalidRequest: another call writes to the folder.
         PointNotArmed, InvalidVector: the vectors do not fit the engine; raised before anything runs.
         The errors of `SteerModel.generate`; what was answered until then is kept.
     """

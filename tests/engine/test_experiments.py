@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from support.rows import GREEDY
 from support.specs import vector
 
 from steercap import CaptureSpec
-from steercap.errors import InvalidPrompt, InvalidVector, PointNotArmed
+from steercap.errors import InvalidPrompt, InvalidRequest, InvalidVector, PointNotArmed
 from steercap.lab.directions import Exchange, extract
 from steercap.lab.measures.score import Score
 from steercap.lab.measures.texts import Perplexity
@@ -83,7 +84,19 @@ async def test_a_sweep_has_an_answer_for_every_condition(smol, tmp_path) -> None
     steered = [record.text for record in results.records if record.control == ""]
     assert all(text not in clean for text in steered)
     assert [one.answers for one in results.summary()] == [2] * len(sweep.conditions())
-    assert {path.name for path in tmp_path.iterdir()} == {"sweep.json", "answers", "values", "results.parquet"}
+    files = {"sweep.json", "answers", "values", "results.parquet", ".lock"}
+    assert {path.name for path in tmp_path.iterdir()} == files
+
+
+async def test_two_calls_do_not_write_to_one_folder(smol, tmp_path) -> None:
+    """They would replace each other's answers; once one has ended, another may."""
+    first, second = await asyncio.gather(
+        run_sweep(smol, small(), out=tmp_path), run_sweep(smol, small(), out=tmp_path), return_exceptions=True
+    )
+    assert isinstance(second, InvalidRequest), second
+    assert not isinstance(first, BaseException), first
+    again = await run_sweep(smol, small(), out=tmp_path)
+    assert [record.text for record in again.records] == [record.text for record in first.records]
 
 
 async def test_a_sweep_that_was_stopped_goes_on(smol, tmp_path) -> None:

@@ -14,6 +14,7 @@ from steercap.core.extras import require
 from steercap.core.spec import CaptureSpec
 from steercap.errors import InvalidSpec, RunUnfinished
 from steercap.files.base import read_tensors_at
+from steercap.files.folder import locked
 from steercap.files.tables import read_table, write_table
 from steercap.lab.personas.capture import AnswerRowsHeader, capture, read_rows, room_of, vectors
 from steercap.lab.personas.folder import RUN, Count, Report, open_folder
@@ -76,29 +77,31 @@ async def run(
         MissingExtra: the extra "personas" is not installed.
         RunDiffers: the folder holds answers of another model or run; the message names the difference.
         InvalidFile: the folder holds something else.
+        InvalidRequest: another call writes to the folder.
         PointNotArmed, LayerOutOfRange: there is no tap at a point to read; raised before anything is generated.
         TooFewKept: for every trait, too few answers show it or its opposite.
         The errors of `SteerModel.run`, and of the scorer.
     """
     require("personas")
     check(model, settings)
-    folder = open_folder(out, model.identity(), settings)
-    responses = await generate(model, settings, folder, progress)
-    scores = await score(settings, folder, responses, progress)
-    count = Count("filter", 1, 0, progress)
-    (folder.path / "kept.parquet").unlink(missing_ok=True)  # of other thresholds, if too few are kept now
-    room = room_of(model.tokenizer, model.max_model_len, settings, responses)
-    kept, left_out = keep(settings, responses, scores, room)
-    write_table(folder.path / "kept.parquet", kept)
-    count.add()
-    records = Records(responses, scores, kept)
-    await capture(model, settings, folder, records, room=room, report=progress)
-    directions = vectors(model, settings, folder, records, progress)
-    count = Count("report", 1, 0, progress)
-    found = outcomes(directions, records, left_out)
-    report = write_report(folder.path, settings, directions, found, records)
-    count.add()
-    return PersonaResult(directions, found, folder.path, report)
+    with locked(out):
+        folder = open_folder(out, model.identity(), settings)
+        responses = await generate(model, settings, folder, progress)
+        scores = await score(settings, folder, responses, progress)
+        count = Count("filter", 1, 0, progress)
+        (folder.path / "kept.parquet").unlink(missing_ok=True)  # of other thresholds, if too few are kept now
+        room = room_of(model.tokenizer, model.max_model_len, settings, responses)
+        kept, left_out = keep(settings, responses, scores, room)
+        write_table(folder.path / "kept.parquet", kept)
+        count.add()
+        records = Records(responses, scores, kept)
+        await capture(model, settings, folder, records, room=room, report=progress)
+        directions = vectors(model, settings, folder, records, progress)
+        count = Count("report", 1, 0, progress)
+        found = outcomes(directions, records, left_out)
+        report = write_report(folder.path, settings, directions, found, records)
+        count.add()
+        return PersonaResult(directions, found, folder.path, report)
 
 
 def check(model: SteerModel, settings: RunSettings) -> None:

@@ -178,21 +178,19 @@ class _Rollouts:
     async def roll(self, rollouts: RolloutSet) -> RolloutSummary:
         """Have a data set answered, scored and judged, and write its tables."""
         folder = self.out / rollouts.name
+        results = await evaluate(
+            self.model,
+            rollouts.evaluation,
+            out=folder,
+            measures=[rollouts.classifier, "refusal"],
+            tasks=[],
+            concurrent=self.concurrent,
+            progress=partial(self.tell, rollouts.name),
+        )
+        self.tell(rollouts.name, "answers", len(results.answers), len(results.answers))  # those of a call before, too
+        values = zip(results.values["minilm"], results.values["refusal"], strict=True)
+        verdicts = [Verdict(None if math.isnan(score) else score / 100, bool(refused)) for score, refused in values]
         with locked(folder):
-            results = await evaluate(
-                self.model,
-                rollouts.evaluation,
-                out=folder,
-                measures=[rollouts.classifier, "refusal"],
-                tasks=[],
-                concurrent=self.concurrent,
-                progress=partial(self.tell, rollouts.name),
-            )
-            self.tell(
-                rollouts.name, "answers", len(results.answers), len(results.answers)
-            )  # those of a call before, too
-            values = zip(results.values["minilm"], results.values["refusal"], strict=True)
-            verdicts = [Verdict(None if math.isnan(score) else score / 100, bool(refused)) for score, refused in values]
             minilm = save_tables(folder, "minilm", results, rollouts.conditions, verdicts)
             if self.judge is None:
                 remove_stale(folder, results, rollouts.conditions)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from steercap.core.extras import require
 from steercap.errors import InvalidSpec
+from steercap.files.folder import locked
 from steercap.lab.measures import Measure
 from steercap.lab.studies import Row, Table, Value
 from steercap.lab.studies.evaluation.definition import FOLDER, Condition, Conversation, Evaluation
@@ -54,6 +55,7 @@ async def evaluate(
     Raises:
         MissingExtra: the extra "evaluation" is not installed.
         RunDiffers: the folder holds answers to other questions, of another model, or sampled otherwise.
+        InvalidRequest: another call writes to the folder.
         InvalidSpec: two measures or tasks have one label, or an edit cannot apply to a text that is read.
         The errors of `SteerModel.generate`, before anything is answered where an edit does not fit the engine.
     """
@@ -61,15 +63,16 @@ async def evaluate(
     taken, read = measures_of(measures, COLUMNS), tasks_of(tasks)
     if both := {measure.label for measure in taken} & {task.label for task in read}:
         raise InvalidSpec(f"{sorted(both)} are labels of a measure and of a task; leave one out")
-    run = _Run(model, evaluation, Folder(out, evaluation, model.identity()), concurrent, progress or _silent)
-    for task in read:  # first, as this is quick, and finds edits that do not fit the engine
-        await run.read(task)
-    await run.answer()
-    for measure in taken:
-        await measured(model, measure, run.folder.answers_of(evaluation), run.folder.values(measure))
-    results = _results(evaluation, run.folder, taken, read)
-    results.save(run.folder.path / "results.parquet")
-    return results
+    with locked(out):
+        run = _Run(model, evaluation, Folder(out, evaluation, model.identity()), concurrent, progress or _silent)
+        for task in read:  # first, as this is quick, and finds edits that do not fit the engine
+            await run.read(task)
+        await run.answer()
+        for measure in taken:
+            await measured(model, measure, run.folder.answers_of(evaluation), run.folder.values(measure))
+        results = _results(evaluation, run.folder, taken, read)
+        results.save(run.folder.path / "results.parquet")
+        return results
 
 
 def read_results(

@@ -16,6 +16,7 @@ from steercap.core.display import brief, html_table, span
 from steercap.core.extras import require
 from steercap.core.spec import Point
 from steercap.errors import InvalidSpec, InvalidVector, PointNotArmed
+from steercap.files.folder import locked
 from steercap.files.tables import save_table, table_of
 from steercap.lab.measures import Measure
 from steercap.lab.measures.statistics import cluster_means
@@ -184,19 +185,21 @@ async def run_sweep(
         MissingExtra: the extra "experiments" is not installed.
         RunDiffers: the folder holds another sweep, or that of another model: other weights are another model, whatever
             their folder is called.
+        InvalidRequest: another call writes to the folder.
         PointNotArmed, InvalidVector: the vectors do not fit the engine; raised before anything runs.
         The errors of `SteerModel.generate`; what was answered until then is kept.
     """
     require("experiments")
     chosen = measures_of(measures, Record.__struct_fields__)
     _check(model, sweep)
-    folder = open_folder(out, sweep.definition(model.identity()))
-    await _answer(model, sweep, folder.answers, concurrent, progress or (lambda _done, _all: None))
-    records = [folder.answers.rows[request.number] for request in sweep.requests()]
-    values = {measure.label: await measured(model, measure, records, folder.values(measure)) for measure in chosen}
-    results = SweepResults(sweep, records, values, {measure.label: measure for measure in chosen})
-    results.save(folder.path / "results.parquet")
-    return results
+    with locked(out):
+        folder = open_folder(out, sweep.definition(model.identity()))
+        await _answer(model, sweep, folder.answers, concurrent, progress or (lambda _done, _all: None))
+        records = [folder.answers.rows[request.number] for request in sweep.requests()]
+        values = {measure.label: await measured(model, measure, records, folder.values(measure)) for measure in chosen}
+        results = SweepResults(sweep, records, values, {measure.label: measure for measure in chosen})
+        results.save(folder.path / "results.parquet")
+        return results
 
 
 def open_folder(path: str | Path, definition: Definition) -> StudyFolder[Record]:
