@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -254,3 +254,14 @@ def steering_in(text: str) -> Any:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
         return text
+
+
+def refuse(why: str, given: Mapping[str, object]) -> None:
+    """Refuse the first option that was given, by its flag; the value of one that was left out is None.
+
+    Raises:
+        typer.BadParameter: one was given.
+    """
+    for flag, value in given.items():
+        if value is not None:
+            raise typer.BadParameter(f"{why}; leave it out", param_hint=flag)

@@ -69,8 +69,8 @@ class PromptOptions:
         """
         given = [text for text in self.prompts or () if text != "-"]
         found = [Prompt(text) for text in given]
-        stdin = self.file == "-" or "-" in (self.prompts or ())
-        for name in [*(["-"] if stdin else []), *([self.file] if self.file and self.file != "-" else [])]:
+        stdin = "-" if "-" in (self.prompts or ()) else None
+        for name in dict.fromkeys(filter(None, (stdin, self.file))):
             found += [_prompt(name, number, value) for number, value in records_of(name)]
         if not found:
             raise typer.BadParameter("no prompt; give one or several, or --prompts", param_hint="PROMPT")

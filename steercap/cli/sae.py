@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -15,6 +15,7 @@ import typer
 from steercap.cli.command import command, group_of
 from steercap.cli.destinations import Force, folder_ready, may_replace
 from steercap.cli.engines import ReachOptions
+from steercap.cli.parsing import refuse
 from steercap.cli.preflight import preflight, reached
 from steercap.cli.tables import facts
 from steercap.cli.terminal import Terminal
@@ -114,7 +115,7 @@ def register(app: typer.Typer) -> None:
             held = None
             if "://" in rows or (Path(rows) / FILE).exists():
                 flags = dict.fromkeys(model.flags(), True)
-                _refuse("a data set has its rows already", {**flags, "--url": model.url, "--api-key": model.api_key})
+                refuse("a data set has its rows already", {**flags, "--url": model.url, "--api-key": model.api_key})
                 try:
                     training, report, known, held = await asyncio.to_thread(
                         train_on_dataset, rows, layer, site, how, tell
@@ -124,7 +125,7 @@ def register(app: typer.Typer) -> None:
                     raise
             else:
                 given = {"--epochs": how.epochs, "--held-out": how.held_out}
-                _refuse("a corpus is read once, and its last batches give the score", given)
+                refuse("a corpus is read once, and its last batches give the score", given)
                 if layer is None:
                     raise typer.BadParameter("a corpus needs the layer to read", param_hint="--layer")
                 training, report, known = await train_on_corpus(
@@ -137,12 +138,6 @@ def register(app: typer.Typer) -> None:
         document = {"sae": str(out), "point": str(training.point), "features": sae.d_sae, "k": how.k, **report}
         told = {key: f"{value:.1%}" if isinstance(value, float) else value for key, value in document.items()}
         terminal.show(document, facts("", told))
-
-
-def _refuse(why: str, given: Mapping[str, object]) -> None:
-    for flag, value in given.items():
-        if value is not None:
-            raise typer.BadParameter(f"{why}; leave it out", param_hint=flag)
 
 
 def train_on_dataset(

@@ -16,7 +16,7 @@ from steercap.cli.command import command
 from steercap.cli.contents import load
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import SMOLLM2, located
-from steercap.cli.parsing import dtype_of, layers_of, names_of, numbers_of, tokens_of
+from steercap.cli.parsing import dtype_of, layers_of, names_of, numbers_of, refuse, tokens_of
 from steercap.cli.prompts import records_of
 from steercap.cli.tables import facts, titled
 from steercap.cli.terminal import Terminal
@@ -134,11 +134,9 @@ def edit_of(edit: str, layers: str | None, rank: int | None, norm: float | None,
     """
     from steercap.lab.training import TrainableAdd, TrainableLowRank
 
-    own = {TrainableKind.ADD: {"--rank"}, TrainableKind.LOW_RANK: {"--norm"}}  # options that a kind does not have
-    given = {"--layers": layers, "--tokens": tokens, "--rank": rank, "--norm": norm}
-    for option in sorted(own.get(edit, set(given))):  # type: ignore[call-overload]
-        if given[option] is not None:
-            raise typer.BadParameter(f"--edit {edit} has none, or its own; leave it out", param_hint=option)
+    lacking: dict[str, dict[str, object]] = {"add": {"--rank": rank}, "low_rank": {"--norm": norm}}
+    every: dict[str, object] = {"--layers": layers, "--tokens": tokens, "--rank": rank, "--norm": norm}
+    refuse(f"--edit {edit} has none, or its own", lacking.get(edit, every))
     if edit not in set(TrainableKind):
         return steering_of(Path(edit))
     if layers is None:
