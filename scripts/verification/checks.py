@@ -348,6 +348,7 @@ async def check_stress(run: Run, show: Show) -> None:
         (stress.steered_preemption, {"preemptions": 1, "rows_written_again": 1}),
         (stress.reductions_along, {"preemptions": 1}),
         (stress.one_token_prompts, {}),
+        (stress.passes_of_no_request, {"passes": 10}),
         (stress.cancelled_neighbours, {"cancelled": 6}),
         (lambda model, reference: stress.everything_at_once(model, reference, seconds), staggered),
         (

@@ -199,6 +199,7 @@ def tap_sizes(config: Any, installed: Installed, tokens: int) -> TapSizes:
         lag=lag,
         held=held,
         graph_tokens=_graph_tokens(config.compilation_config),
+        drafts=drafts(config),
     )
 
 

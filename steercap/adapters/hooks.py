@@ -295,6 +295,13 @@ def run_step(original: Callable[[], Any], runner: Any, scheduler_output: Any) ->
         return ran
 
 
+def rest(runner: Any) -> None:
+    """Make a runner's taps idle, before a pass that computes no request."""
+    runtime: Runtime | None = getattr(runner, RUNTIME_ATTRIBUTE, None)
+    if runtime is not None:
+        runtime.taps.rest()
+
+
 def carried(request: Any) -> Mapping[str, Any]:
     """Return the extra arguments in a new request's sampling or pooling parameters."""
     if request.pooling_params is not None:

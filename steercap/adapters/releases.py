@@ -133,6 +133,7 @@ NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
         "load_model",
         "_preprocess(scheduler_output)",
         "execute_model(scheduler_output)",
+        "_dummy_run",
         "sample_tokens",
     ),
     "Model Runner V1 on CPU": ("load_model",),

@@ -35,7 +35,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
 
 from steercap.adapters import RUNTIME_ATTRIBUTE
-from steercap.adapters.hooks import attach, finding_modules, require_requests, run_step, wrap
+from steercap.adapters.hooks import attach, finding_modules, require_requests, rest, run_step, wrap
 from steercap.adapters.releases import require
 from steercap.worker.runtime import Runtime
 from steercap.worker.step import BatchRows
@@ -149,6 +149,7 @@ def hook() -> None:
         wrap(owner, "load_model", _load_model)
     wrap(GPUModelRunner, "_preprocess", _preprocess)
     wrap(GPUModelRunner, "execute_model", _execute_model)
+    wrap(GPUModelRunner, "_dummy_run", _dummy_run)
     wrap(GPUModelRunner, "sample_tokens", _sample_tokens)
 
 
@@ -191,6 +192,11 @@ def _preprocess(original: Callable[[], Any], runner: Any, scheduler_output: Any,
 
 def _execute_model(original: Callable[[], Any], runner: Any, scheduler_output: Any, *_args: Any, **_opts: Any) -> Any:
     return run_step(original, runner, scheduler_output)
+
+
+def _dummy_run(original: Callable[[], Any], runner: Any, *_args: Any, **_options: Any) -> Any:
+    rest(runner)
+    return original()
 
 
 def _sample_tokens(original: Callable[[], Any], runner: Any, *_args: Any, **_options: Any) -> Any:

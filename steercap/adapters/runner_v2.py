@@ -3,7 +3,7 @@
 It relies on this, besides the names in `releases`: `prepare_inputs` is called for real batches only, with padding
 already decided, and returns an `InputBatch` whose `positions` and `input_ids` are views of buffers that the model,
 compiled or replayed from a CUDA graph, reads on the current stream. Dummy runs, warm-up and graph capture never call
-it, so the taps stay idle there; vLLM's own warm-up requests do, and have no plan here.
+it, so the taps are idle there (`hooks.rest`); vLLM's own warm-up requests do, and have no plan here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from steercap.adapters import RUNTIME_ATTRIBUTE
-from steercap.adapters.hooks import attach, finding_modules, require_requests, run_step, wrap
+from steercap.adapters.hooks import attach, finding_modules, require_requests, rest, run_step, wrap
 from steercap.adapters.releases import require
 from steercap.worker.runtime import Runtime
 from steercap.worker.step import BatchRows
@@ -66,7 +66,10 @@ def _execute_model(
     *_args: Any,
     **_options: Any,
 ) -> Any:
-    return original() if dummy_run else run_step(original, runner, scheduler_output)
+    if dummy_run:
+        rest(runner)
+        return original()
+    return run_step(original, runner, scheduler_output)
 
 
 def _sample(

@@ -331,9 +331,9 @@ _CLOSE_BLOCK: Final = 128
 _ALIGNED: Final = 16  # bytes; Triton compiles addresses that are multiples of it apart
 
 
-@triton.jit(do_not_specialize=["first", "count"])
-def _close_kernel(tokens, checksums, reports, token_ids, positions, first, count, BLOCK: tl.constexpr):
-    """Write a report of each token of a pass, and make the tables idle."""
+@triton.jit(do_not_specialize=["first", "count", "stays", "moved"])
+def _close_kernel(tokens, checksums, reports, token_ids, positions, first, count, stays, moved, BLOCK: tl.constexpr):
+    """Write a report of each token of a pass; make the tables idle, or those of the next pass."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < count
     asked = tokens + token * _TOKEN_COLUMNS
@@ -346,8 +346,12 @@ def _close_kernel(tokens, checksums, reports, token_ids, positions, first, count
     tl.store(said + 3, tl.load(checksums + token * 2 + 1, mask=known, other=0), mask=known)
     tl.store(checksums + token * 2, tl.zeros_like(token).to(tl.int64), mask=inside)
     tl.store(checksums + token * 2 + 1, tl.zeros_like(token).to(tl.int64), mask=inside)
-    for column in tl.static_range(_TOKEN_COLUMNS):
-        tl.store(asked + column, tl.zeros_like(token) - 1, mask=inside)
+    if stays != 0:
+        line = tl.load(asked + _LINE, mask=inside, other=-1)
+        tl.store(asked + _LINE, line + moved, mask=line >= 0)
+    else:
+        for column in tl.static_range(_TOKEN_COLUMNS):
+            tl.store(asked + column, tl.zeros_like(token) - 1, mask=inside)
 
 
 class TapLauncher:
@@ -448,7 +452,7 @@ class TapLauncher:
     def _run(self, kernel: Any, key: tuple[object, ...], programs: int, block: int, arguments: tuple[Any, ...]) -> None:
         """Launch a kernel, compiled at the first launch of its key."""
         if (compiled := self._compiled.get(key)) is not None:
-            _launch(compiled, programs, arguments)
+            _launch(compiled, arguments[0].device, programs, arguments)
             return
         early = {"launch_pdl": True} if self._early else {}
         self._compiled[key] = kernel[programs, 1, 1](*arguments, num_warps=_warps(block), **early)
@@ -460,13 +464,13 @@ def stream_handle(device: torch.device) -> int:
     return handle
 
 
-def _launch(compiled: Any, programs: int, arguments: tuple[Any, ...]) -> None:
-    """Launch a compiled kernel on the current stream of the device of its first argument.
+def _launch(compiled: Any, device: torch.device, programs: int, arguments: tuple[Any, ...]) -> None:
+    """Launch a compiled kernel on a device's current stream.
 
     `compiled[grid]` does the same more slowly: it looks up the device, and hooks of Triton's profilers, which do not
     see these launches.
     """
-    stream = stream_handle(arguments[0].device)
+    stream = stream_handle(device)
     compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
 
 
@@ -500,6 +504,7 @@ def launch_close(
     positions: Int[torch.Tensor, " n"],
     first: int,
     count: int,
+    moved: int | None = None,
 ) -> None:
     """Write a report of each of the first `count` tokens of a pass, and leave the tables idle.
 
@@ -510,12 +515,18 @@ def launch_close(
         token_ids, positions: the model's inputs.
         first: row of `reports` that the first token is written to.
         count: tokens of the pass, padding not counted.
+        moved: leave tables that ask for the same in the next pass, with rows this many lines further on; None for idle
+            ones.
     """
-    programs = -(-count // _CLOSE_BLOCK)
-    arguments = tokens, checksums, reports, token_ids, positions, first, count, _CLOSE_BLOCK
-    places = token_ids.data_ptr() % _ALIGNED, positions.data_ptr() % _ALIGNED
-    key = tokens.device, token_ids.dtype, positions.dtype, places
+    programs, stays = -(-count // _CLOSE_BLOCK), moved is not None
+    read = token_ids.data_ptr(), positions.data_ptr()
+    key = tokens.device, token_ids.dtype, positions.dtype, read[0] % _ALIGNED, read[1] % _ALIGNED
+    numbers = first, count, int(stays), moved or 0, _CLOSE_BLOCK
     if (compiled := _compiled_closes.get(key)) is not None:
-        _launch(compiled, programs, arguments)
-    elif (compiled := _close_kernel[programs, 1, 1](*arguments)) is not None:  # None in Triton's interpreter
-        _compiled_closes[key] = compiled
+        # By address: of a tensor, the launch would ask the driver.
+        tables = tokens.data_ptr(), checksums.data_ptr(), reports.data_ptr()
+        _launch(compiled, tokens.device, programs, (*tables, *read, *numbers))
+    elif (
+        compiled := _close_kernel[programs, 1, 1](tokens, checksums, reports, token_ids, positions, *numbers)
+    ) is not None:
+        _compiled_closes[key] = compiled  # None in Triton's interpreter

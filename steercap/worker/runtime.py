@@ -205,6 +205,7 @@ class Runtime:
             self.biasing.begin(batch)
         step = self._request_table.make_step(batch)
         if step is None:
+            self.taps.rest()
             return
         updates, crowded = self.taps.accumulators.update(step)
         if len(crowded):

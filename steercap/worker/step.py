@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import groupby
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -137,11 +138,6 @@ class Step:
         return int(self.table.shape[1])
 
     @property
-    def records(self) -> Ints:
-        """First line of each token's record in the arena, and its lines; NONE and 0 for none: int64 [2, tracked]."""
-        return np.stack([self.lines, self.strides])
-
-    @property
     def asked(self) -> Ints:
         """Columns of the device's table, in the order of `kernels.bits`: int64 [TOKEN_COLUMNS, tracked]."""
         return self.table[ASKED : ASKED + TOKEN_COLUMNS]
@@ -178,9 +174,26 @@ class Step:
     @staticmethod
     def compared(steps: Sequence[Step]) -> Step:
         """Return the first COMPARED columns of consecutive passes, one pass after the other."""
-        whole = Step(np.concatenate([step.table[:COMPARED] for step in steps], axis=1))
-        whole.table[POSITION] = np.concatenate([step.positions for step in steps])
-        return whole
+        parts = []
+        for step, ahead in _by_table(steps):
+            part = np.tile(step.table[:COMPARED], len(ahead))
+            part[POSITION] = (step.table[POSITION] + ahead).ravel()
+            parts.append(part)
+        return Step(np.concatenate(parts, axis=1))
+
+    @staticmethod
+    def records(steps: Sequence[Step]) -> Ints:
+        """Return the first line of each token's record in the arena, and its lines, one pass after the other.
+
+        Returns:
+            NONE and 0 for none: int64 [2, tracked of all passes].
+        """
+        parts = []
+        for step, ahead in _by_table(steps):
+            strides = step.strides
+            lines = step.table[LINE] + ahead * strides
+            parts.append(np.stack([lines.ravel(), np.tile(strides, len(ahead))]))
+        return np.concatenate(parts, axis=1)
 
     @staticmethod
     def joined(parts: Sequence[Step]) -> Step:
@@ -197,6 +210,13 @@ class Step:
             for index, rows in part.replaced.items()
         }
         return Step(table[:, order], replaced)
+
+
+def _by_table(steps: Sequence[Step]) -> Iterator[tuple[Step, Ints]]:
+    """Iterate over runs of consecutive steps that share a table: the first of each, and `ahead` of all, [steps, 1]."""
+    for _, run in groupby(steps, key=lambda step: id(step.table)):
+        alike = list(run)
+        yield alike[0], np.array([[step.ahead] for step in alike])
 
 
 @dataclass(frozen=True)
@@ -272,8 +292,12 @@ class Pattern:
         records = ends - raw if total else np.full(len(step), NONE, dtype=np.int64)
         return Pattern(step.series, table, places, records, kept, encoded != 0, drains, encodes, total, lines)
 
-    def sources(self, line: int) -> Ints:
-        """Return the first line of each raw record, NONE for none, given the line of the first: int64 [tracked]."""
+    def sources(self, line: int | Ints) -> Ints:
+        """Return the first line of each raw record, NONE for none: int64 [tracked], or [passes, tracked].
+
+        Args:
+            line: line of the first raw record, or int64 [passes, 1].
+        """
         if not self.raw_lines:
             return self.records
         sources = self.records + line

@@ -19,7 +19,7 @@ from steercap.cli.doctor.facts import gather
 
 HERE = Path(__file__).parent
 #: Files of tests, and how many each has at least.
-FILES = {"test_capture.py": 40, "test_steering.py": 25, "test_stress.py": 9, "test_logits.py": 9}
+FILES = {"test_capture.py": 40, "test_steering.py": 25, "test_stress.py": 10, "test_logits.py": 9}
 #: vLLM's kernel of grammars does not run in Triton's interpreter; drafts are tried on CUDA (`verify_gpu.py --only bias`).
 LEFT_OUT = {"test_logits.py": ["-k", "not grammar and not drafting"]}
 SAYS = f"{Path(__file__).name}::test_the_doctor_names_the_runner_that_runs"

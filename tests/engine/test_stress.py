@@ -39,6 +39,12 @@ async def test_one_token_prompts(cramped, tiny_reference) -> None:
     await stress.one_token_prompts(cramped, tiny_reference)
 
 
+async def test_passes_of_no_request(cramped, tiny_reference) -> None:
+    """A rank's passes while others work, between those of captured and steered requests, change nothing."""
+    shown = await stress.passes_of_no_request(cramped, tiny_reference)
+    assert shown.facts["passes"] >= 10
+
+
 async def test_cancelled_neighbours(cramped, tiny_reference) -> None:
     """Requests cancelled in any phase leave their neighbours' rows right, and nothing of their own."""
     shown = await stress.cancelled_neighbours(cramped, tiny_reference)

@@ -157,6 +157,26 @@ async def one_token_prompts(model: SteerModel, reference: Reference) -> Shown:
     return Shown(await held(handles, reference), {"requests": len(handles)})
 
 
+async def passes_of_no_request(model: SteerModel, reference: Reference) -> Shown:
+    """Passes that vLLM makes of no request, as a rank does while others work, between those of captured, steered ones."""
+    specs = [spec("add", WIDTH, seed=seed, layers="all") if seed % 2 else None for seed in range(8)]
+    task = asyncio.create_task(
+        model.generate(
+            [random_prompt(20 + seed, seed) for seed in range(8)],
+            {"max_tokens": 60, **GREEDY},
+            capture=EVERYTHING,
+            steering=specs,
+        )
+    )
+    passes = 0
+    while not task.done():
+        await model.engine.collective_rpc("execute_dummy_batch")
+        passes += 1
+    _, handles = await task
+    await model.fetch_captures_batch(handles)
+    return Shown(await held(handles, reference, specs), {"passes": passes})
+
+
 async def cancelled_neighbours(model: SteerModel, reference: Reference) -> Shown:
     """Requests cancelled in any phase leave their neighbours' rows right, and nothing of their own."""
     params = {"max_tokens": 40, **GREEDY}

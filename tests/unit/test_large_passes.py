@@ -253,7 +253,7 @@ class Streams(LateTransfers):
         self.marked: dict[object, set[int]] = {}
         self.works: list[str] = []
 
-    def now(self) -> object:
+    def now(self, _again: object = None) -> object:
         event = super().now()
         self.marked[event] = set(self.after[self.stream])
         return event

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.bench import POINTS, WIDTH, Bench, expected
-from workers import CUDA, KINDS, batch, device_of, some_runtime, tap
+from workers import CUDA, DEVICE, KINDS, batch, device_of, some_runtime, tap
 
 from steercap.core.messages import (
     Attach,
@@ -36,7 +36,7 @@ from steercap.core.messages import (
     encode,
 )
 from steercap.core.plan import CapturePlan, Plan
-from steercap.core.program import Blob, Configuration, Entry, Response, SteeringPlan, blob_digest
+from steercap.core.program import NONE, Blob, Configuration, Entry, Response, SteeringPlan, blob_digest
 from steercap.core.rows import page_shape
 from steercap.core.schema import LINE_BYTES, RAW, REDUCED
 from steercap.core.tokens import Range
@@ -456,11 +456,76 @@ async def test_a_series_of_passes_says_what_each_pass_alone_would() -> None:
     columns = [name for name, one in vars(Step).items() if isinstance(one, StepColumn)]
     assert len(columns) == 14
     for step, alone in zip(*steps, strict=True):
-        for name in ("replaced", "records", *columns):
+        for name in ("replaced", *columns):
             np.testing.assert_equal(getattr(step, name), getattr(alone, name), err_msg=name)
     assert continued > 30
     together, apart = (Step.compared(seen) for seen in steps)
     np.testing.assert_array_equal(together.table, apart.table)
+    np.testing.assert_array_equal(
+        Step.records(steps[0]), np.concatenate([[one.lines, one.strides] for one in steps[1]], 1)
+    )
+
+
+@DEVICE_ALONE
+@pytest.mark.parametrize(("ring_lines", "most"), [(40, 60), (256, 20), (1 << 14, 4)])
+async def test_a_series_sends_one_table(ring_lines, most, monkeypatch) -> None:
+    """Two requests, one of them steered too, for 60 passes; a ring that is always full, or goes round, or does not."""
+    bench = Bench(arena_bytes=ring_lines * LINE_BYTES)
+    configuration, vectors = adding(500.0)
+    configure(bench, configuration, vectors)
+    bench.plan("r1")
+    steer(bench, "r2", steering_plan(configuration))
+    sent: list[int] = []
+    put = bench.runtime.taps._transfers.put
+    monkeypatch.setattr(bench.runtime.taps._transfers, "put", lambda *given: sent.append(given[2]) or put(*given))
+    for position in range(60):
+        bench.step(("r1", position, 1), ("r0", position, 1), ("r2", position, 1), padding=3)
+    assert len(sent) <= most
+    for number, added in ((1, 0), (2, 500)):
+        captured_rows, rows = await bench.rows(f"r{number}", 60)
+        assert captured_rows.failure is None
+        torch.testing.assert_close(rows[0], expected(number, range(60), 0) + added)
+        torch.testing.assert_close(rows[1], expected(number, range(60), 1))
+    assert settled(bench, "r2", 60).rows == (120,)
+
+
+@DEVICE_ALONE
+@pytest.mark.parametrize("between", ["a pass of others", "a pass of fewer", "a dummy pass", "a pass that fails"])
+async def test_tables_left_for_a_next_pass_reach_no_other_one(between) -> None:
+    """Another pass than the one expected finds no entry of a series, which then goes on."""
+    bench = Bench()
+    configuration, vectors = adding(500.0)
+    configure(bench, configuration, vectors)
+    for name in ("r1", "r2"):
+        steer(bench, name, steering_plan(configuration))
+    taps = bench.runtime.taps
+    for position in range(20):
+        bench.step(("r1", position, 1), ("r2", position, 1), padding=2)
+    assert (taps._tokens[:2] != NONE).any()
+    names = {"a pass of others": ["r3", "r4", "r5"], "a pass of fewer": ["r1"], "a pass that fails": ["r1", "r2"]}
+    if between == "a dummy pass":
+        taps.rest()
+    else:
+        at = [20] * len(names[between])
+        bench.runtime.begin_step(batch("cuda", names[between], at, [1] * len(at), at, at))
+    rows = torch.ones(4, WIDTH, device=DEVICE)
+    tap(bench.runtime, rows, torch.zeros_like(rows), 0)
+    asked = {"a pass of fewer": [0], "a pass that fails": [0, 1]}.get(between, [])
+    assert [bool((row != 1).any()) for row in rows] == [token in asked for token in range(4)]
+    if between != "a dummy pass":
+        for point in (1, 2):
+            tap(bench.runtime, torch.ones(4, WIDTH, device=DEVICE), torch.zeros(4, WIDTH, device=DEVICE), point)
+        bench.runtime.end_step(ValueError("it fails") if between == "a pass that fails" else None)
+    assert (taps._tokens == NONE).all()
+    assert not taps._checksums.any()
+    first = {"a pass of fewer": 21, "a pass that fails": 21}.get(between, 20)
+    for position in range(20, 40):
+        bench.step(("r1", max(position, first), 1), ("r2", position, 1)) if position >= first else bench.step(
+            ("r2", 20, 1)
+        )
+    for name in ("r1", "r2"):
+        failure = settled(bench, name, 40).failure
+        assert ("the forward pass failed" in str(failure)) == (between == "a pass that fails")
 
 
 @DEVICE_ALONE

@@ -41,6 +41,7 @@ class TapSizes:
         lag: maximum positions that vLLM may compute past the end of a sequence, rejected drafts included.
         held: maximum rows of a request at once that may turn out not to belong to its sequence.
         graph_tokens: maximum tokens of a pass that runs a CUDA graph; 0 where none does.
+        drafts: tokens drafted for a request after a pass, by a model that may share modules with this one.
     """
 
     slots: int
@@ -52,6 +53,7 @@ class TapSizes:
     lag: int = 0
     held: int = 1
     graph_tokens: int = 0
+    drafts: int = 0
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,9 @@ class Taps(ABC):
     @abstractmethod
     def close(self, failure: str | None) -> None:
         """End the opened pass, run or failed; all taps are idle until the next one."""
+
+    def rest(self) -> None:  # noqa: B027 -- on a host they are, from `close` on
+        """Make all taps idle, for a pass that is not opened."""
 
     @abstractmethod
     def spill(self, accumulator: int, layout: RecordLayout, lines: Ints) -> Any:

@@ -1,11 +1,12 @@
 """Taps on CUDA: tables at fixed addresses, filled once per step; rows are copied to the host while the model runs.
 
 All tables of the taps are on the device before vLLM traces or captures the model, and their addresses never change;
-between passes every token's entry is -1, so dummy runs, warm-up and graph capture find idle taps. A pass takes
-one copy to the device on the model's stream; the pass; one kernel that writes each token's report and makes the
-tables idle again. Rows wait in a ring on the device while a stream of their own copies them into the pinned arena
-that the client maps; those of a large pass leave it layer by layer while the pass runs (`taps.large`). The model's
-stream never waits for the host, and for a copy only when the ring is full.
+where no pass is expected every token's entry is -1, so dummy runs, warm-up and graph capture find idle taps. A pass
+takes one copy to the device on the model's stream; the pass; one kernel that writes each token's report and makes the
+tables idle again. Within a series it leaves the next pass's tables instead, and nothing is copied. Rows wait in a ring
+on the device while a stream of their own copies them into the pinned arena that the client maps; those of a large pass
+leave it layer by layer while the pass runs (`taps.large`). The model's stream never waits for the host, and for a copy
+only when the ring is full.
 """
 
 from __future__ import annotations
@@ -64,7 +65,6 @@ PIECE_BYTES: Final = 32 << 20
 #: rows of a large pass do not hold up the small passes after it, and are gone before the ring is full.
 BESIDE_BYTES: Final = 64 << 20
 BESIDE_SHARE: Final = 1.25
-_NOTHING: Final[Ints] = np.empty(0, dtype=np.int64)
 
 
 @dataclass(eq=False)
@@ -78,7 +78,7 @@ class _Pass:
         number: index of its reports, and of its buffers, among those of AHEAD passes.
         line: first line of its rows in the ring.
         sources: first line in the ring of the rows to copy for each tracked token, NONE if it is not kept: int64
-            [tracked].
+            [tracked]; None until somebody needs it.
         updates: number of requests whose accumulators it updates.
         encoded: layouts with an encoding, and the slice of the encoder's upload with the records of each.
         large: its rows, if they leave while it runs.
@@ -93,8 +93,8 @@ class _Pass:
     positions: torch.Tensor
     number: int
     line: int
-    sources: Ints
-    updates: int
+    sources: Ints | None = None
+    updates: int = 0
     encoded: Sequence[tuple[RecordLayout, slice]] = ()
     large: LargePass | None = None
     failure: str | None = None
@@ -170,7 +170,11 @@ class CudaTaps(Taps):
         self._waiting_lines = 0
         self._bundles: deque[_Bundle] = deque()  # that are not wholly queued
         self._open: _Pass | None = None
+        self._closed: list[Any] = [None] * AHEAD  # events, by the number of their pass
         self._number = 0
+        #: Last pass, whose tables were left for the next one, and the line of that one's rows.
+        self._stays: tuple[_Pass, int] | None = None
+        self._filled = 0  # tokens whose entries on the device may not be idle
         self._dirty: set[int] = set()
         self._vectors: list[tuple[Sequence[int], torch.Tensor]] = []
         nothing = table(1)  # compile the kernels that no dummy run of the model would compile
@@ -200,10 +204,17 @@ class CudaTaps(Taps):
             self._write_tables()
 
     def open(self, step: Step, batch: BatchRows, updates: Updates | None) -> str | None:
-        self._write_tables()
-        pattern, failure = self._pattern_of(step, batch), None
+        if self._vectors or self._dirty or self.layouts.fresh:
+            self._write_tables()
         self._number += 1  # `blocking` ensures that the last pass to use these buffers is completed
-        opened = _Pass(step, pattern, batch.token_ids, batch.positions, self._number % AHEAD, 0, _NOTHING, 0)
+        read, number = (batch.token_ids, batch.positions), self._number % AHEAD
+        if self._stays is not None:
+            (before, line), self._stays = self._stays, None
+            if step.series is before.step.series and step.ahead == before.step.ahead + 1 and updates is None:
+                self._open, self.open_step = _Pass(step, before.pattern, *read, number, line), step
+                return None
+        pattern, failure = self._pattern_of(step, batch), None
+        opened = _Pass(step, pattern, *read, number, 0)
         large = self._large(step, pattern, updates)
         if large is not None and large.lines <= self._lines.size:
             opened.large = large
@@ -264,9 +275,13 @@ class CudaTaps(Taps):
         if done is None:
             return
         done.failure = failure
+        drains = self.arena is not None and done.pattern.drains and done.large is None
+        if drains:
+            self._lines.hold(done.line, done.pattern.lines, done)
         num_tokens, read = len(done.pattern.table), (done.token_ids, done.positions)
-        first = done.number * self.sizes.tokens
-        kernel.launch_close(self._tokens, self._checksums, self._reports, *read, first, num_tokens)
+        first, moved = done.number * self.sizes.tokens, self._moved(done)
+        kernel.launch_close(self._tokens, self._checksums, self._reports, *read, first, num_tokens, moved)
+        self._filled = 0 if moved is None else num_tokens
         if done.updates:
             self._sums.launch(self._rows, done.updates)
         self._encoder.launch(self._rows, done.encoded)
@@ -274,7 +289,7 @@ class CudaTaps(Taps):
             done.large.leave()
             if done.large.lost:
                 self._addresses, done.failure = {}, failure or LOST
-        done.closed = self._transfers.now()
+        done.closed = self._closed[done.number] = self._transfers.now(self._closed[done.number])
         # Rows of earlier passes only: this pass's own would delay its sampled tokens, which the runner copies next.
         full = len(self._waiting) >= BUNDLE or self._waiting_lines >= self._bundle_lines
         if full or self._bundles:
@@ -283,13 +298,33 @@ class CudaTaps(Taps):
         if done.large is not None:
             # After its report too, which comes behind the copies of the parts.
             done.copied = self._transfers.fetch_grids(done.closed, np.empty((0, GRID_COLUMNS), dtype=np.int64))
-        elif self.arena is not None and done.pattern.drains:
-            self._lines.hold(done.line, done.pattern.lines, done)
+        elif drains:
             self._waiting.append(done)
             self._waiting_lines += done.pattern.lines
         else:
             done.copied = done.closed
         self._passed.append(done)
+
+    def rest(self) -> None:
+        self._stays = None
+        if self._filled:
+            self._tokens[: self._filled].fill_(NONE)
+            self._filled = 0
+
+    def _moved(self, done: _Pass) -> int | None:
+        """Keep the tables of a pass for the next one, if its series is likely to go on.
+
+        Returns:
+            Lines by which the next one's rows lie behind; None if the tables are to be idle.
+        """
+        step, pattern = done.step, done.pattern
+        own = step.replaced or done.updates or pattern.encodes or done.large  # more than these tables
+        goes_on = step.ahead and not (own or done.failure or self.sizes.drafts)
+        line = self._lines.next(pattern.lines) if goes_on else None
+        if line is None:
+            return None
+        self._stays = done, line
+        return line - done.line
 
     def _bundle(self, through: _Pass | None = None) -> None:
         """Bundle the rows that wait, those of passes after `through` excepted."""
@@ -472,7 +507,10 @@ class CudaTaps(Taps):
             table[pattern.places, LINE] = sources
         if step.replaced:
             self._replace(step, table)
+        if count < self._filled:
+            self.rest()
         self._transfers.put(self._tokens, self._uploads[number], count)
+        self._filled = count
 
     def _replace(self, step: Step, table: npt.NDArray[np.int32]) -> None:
         """Write the bank rows of replacements, and the index of each token's first one, to the tables."""
@@ -513,8 +551,14 @@ class CudaTaps(Taps):
     def _pieces(self, passes: Sequence[_Pass]) -> tuple[Ints, Ints, Ints]:
         """Return the copies of passes to the host: target and source addresses, and sizes in bytes."""
         assert self.arena is not None
-        records = np.concatenate([one.step.records for one in passes], axis=1)
-        sources = np.concatenate([one.sources for one in passes])
+        records = Step.records([one.step for one in passes])
+        head, pattern = self._memory.head, passes[0].pattern
+        if all(one.sources is None and one.pattern is pattern for one in passes):
+            sources = pattern.sources(np.array([[head + one.line] for one in passes])).ravel()
+        else:
+            sources = np.concatenate(
+                [one.pattern.sources(head + one.line) if one.sources is None else one.sources for one in passes]
+            )
         drained = records[0] != NONE
         if not drained.all():
             records, sources = records[:, drained], sources[drained]

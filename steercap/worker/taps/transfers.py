@@ -84,8 +84,12 @@ class Transfers(Protocol):
             rows: number of rows, one at least.
         """
 
-    def now(self) -> Any:
-        """Return an event after all work on the model's stream so far."""
+    def now(self, again: Any = None) -> Any:
+        """Return an event after all work on the model's stream so far.
+
+        Args:
+            again: an earlier event that nobody waits for, to be used again.
+        """
 
     def fetch(self, after: Any, targets: Ints, sources: Ints, sizes: Ints, *, urgent: bool) -> Any:
         """Copy `sizes` bytes from addresses on the device to pinned addresses, once `after` was reached.
@@ -168,8 +172,8 @@ class CudaTransfers:
         if status := self._there(target.data_ptr(), source.data_ptr(), size, self.current().cuda_stream):
             raise WorkerFailure(f"a copy of {size} bytes to the device failed (CUDA error {status})")
 
-    def now(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
+    def now(self, again: torch.cuda.Event | None = None) -> torch.cuda.Event:
+        event = torch.cuda.Event() if again is None else again
         event.record(self.current())
         return event
 
@@ -269,12 +273,18 @@ class Ring(Generic[Holder]):
         """
         if count > self.size:
             raise ValueError(f"{count} places in a ring of {self.size}")
-        first = self._next if self._next + count <= self.size else 0
         waiting = []
-        while self._taken and self._overlaps(first, first + count):
+        while (first := self.next(count)) is None:
             waiting.append(self._taken.popleft()[2])
-        self._next = first + count
         return first, waiting
+
+    def next(self, count: int) -> int | None:
+        """Reserve consecutive places for one pass, if nobody must be waited for; return the first, else None."""
+        first = self._next if self._next + count <= self.size else 0
+        if count > self.size or self._overlaps(first, first + count):
+            return None
+        self._next = first + count
+        return first
 
     def hold(self, first: int, count: int, holder: Holder) -> None:
         """Mark places as taken until `holder` frees them."""
