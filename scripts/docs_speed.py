@@ -30,7 +30,7 @@ def kept(path: Path, note: str) -> dict[str, Any]:
     """What is kept of one file of results: per workload its rounds and, of each mode, the median and range in per cent.
 
     Returns:
-        By "shape workload", the entry.
+        By "shape workload", the entry; the shape ends in "-tp2" where two GPUs share each layer.
 
     Raises:
         ValueError: the file has no round of any workload.
@@ -38,6 +38,8 @@ def kept(path: Path, note: str) -> dict[str, Any]:
     data = json.loads(path.read_text())
     words = data["argv"]
     shape = words[words.index("--shape") + 1] if "--shape" in words else "qwen3-8b"
+    if (gpus := data["engine_args"].get("tensor_parallel_size", 1)) > 1:
+        shape += f"-tp{gpus}"
     date = dt.datetime.fromtimestamp(path.stat().st_mtime, dt.UTC).date().isoformat()
     card = data["machine"]["gpus"].splitlines()[-1].split(",")[0]
     about = {"date": date, "commit": data["machine"]["commit"][:8], "card": card, "note": note}

@@ -241,6 +241,7 @@ def test_a_table_has_the_limit_of_each_mode(tmp_path: Path) -> None:
     data = {
         "argv": ["bench_gpu.py", "--shape", "qwen3-8b"],
         "machine": {"gpus": "name, memory\nA card, 1 GiB", "commit": "0123456789"},
+        "engine_args": {},
         "workloads": {"64x128+200": {"rounds": [[], []], "summary": modes}, "1x32+200": {"rounds": []}},
     }
     (tmp_path / "bench.json").write_text(json.dumps(data))
@@ -251,3 +252,6 @@ def test_a_table_has_the_limit_of_each_mode(tmp_path: Path) -> None:
     assert row == f"| qwen3-8b 64x128+200 | {cell}) | {cell}, aim 0.5) |  | {cell}, aim 1.5) | {cell}, aim 2) |"
     assert said.startswith("- qwen3-8b 64x128+200: A card, 20")
     assert said.endswith(", 01234567, 2 rounds. A note.")
+    (tmp_path / "bench.json").write_text(json.dumps(data | {"engine_args": {"tensor_parallel_size": 2}}))
+    found = docs_speed.kept(tmp_path / "bench.json", "")
+    assert f"| qwen3-8b-tp2 64x128+200 | {cell}) | {cell}, aim 0.5) |  | {cell}, aim 2) |" in docs_speed.markdown(found)
