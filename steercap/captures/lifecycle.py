@@ -90,7 +90,7 @@ class Lost(Protocol):
     def place(self) -> object:
         """See `Origin.place`."""
 
-    def is_so(self) -> bool:
+    def can_recompute(self) -> bool:
         """Return True if the rows are lost and another engine can recompute them."""
 
     async def with_restart(self, work: Callable[[Engine], Awaitable[Value]]) -> Value:
@@ -170,7 +170,7 @@ class Source:
 
     @property
     def again(self) -> Lost | None:
-        return self.lost if self.lost is not None and self.lost.is_so() else None
+        return self.lost if self.lost is not None and self.lost.can_recompute() else None
 
     async def with_restart(self, work: Callable[[Engine], Awaitable[Value]]) -> Value:
         """Await `work` on the engine, or on the one that replaced it.

@@ -152,7 +152,7 @@ class Preflight:
             )
 
     def check_directions(self, directions: DirectionSet, layers: Layers | None) -> None:
-        """Check that there are directions of the stream's width at some layers; None for all that they have.
+        """Check layers of directions (None: all) if the model's number is known, and the width at sites in `STREAM`.
 
         Raises:
             LayerOutOfRange, PointNotArmed: a layer that the model or the directions do not have.

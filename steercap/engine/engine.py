@@ -385,7 +385,7 @@ class Engine:
             self.spilling.offer(reservation, rows)
 
     async def read_spilled(self, work: Callable[[], Value]) -> Value:
-        """Read rows that were moved to disk, on a thread.
+        """Run `work`, which reads spilled rows, on a thread, and return its result.
 
         Raises:
             CaptureIncomplete: the file does not hold what was written.

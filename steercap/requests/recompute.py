@@ -99,7 +99,7 @@ class Recompute:
         """Identity of the model that the rows belong to; it stays the same across engine restarts."""
         return self.recipe.serving
 
-    def is_so(self) -> bool:
+    def can_recompute(self) -> bool:
         """Return True if the engine of the rows has died and another one can recompute them."""
         return self.recipe.serving.outlives(self.job.engine)
 

@@ -190,7 +190,7 @@ def sae_lens(place: SAEPlace) -> SAESettings:
 
 
 def _hook(module: object, hook: object) -> object:
-    """Return the name of a point: that of transformers' module, or else TransformerLens's."""
+    """Return transformers' module name, or the TransformerLens name if only that one names a known site."""
     return hook if module is None or (point_of(module) is None and point_of(hook) is not None) else module
 
 

@@ -102,6 +102,11 @@ def written(sketch: Sketch) -> tuple[IO[bytes], int]:
 
 
 def _points(running: RunningSketch, given: str | None) -> Sequence[Point]:
+    """Return the sketch's points that comma-separated indices name; all points for None.
+
+    Raises:
+        InvalidSpec: no such index.
+    """
     if given is None:
         return running.points
     numbers = given.split(",")[: len(running.points)]

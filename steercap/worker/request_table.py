@@ -228,7 +228,7 @@ class RequestTable:
         tracked.run_from = reached
 
     def forget_rows(self, tracked: Tracked) -> None:
-        """Drop the rows of a request that were released; only its steering is left, if it has any."""
+        """Keep no more rows of a request; its steering goes on. The caller frees its pages."""
         self.flush(tracked)
         tracked.capture_buffer = None
         if tracked.index != NONE:

@@ -146,7 +146,7 @@ class PrepareSketch(Message, frozen=True, tag="Weigh"):
 
 
 class CommitSketch(Message, frozen=True, tag="Fold"):
-    """Add the rows of requests after `PrepareSketch` to their sketches, once only, however often it is asked."""
+    """Add the rows that `PrepareSketch` checked to their sketches. Idempotent."""
 
     joining: tuple[Joining, ...]
 

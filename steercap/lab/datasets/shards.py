@@ -168,6 +168,7 @@ def _rows(definition: Definition, shard: Shard) -> Iterator[Buffer]:
 
 
 def _parts(known: PointFormat, pieces: Sequence[Whole]) -> dict[str, Sequence[torch.Tensor]]:
+    """Group the tensors of all pieces by the name of their part; constants of the point are included once."""
     by_piece = [parts_of(piece) for piece in pieces] or [known.nothing()]
     found: dict[str, Sequence[torch.Tensor]] = {name: [parts[name] for parts in by_piece] for name in by_piece[0]}
     return found | {name: [constant] for name, constant in _constants(known, pieces).items()}
