@@ -417,7 +417,7 @@ class RemoteAnswers:
 
 def _lifecycle(name: str, rows: RemoteRows, connection: Connection) -> Lifecycle:
     found = Lifecycle(name, source=rows)
-    found.idiom = connection.idiom
+    found.call_style = connection.call_style
     return found
 
 
