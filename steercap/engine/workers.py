@@ -40,8 +40,8 @@ from steercap.core.messages import (
     Projected,
     Question,
     Read,
-    Settled,
     SteeringRecord,
+    SteeringRecords,
     Unembed,
     Unembedded,
     Unhooked,
@@ -279,7 +279,7 @@ class Workers:
         wanted = tuple(item for call in calls for item in call.wanted)
         ended = tuple(call.ended for call in calls for _ in call.wanted)
         by_rpc = any(call.biased for call in calls)
-        engines = await self.ask(GetSteeringRecord(wanted, ended), Settled, by_rpc=by_rpc)
+        engines = await self.ask(GetSteeringRecord(wanted, ended), SteeringRecords, by_rpc=by_rpc)
         records = iter(
             [[[answer.records[index] for answer in answers] for answers in engines] for index in range(len(wanted))]
         )
