@@ -230,14 +230,14 @@ def _config_of(checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
 def _sites(standing: Standing, config: Any, layers: int) -> dict[str, str]:
     """Return the layers of each site, as far as the configuration says."""
     from steercap.architectures.families import FAMILIES
-    from steercap.architectures.families.derived import SITES as STREAM
+    from steercap.architectures.families.derived import SITES as NEEDED_SITES
     from steercap.architectures.sites import SITES
 
     if standing.state in {"refused", "unknown"}:
         return {}
     every = _spans(range(layers)) if layers else "all"
     if not standing.family or config is None or not layers:
-        return dict.fromkeys(STREAM, every)
+        return dict.fromkeys(NEEDED_SITES, every)
     family: Family = FAMILIES[standing.family]
     text, found = config.get_text_config(), {}
     for name, site in SITES.items():

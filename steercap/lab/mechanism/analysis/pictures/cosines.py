@@ -34,7 +34,7 @@ LINES: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (
     ("shuffled", "same rows, labels shuffled", {"color": GREY, "linewidth": 1.0}),
 )
 #: Maximum number of names for which cosines are written into the cells.
-WRITTEN = 12
+MOST_WITH_VALUES = 12
 
 
 def plot_cosines(table: pa.Table, path: str | Path, *, tree: pa.Table | None = None, layer: int | None = None) -> Path:
@@ -66,7 +66,7 @@ def plot_cosines(table: pa.Table, path: str | Path, *, tree: pa.Table | None = N
         *left, axes = figure.subplots(1, len(ratios), squeeze=False, width_ratios=ratios)[0]
         image = axes.imshow(values, cmap=DIVERGING, vmin=-1, vmax=1, interpolation="nearest", aspect="auto")
         _name(axes, names)
-        if len(names) <= WRITTEN:
+        if len(names) <= MOST_WITH_VALUES:
             _write(axes, values)
         if tree is not None:
             _draw_tree(left[0], rows_of(tree, "left", "right", "distance", maker="merges"), names)
