@@ -37,7 +37,7 @@ from steercap.core.messages import (
     NotCapturing,
     Owner,
     Project,
-    Projected,
+    ProjectedRows,
     Question,
     Read,
     SteeringRecord,
@@ -334,7 +334,7 @@ class Workers:
             rows: rows [n, *shape of the point], in the model's dtype.
             engine: index of the engine to use.
         """
-        found = await self._first(Project(layer, site, *_sent(rows)), Projected, engine, f"layer {layer}")
+        found = await self._first(Project(layer, site, *_sent(rows)), ProjectedRows, engine, f"layer {layer}")
         _require_rows(found.rows, len(rows), _FLOAT_BYTES)
         return torch.frombuffer(bytearray(found.rows), dtype=torch.float32).view(len(rows), -1)
 

@@ -30,7 +30,7 @@ from steercap.requests.call_types import Generation
 from steercap.requests.monitoring import Watch
 from steercap.requests.sketching import RunningSketch, enter
 from steercap.steering.calibration import Calibrated
-from steercap.steering.lowering import Lowered, Projected
+from steercap.steering.lowering import CompiledProjection, Lowered
 
 if TYPE_CHECKING:
     from steercap.adapters import PoolingParams, PoolingRequestOutput, RequestOutput, SamplingParams
@@ -125,7 +125,7 @@ class Job:
     options: dict[str, Any]
     plan: Plan | None
     points: tuple[Point, ...]
-    projected: Projected | None = None
+    projected: CompiledProjection | None = None
     calibrated: Calibrated | None = None
     readers: Readers | None = None
     steering: CompiledSteering | None = None

@@ -20,7 +20,7 @@ from steercap.requests.monitor_readers import ReadAt, monitor_readers_of, reader
 from steercap.requests.monitoring import Watch
 from steercap.requests.sketching import RunningSketch, joint_capture
 from steercap.steering.calibration import Calibrated
-from steercap.steering.lowering import Projected, biased_by, scopes_of
+from steercap.steering.lowering import CompiledProjection, biased_by, scopes_of
 from steercap.steering.monitor import Monitor, held_back, monitors_of
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class _Kept(NamedTuple):
     spec: CaptureSpec | None = None
     points: tuple[Point, ...] = ()
     indices: tuple[int, ...] = ()
-    projected: Projected | None = None
+    projected: CompiledProjection | None = None
     calibrated: Calibrated | None = None
     readers: Readers | None = None
     coding: Coding = RAW

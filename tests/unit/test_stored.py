@@ -200,7 +200,7 @@ ANSWERS = {
     "SAEOpened": (("coming", "full", "unreachable", "refused"), "79391080639f07ba"),
     "Failed": (("reason",), "51504a4ba22ee294"),
     "Unembedded": (("logits", "least", "most", "spread", "total", "top", "best"), "c5ae04c724f0438a"),
-    "Projected": (("rows",), "5adb859b2115ffbb"),
+    "ProjectedRows": (("rows",), "798115907a5a61bb"),
     "Chosen": (("ids", "weights", "refused"), "e12262cc0f635ae3"),
     "Unhooked": (("reason",), "8ab496691cae2cf7"),
 }
@@ -805,7 +805,7 @@ def test_a_folder_says_what_it_said(name, tmp_path) -> None:
         (roles_settings.RoleOutcome, "responses kept unscored mean_score left_out"),
         (roles_rows.RoleRowsHeader, "version role layers questions counts prompts"),
         (
-            manifest.Request,
+            manifest.ManifestRequest,
             "file bytes sha256 id layout rows positions prompt_tokens output_tokens prompt_sha256 text_sha256 steering",
         ),
         (manifest.Layout, "points returned reduce directions versions"),

@@ -83,7 +83,7 @@ class Unembedded(Message, frozen=True):
     best: Data
 
 
-class Projected(Message, frozen=True):
+class ProjectedRows(Message, frozen=True):
     """Answer to Project: rows of [n, hidden], float32, as bytes."""
 
     rows: Data
@@ -294,7 +294,7 @@ Answer: TypeAlias = (
     | SAEOpened
     | Failed
     | Unembedded
-    | Projected
+    | ProjectedRows
     | Chosen
     | Unhooked
 )

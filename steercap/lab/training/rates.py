@@ -30,7 +30,7 @@ from steercap.lab.training.datasets import (
     read_result,
 )
 from steercap.lab.training.examples import Example, ExampleTokens, Prompted
-from steercap.lab.training.folder import Definition, Trained, check_name, write_trained
+from steercap.lab.training.folder import Trained, TrainingDefinition, check_name, write_trained
 from steercap.lab.training.hooked import HookedModel
 from steercap.lab.training.loop import rank, world
 from steercap.lab.training.objectives import Objective, objective_of
@@ -67,7 +67,7 @@ class RatesDefinition(msgspec.Struct, frozen=True):
         rates: learning rates.
     """
 
-    training: Definition
+    training: TrainingDefinition
     rates: list[float]
 
 
