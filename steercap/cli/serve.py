@@ -109,7 +109,9 @@ class ServeOptions:
         return found
 
 
-def _serve(app: typer.Typer) -> None:
+def register(app: typer.Typer) -> None:
+    """Add the command `serve` to the app."""
+
     @command(
         app,
         "serve",
@@ -255,8 +257,3 @@ def checked(
     if settings.record is not None:
         there.check_recorded(settings.record)
     return names
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    _serve(app)
