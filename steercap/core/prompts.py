@@ -90,6 +90,7 @@ def lines_of(items: Sequence[Item], count: int) -> Iterator[tuple[int, Sequence[
 
 @functools.cache
 def _font() -> Any:
+    """Return the font of plots, which knows the characters that it can draw."""
     with extra("plots"):
         from matplotlib.font_manager import findfont, get_font
 

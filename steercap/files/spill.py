@@ -315,6 +315,7 @@ class SpillFile:
             punch(self._fd, offset, min(length * BLOCK_BYTES, end - offset))
 
     def _require_open(self) -> None:
+        """Raise ModelClosed if the file was closed, which the model's end does."""
         if self._stopped:
             raise ModelClosed("the model was closed while rows were moved to or from disk")
 

@@ -208,7 +208,10 @@ class RatesRun:
         count: int,
         report: Callable[[int], None],
     ) -> None:
-        """Train on a data set at each rate, and write the best with the result: `parts` are to learn, and held out."""
+        """Train on a data set at each rate, and write the best vector with the result.
+
+        `parts` are the examples to learn and those held out, `used` their tokens.
+        """
         best, rates = self._at_each_rate(folder, name, parts, report)
         found = DatasetTrained(
             name=name,

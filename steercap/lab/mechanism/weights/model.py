@@ -15,7 +15,7 @@ from torch import nn
 from steercap.architectures.families import family_of
 from steercap.core.values import index_of, shown
 from steercap.errors import LayerOutOfRange, UnsupportedModel
-from steercap.files.fingerprint import weights_of
+from steercap.files.fingerprint import weights_digest
 from steercap.lab.mechanism.weights import TensorFiles, configuration, read_tokenizer, skeleton
 from steercap.lab.mechanism.weights.applied import AttentionBlock, FeedForward, RoutedExperts
 from steercap.lab.mechanism.weights.blocks import (
@@ -95,9 +95,9 @@ class ModelWeights:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 that identifies the checkpoint's files: `files.fingerprint.weights_of`, and when each was written."""
+        """SHA-256 that identifies the checkpoint: `files.fingerprint.weights_digest`, and when each was written."""
         paths = sorted(set(self._files.held.values()))
-        written = [weights_of(paths[0].parent), *(str(path.stat().st_mtime_ns) for path in paths)]
+        written = [weights_digest(paths[0].parent), *(str(path.stat().st_mtime_ns) for path in paths)]
         return hashlib.sha256(" ".join(written).encode()).hexdigest()
 
     @property
