@@ -13,7 +13,7 @@ from steercap.core.schema import RAW, Coding, PointSchema
 from steercap.core.spec import Point
 from steercap.kernels.codecs import ENCODINGS
 from steercap.kernels.codecs.coded import CodedRows
-from steercap.lab.datasets import DatasetFolder, Definition, Index, PointFormat, Shard, define
+from steercap.lab.datasets import DatasetDefinition, DatasetFolder, Index, PointFormat, Shard, define
 
 MODEL = {"name": "tiny", "weights": "0" * 64}
 POINTS = {
@@ -22,7 +22,7 @@ POINTS = {
 }
 
 
-def definition_of(coding: Coding = RAW, *, points=POINTS, documents: int = 4, every: int = 1) -> Definition:
+def definition_of(coding: Coding = RAW, *, points=POINTS, documents: int = 4, every: int = 1) -> DatasetDefinition:
     return define(
         MODEL, points, coding=coding, documents_per_shard=documents, asked={"context": 8}, statistics_every=every
     )
@@ -44,7 +44,7 @@ def rows_of(known: PointFormat, count: int, seed: int) -> torch.Tensor | CodedRo
     return CodedRows(known.coding, known.schema, codec.parts(stored, known.schema, known.coding), constants=constants)
 
 
-def shard_of(definition: Definition, number: int, documents: int | None = None, *, pieces: int = 1) -> Shard:
+def shard_of(definition: DatasetDefinition, number: int, documents: int | None = None, *, pieces: int = 1) -> Shard:
     """A shard whose documents have 1 to 9 tokens, in windows of 8."""
     documents = definition.documents_per_shard if documents is None else documents
     first = number * definition.documents_per_shard
@@ -63,7 +63,7 @@ def shard_of(definition: Definition, number: int, documents: int | None = None, 
 
 
 def folder_of(
-    path: Path | str, definition: Definition, shards: int = 3, last: int = 2, *, complete: bool = True
+    path: Path | str, definition: DatasetDefinition, shards: int = 3, last: int = 2, *, complete: bool = True
 ) -> DatasetFolder:
     """A folder of so many shards, the last of which has `last` documents."""
     folder = DatasetFolder.begin(path, definition)

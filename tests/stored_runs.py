@@ -38,7 +38,7 @@ from steercap.cli.prompts import Prompt
 from steercap.cli.terminal import Output, Terminal
 from steercap.core.spec import Point
 from steercap.core.tokens import TokenSelection
-from steercap.files.fingerprint import tokenizer_digest, weights_of
+from steercap.files.fingerprint import tokenizer_digest, weights_digest
 from steercap.kernels.sketches import SKETCHES
 from steercap.lab.datasets.collecting import OneIn, collect
 from steercap.lab.datasets.definition import DATASET
@@ -349,9 +349,9 @@ def copied(name: str, folder: Path, model: Path, tokenizer: Any = None) -> Path:
     """
     shutil.copytree(STORED / name, folder)
     if name == "captures":  # whose files name the path too, which nothing compares
-        _replace(folder / "manifest.json", {PATH: str(model), WEIGHTS: weights_of(model), NAME: model.name})
+        _replace(folder / "manifest.json", {PATH: str(model), WEIGHTS: weights_digest(model), NAME: model.name})
         return folder
-    known = {WEIGHTS: weights_of(model), NAME: model.name}
+    known = {WEIGHTS: weights_digest(model), NAME: model.name}
     known |= {} if tokenizer is None else {TOKENIZER: tokenizer_digest(tokenizer)}
     derived = DERIVED[name](folder) if name in DERIVED else []
     for path in folder.rglob("*.json"):

@@ -153,7 +153,7 @@ class Connection:
         #: Function to call with the error when the engine has died.
         self.on_death: Callable[[EngineDied], object] | None = None
         self._processes = Processes(folder)
-        self.watch: Final = ConnectionWatch(llm, self._processes, self._tell)
+        self.watch: Final = ConnectionWatch(llm, self._processes, self._report_death)
         self._dead = False
         self._llm: AsyncLLM | None = llm
         self._closing = False
@@ -253,7 +253,8 @@ class Connection:
             self.watch.look()
         return self._dead
 
-    def _tell(self) -> None:
+    def _report_death(self) -> None:
+        """Report the engine's death to `on_death`, unless it is being closed."""
         if not self._closing:
             self._dead = True
             if self.on_death is not None:

@@ -44,7 +44,7 @@ def attention_rules(
 
 def rule_of(attention: Any) -> AttentionRule:
     """Return the rule of an attention module; if it is not understood, the rule gives the reason."""
-    if unknown := _unknown(attention):
+    if unknown := _unsupported(attention):
         return AttentionRule(0.0, unknown=unknown)
     impl = attention.impl
     sinks = getattr(impl, "sinks", None)
@@ -56,8 +56,8 @@ def rule_of(attention: Any) -> AttentionRule:
     )
 
 
-def _unknown(attention: Any) -> str:
-    """Return the features of a module that a rule cannot express, or ""."""
+def _unsupported(attention: Any) -> str:
+    """Describe what an `AttentionRule` cannot express in vLLM's attention module, joined by "; "; "" if nothing."""
     if type(attention) is not Attention:
         return f"its attention is vLLM's {type(attention).__name__}"
     require("Attention", attention)

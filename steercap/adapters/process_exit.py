@@ -143,7 +143,7 @@ class Processes:
         self._first: int | None = None
 
     def watch(self, places: Iterable[str]) -> None:
-        """Watch the processes of these `place`s that are on this machine."""
+        """Watch the processes of this machine among `places`, which are results of `place()`."""
         here = place().rpartition(" ")[0]
         for machine, _, pid in (one.rpartition(" ") for one in places):
             if here and machine == here and int(pid) not in self._watched.values():

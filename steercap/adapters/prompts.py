@@ -18,7 +18,7 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from steercap.core.chat import MediaSpan
-from steercap.core.prompts import no_room, no_token, require_salt, whole_ids
+from steercap.core.prompts import ids_of_prompt, no_room, no_token, require_salt
 from steercap.core.values import Mask, choices, shown
 from steercap.errors import InvalidPrompt
 
@@ -105,7 +105,7 @@ def prompt_dict(prompt: Mapping[Any, Any]) -> dict[str, Any]:
         )
     require_salt(found.get("cache_salt"))
     if found.get("prompt_token_ids") is not None:
-        found["prompt_token_ids"] = whole_ids(found["prompt_token_ids"])
+        found["prompt_token_ids"] = ids_of_prompt(found["prompt_token_ids"])
     return found
 
 

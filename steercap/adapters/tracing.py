@@ -24,7 +24,7 @@ from steercap.architectures.derivation import Layer
 from steercap.architectures.families.base import Family, located
 from steercap.architectures.families.derived import FIELDS, Traced, TracedCall, joined, reading_more
 from steercap.architectures.sites.base import of_input, read_by
-from steercap.architectures.sites.residual import first_terms, taken_by
+from steercap.architectures.sites.residual import stream_and_residual, taken_by
 
 #: Sizes of the elements of the stream and of attention's rows in the passes: a block's output that drowns in the one is
 #: seen in another, and so is what else is added.
@@ -176,7 +176,7 @@ class _TracedPass:
 
     def _watch_module(self, path: str, module: nn.Module, layer_trace: _LayerTrace, hooks: ExitStack) -> None:
         at, name = read_by(module)
-        terms = first_terms(module)
+        terms = stream_and_residual(module)
         open_calls: list[list[Any]] = []
 
         def begin(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 #: Maximum number of handles that are read from disk at once.
 READS: Final = 8
 #: Maximum number of sequences that are recomputed at once.
-AGAIN: Final = 64
+RECOMPUTED_AT_ONCE: Final = 64
 
 
 async def fetch_all(lifecycles: Sequence[Lifecycle]) -> None:
@@ -79,13 +79,14 @@ async def fetched_in_parts(lifecycle: Lifecycle, rows: int) -> AsyncGenerator[Fo
         await lifecycle.wait_for_move()
         lifecycle.require_wanted()
         source = lifecycle.source
-        if lifecycle.stage is Stage.KEPT and isinstance(source, Source) and source.again is None and source.divisible:
+        kept = lifecycle.stage is Stage.KEPT and lifecycle.recompute is None
+        if kept and isinstance(source, Source) and source.divisible:
             lifecycle.fetch()
             lifecycle.in_chunks = True
             try:
                 for part in (replace(source, expected=each) for each in parts_of(source.expected, rows)):
                     (delivery,) = await part.collect([part])
-                    yield part.found(delivery)
+                    yield part.checked(delivery)
                     lifecycle.require_wanted()
             finally:
                 lifecycle.in_chunks = False
@@ -107,7 +108,7 @@ async def _fetch(pending: Sequence[Lifecycle]) -> None:
     if len(places) != 1:
         raise InvalidRequest(f"these handles belong to {len(places)} models; fetch the handles of one model at a time")
     errors: list[SteercapError] = []
-    lost = dict.fromkeys(lifecycle for lifecycle in pending if lifecycle.again is not None)
+    lost = dict.fromkeys(lifecycle for lifecycle in pending if lifecycle.recompute is not None)
     spilled = [lifecycle for lifecycle in pending if lifecycle.stage is Stage.SPILLED and lifecycle not in lost]
     kept = [lifecycle for lifecycle in pending if lifecycle.stage is Stage.KEPT and lifecycle not in lost]
     try:
@@ -116,11 +117,11 @@ async def _fetch(pending: Sequence[Lifecycle]) -> None:
         try:
             await _collect(errors, kept)
         except EngineFailure:
-            if any(lifecycle.again is None for lifecycle in kept):
+            if any(lifecycle.recompute is None for lifecycle in kept):
                 raise
             lost |= dict.fromkeys(kept)  # it died meanwhile
         await each_of(spilled, partial(_read_back, errors), READS)
-        await each_of(lost, partial(_recompute, errors), AGAIN)
+        await each_of(lost, partial(_recompute, errors), RECOMPUTED_AT_ONCE)
     finally:
         for lifecycle in pending:
             lifecycle.end_fetch()
@@ -147,7 +148,7 @@ async def _collect(errors: list[SteercapError], kept: Sequence[Lifecycle]) -> No
 async def _recompute(errors: list[SteercapError], lifecycle: Lifecycle) -> None:
     """Recompute the rows of one handle. Fetched rows take no worker memory, so a batch cannot fill it."""
     try:
-        if (recompute := lifecycle.again) is not None:
+        if (recompute := lifecycle.recompute) is not None:
             lifecycle.take(await recompute.rows())
     except SteercapError as error:
         errors.append(error)
@@ -158,7 +159,7 @@ async def _read_back(errors: list[SteercapError], lifecycle: Lifecycle) -> None:
         with _noted(errors):
             await lifecycle.read_back()
     except ModelClosed:  # with its engine, which has died meanwhile
-        if lifecycle.again is None:
+        if lifecycle.recompute is None:
             raise
         await _recompute(errors, lifecycle)
 

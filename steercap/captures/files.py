@@ -113,6 +113,7 @@ def encode(saved: Saved) -> bytes:
 
 
 def _tensors(saved: Saved) -> dict[str, torch.Tensor]:
+    """Return everything of a captures file that is a tensor, by its name there."""
     tensors = {name: tensor.contiguous() for point, rows in saved.rows.items() for name, tensor in named(point, rows)}
     tensors |= _attention(saved)
     tensors["positions"] = saved.positions

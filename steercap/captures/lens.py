@@ -136,7 +136,7 @@ def _translator(
 
 
 #: Sites of the stream, of which the last comes before the final norm.
-STREAM: Final = ("embed", "resid_pre", "resid_mid", "resid_post")
+LENS_SITES: Final = ("embed", "resid_pre", "resid_mid", "resid_post")
 #: The site behind the norm.
 BEHIND: Final = "final_norm"
 #: Maximum bytes of rows, or of logits, in one call to the workers, during which no other pass of the model runs.
@@ -242,8 +242,8 @@ def point_of(points: Sequence[Point], num_layers: int, layer: int | None, site: 
     Raises:
         InvalidRequest: rows that were not captured, or are not of the stream.
     """
-    if site is not None and site not in {*STREAM, BEHIND}:
-        raise InvalidRequest(f"lens: site={shown(site)}; rows of the stream are at {', '.join((*STREAM, BEHIND))}")
+    if site is not None and site not in {*LENS_SITES, BEHIND}:
+        raise InvalidRequest(f"lens: site={shown(site)}; rows of the stream are at {', '.join((*LENS_SITES, BEHIND))}")
     (last,) = placed([Point(num_layers - 1, site or BEHIND)], num_layers)
     if layer is not None:
         index = index_of(layer)

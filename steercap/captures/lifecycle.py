@@ -83,14 +83,14 @@ _FREED: Final = frozenset({Stage.SPILLED, Stage.RETURNING, Stage.HERE, Stage.GON
 _DROPPED: Final = frozenset({Stage.HERE, Stage.GONE})
 
 
-class Lost(Protocol):
+class Recomputable(Protocol):
     """Rows that can be recomputed if they are lost with their engine; see `requests.recompute`."""
 
     @property
     def place(self) -> object:
         """See `Origin.place`."""
 
-    def is_so(self) -> bool:
+    def can_recompute(self) -> bool:
         """Return True if the rows are lost and another engine can recompute them."""
 
     async def with_restart(self, work: Callable[[Engine], Awaitable[Value]]) -> Value:
@@ -108,7 +108,7 @@ class Origin(Protocol):
         """Identity of the engine or server; rows of one place are fetched together."""
 
     @property
-    def again(self) -> Lost | None:
+    def recompute(self) -> Recomputable | None:
         """Object that recomputes the rows, if their engine has died and another can do it; else None."""
 
     def require_open(self) -> None:
@@ -121,7 +121,7 @@ class Origin(Protocol):
     async def collect(self, origins: Sequence[Any]) -> Sequence[Any]:
         """Fetch the rows of several origins of the same place, unchecked."""
 
-    def found(self, delivery: Any) -> Found:
+    def checked(self, delivery: Any) -> Found:
         """Check fetched rows of this origin against the expected ones, and return them.
 
         Raises:
@@ -144,14 +144,14 @@ class Source:
         owner: key of the rows in the workers.
         reservation: the memory they take.
         expected: the expected rows; the last token has no row, since it was never an input.
-        lost: means to recompute them if the engine has died, or None.
+        recomputable: object that can recompute them once the engine has died, or None.
     """
 
     engine: Engine
     owner: Owner
     reservation: Reservation
     expected: Expected
-    lost: Lost | None = None
+    recomputable: Recomputable | None = None
 
     @property
     def wanted(self) -> Wanted:
@@ -166,11 +166,11 @@ class Source:
 
     @property
     def place(self) -> object:
-        return self.engine if self.lost is None else self.lost.place
+        return self.engine if self.recomputable is None else self.recomputable.place
 
     @property
-    def again(self) -> Lost | None:
-        return self.lost if self.lost is not None and self.lost.is_so() else None
+    def recompute(self) -> Recomputable | None:
+        return self.recomputable if self.recomputable is not None and self.recomputable.can_recompute() else None
 
     async def with_restart(self, work: Callable[[Engine], Awaitable[Value]]) -> Value:
         """Await `work` on the engine, or on the one that replaced it.
@@ -179,10 +179,10 @@ class Source:
             EngineFailure: none lives.
             Whatever `work` raises.
         """
-        return await (work(self.engine) if self.lost is None else self.lost.with_restart(work))
+        return await (work(self.engine) if self.recomputable is None else self.recomputable.with_restart(work))
 
     def require_open(self) -> None:
-        if self.again is None:
+        if self.recompute is None:
             self.engine.require_open()
         else:
             self.engine.home.require()
@@ -190,7 +190,7 @@ class Source:
     async def collect(self, origins: Sequence[Source]) -> Sequence[Any]:
         return await self.engine.collect([origin.wanted for origin in origins])
 
-    def found(self, delivery: Any) -> Found:
+    def checked(self, delivery: Any) -> Found:
         rows, receipt = received(self.expected, delivery, self.engine.vllm.points)
         return Found(Captures(rows, self.engine.vllm.num_layers), receipt)
 
@@ -217,7 +217,7 @@ class Lifecycle(NonCopyable, instead="its rows have one owner"):
         turn: lock held by a fetch.
         spilled: the rows, if they are on disk; or the error found when they were checked on the way there.
         in_chunks: True while a loop over `chunks` reads the rows.
-        idiom: style in which messages show code.
+        call_style: style in which messages show code.
     """
 
     def __init__(self, name: str, *, source: Origin | None = None, found: Found | None = None) -> None:
@@ -230,7 +230,7 @@ class Lifecycle(NonCopyable, instead="its rows have one owner"):
         self.in_chunks = False
         self._rested = asyncio.Event()  # they are not, or no longer, on their way to disk
         self._rested.set()
-        self.idiom = AWAITED
+        self.call_style = AWAITED
         self._finalizer: weakref.finalize[..., Lifecycle] | None = None
         if source is not None:
             self._finalizer = weakref.finalize(self, source.give_back_from_any_thread)
@@ -246,8 +246,8 @@ class Lifecycle(NonCopyable, instead="its rows have one owner"):
         self.require_wanted()
         if self.found is None:
             raise CaptureNotFetched(
-                f"{self.name} is not fetched; `{self.idiom.call}handle.fetch()`, or "
-                f"`{self.idiom.call}model.fetch_captures_batch(handles)` for many at once"
+                f"{self.name} is not fetched; `{self.call_style.call}handle.fetch()`, or "
+                f"`{self.call_style.call}model.fetch_captures_batch(handles)` for many at once"
             )
         return self.found
 
@@ -268,10 +268,10 @@ class Lifecycle(NonCopyable, instead="its rows have one owner"):
         """Check delivered rows and keep them; drop them if they were released meanwhile.
 
         Raises:
-            CaptureIncomplete, CaptureNotFinite, CaptureReleased: see `Origin.found`; they stay where they are.
+            CaptureIncomplete, CaptureNotFinite, CaptureReleased: see `Origin.checked`; they stay where they are.
         """
         if self.stage is Stage.COMING and self.source is not None:
-            self.take(self.source.found(delivery))
+            self.take(self.source.checked(delivery))
 
     def take(self, found: Found) -> None:
         """Take checked rows; rows released meanwhile are dropped."""
@@ -299,9 +299,9 @@ class Lifecycle(NonCopyable, instead="its rows have one owner"):
             self._advance(Event.FAIL)
 
     @property
-    def again(self) -> Lost | None:
+    def recompute(self) -> Recomputable | None:
         """Object that recomputes the rows, if their engine has died and another can do it; else None."""
-        return None if self.source is None else self.source.again
+        return None if self.source is None else self.source.recompute
 
     # On the way to disk, for whoever makes room
 
@@ -332,7 +332,7 @@ class Lifecycle(NonCopyable, instead="its rows have one owner"):
         """
         assert self.source is not None
         try:
-            found = self.source.found(delivery)
+            found = self.source.checked(delivery)
         except (CaptureIncomplete, CaptureNotFinite) as error:
             return error
         return Spilled.write(found, file, dropped)

@@ -127,7 +127,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
-class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class ManifestRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Manifest entry of one file of captures: of a request, or of a recorded one's sample and codec.
 
     Args:
@@ -165,7 +165,7 @@ class JournalLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     """Line of the journal: a new layout or a new request."""
 
     layout: Layout | None = None
-    request: Request | None = None
+    request: ManifestRequest | None = None
 
 
 class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -184,7 +184,7 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str
     asked: dict[str, Any]
     layouts: tuple[Layout, ...] = ()
-    requests: tuple[Request, ...] = ()
+    requests: tuple[ManifestRequest, ...] = ()
 
     def __post_init__(self) -> None:
         if self.version != VERSION:  # msgspec's decoder turns it into an error about the file
@@ -260,11 +260,11 @@ class Manifest:
         return self.document.model
 
     @property
-    def requests(self) -> tuple[Request, ...]:
+    def requests(self) -> tuple[ManifestRequest, ...]:
         """Entries of the captures, in order of their file names."""
         return self.document.requests
 
-    def layout_of(self, request: Request) -> Layout:
+    def layout_of(self, request: ManifestRequest) -> Layout:
         """Return the storage format of a request's rows."""
         return self.document.layouts[request.layout]
 
@@ -279,7 +279,7 @@ class Manifest:
                 raise InvalidFile(f"{self.folder / request.file} {wrong}; copy it again, or capture it again")
             yield CaptureHandle.load(self.folder / request.file)
 
-    def wrong(self, request: Request, *, content: bool = True) -> str:
+    def wrong(self, request: ManifestRequest, *, content: bool = True) -> str:
         """Return the reason why the file of a request is not the one that was listed; "" if it is.
 
         Args:
@@ -319,17 +319,19 @@ def layout_of(saved: Saved) -> Layout:
     return Layout(points, "summary" if summary else returned, header.reduce, header.directions, versions())
 
 
-def request_of(saved: Saved, path: Path, layout: int, answer_id: str = "", time: float | None = None) -> Request:
+def request_of(
+    saved: Saved, path: Path, layout: int, answer_id: str = "", time: float | None = None
+) -> ManifestRequest:
     """Return the manifest entry of a handle that was written.
 
     Args:
         saved: content of its file.
         path: the file.
         layout: index of its layout.
-        answer_id, time: see `Request`.
+        answer_id, time: see `ManifestRequest`.
     """
     header, kept = saved.header, next(iter(saved.rows.values()))
-    return Request(
+    return ManifestRequest(
         file=path.name,
         bytes=path.stat().st_size,
         sha256=sha256_of(path),

@@ -20,7 +20,7 @@ import msgspec
 
 from steercap.captures.files import bytes_of
 from steercap.captures.handle import CaptureHandle
-from steercap.captures.manifest import FILE, JOURNAL, JournalLine, Manifest, Request
+from steercap.captures.manifest import FILE, JOURNAL, JournalLine, Manifest, ManifestRequest
 from steercap.captures.saving import CaptureRun, forget_run
 from steercap.core.display import brief
 from steercap.core.values import choices, shown
@@ -78,7 +78,7 @@ class RecordedRequest:
     """
 
     manifest: Manifest
-    files: tuple[Request, ...]
+    files: tuple[ManifestRequest, ...]
 
     __repr__ = brief
 

@@ -23,7 +23,7 @@ from steercap.captures.manifest import (
     JournalLine,
     Layout,
     Manifest,
-    Request,
+    ManifestRequest,
     is_name,
     layout_of,
     request_of,
@@ -101,11 +101,11 @@ class CaptureRun:
         return f"CaptureRun({str(self.folder)!r}, {len(self.requests):,} requests of {self._document.model!r})"
 
     @property
-    def requests(self) -> Mapping[str, Request]:
+    def requests(self) -> Mapping[str, ManifestRequest]:
         """Entries of the run, by file name."""
         return self._requests
 
-    def layout_of(self, request: Request) -> Layout:
+    def layout_of(self, request: ManifestRequest) -> Layout:
         """Return the storage format of a request's rows."""
         return self._known[request.layout]
 
@@ -114,7 +114,7 @@ class CaptureRun:
         """Manifest of the folder as it is now."""
         return Manifest(self.folder, self._document.extended(self._new))
 
-    def add(self, handle: CaptureHandle, name: str | None = None) -> Request:
+    def add(self, handle: CaptureHandle, name: str | None = None) -> ManifestRequest:
         """Write the captures of a handle, and list them; if this fails, neither is done.
 
         Args:
@@ -128,13 +128,13 @@ class CaptureRun:
         """
         return self._add({self._path(name): handle})[0]
 
-    def record(self, handles: Sequence[CaptureHandle], *, answer_id: str, time: float) -> list[Request]:
+    def record(self, handles: Sequence[CaptureHandle], *, answer_id: str, time: float) -> list[ManifestRequest]:
         """Write the captures of one request of a server, a file for each handle, and list all of them at once; if this
         fails, nothing is listed.
 
         Args:
             handles: fetched handles.
-            answer_id, time: see `Request`.
+            answer_id, time: see `ManifestRequest`.
 
         Raises:
             InvalidRequest, CaptureNotFetched, OSError: as for `add`.
@@ -144,7 +144,7 @@ class CaptureRun:
 
     def _add(
         self, handles: Mapping[Path, CaptureHandle], answer_id: str = "", time: float | None = None
-    ) -> list[Request]:
+    ) -> list[ManifestRequest]:
         """Write files and list them together."""
         before, known, new = self._journal.size, dict(self._layouts), list[JournalLine]()
         try:

@@ -212,7 +212,7 @@ class SiteCodecs:
         return found
 
     def _coded(self, handle: CaptureHandle, *, prompts: bool) -> list[CaptureHandle]:
-        """Return a handle for each codec, without attention."""
+        """Return a handle for each codec, or this one if all sites share a codec; without attention."""
         if self.alike:
             whole = Found(handle.captures, handle.receipt)
             return [handle if prompts else holding(handle, whole, prompts=False)]

@@ -139,7 +139,7 @@ def compared(comparison: CheckpointComparison, out: Path, terminal: Terminal) ->
 
 
 def register_comparison(app: typer.Typer) -> None:
-    """Add the command of two checkpoints."""
+    """Add the command `compare`, which compares two checkpoints."""
 
     @command(
         app,

@@ -16,7 +16,7 @@ from steercap.cli.prompts import run_each
 
 if TYPE_CHECKING:
     from steercap.captures.handle import CaptureHandle
-    from steercap.captures.manifest import Layout, Manifest, Request
+    from steercap.captures.manifest import Layout, Manifest, ManifestRequest
     from steercap.captures.saving import CaptureRun
     from steercap.cli.prompts import Prompt
     from steercap.cli.terminal import Terminal
@@ -88,7 +88,7 @@ class Store:
             for run in self._runs:
                 run.close()
 
-    def save(self, handle: CaptureHandle, name: str) -> tuple[Path, Layout, Request]:
+    def save(self, handle: CaptureHandle, name: str) -> tuple[Path, Layout, ManifestRequest]:
         """Write rows under a name and list them; return the folder and the entries of the manifest.
 
         Raises:
@@ -198,7 +198,7 @@ def arguments_of_model(model: SteerModel, spec: CaptureSpec, steering: SteeringS
     }
 
 
-def captured_of(folder: Path, layout: Layout, request: Request, prompt: Prompt, text: str) -> Captured:
+def captured_of(folder: Path, layout: Layout, request: ManifestRequest, prompt: Prompt, text: str) -> Captured:
     """Return the summary of one prompt's capture from the manifest of its run."""
     first = next(iter(layout.points[0].tensors.values()))
     return Captured(

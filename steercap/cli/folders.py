@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from steercap.lab.datasets import DatasetFolder, Receipt
-    from steercap.lab.studies.sweeps.grid import Definition
+    from steercap.lab.studies.sweeps.grid import SweepDefinition
 
 
 def inspected_dataset(path: Path, *, verify: bool) -> tuple[dict[str, Any], list[RenderableType]]:
@@ -177,7 +177,7 @@ def _sweep(path: Path) -> Found:
     return document, [facts(str(path), known)]
 
 
-def _requested_answers(definition: Definition) -> int:
+def _requested_answers(definition: SweepDefinition) -> int:
     """Return the number of answers that a sweep asks for, which does not depend on its vectors' values."""
     from steercap.lab.studies.sweeps import Sweep
     from steercap.steering.layers import LayerVectors

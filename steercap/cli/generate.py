@@ -158,7 +158,7 @@ def report(model: str, answers: list[PrintedAnswer], out: Path | None, terminal:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands."""
+    """Add the commands `demo` and `generate` to the app."""
 
     @command(app, "demo", examples=["steercap demo", "steercap demo --out /tmp/demo"])
     async def demo(

@@ -210,7 +210,9 @@ def _cell(value: Any) -> str:
     return text if len(text) <= CELL else f"{text[: CELL - 1]}…"
 
 
-def _inspect(app: typer.Typer) -> None:
+def register(app: typer.Typer) -> None:
+    """Add the command `inspect` to the app."""
+
     @command(
         app,
         "inspect",
@@ -236,8 +238,3 @@ def _inspect(app: typer.Typer) -> None:
         terminal.show(document, *tables)
         if document.get("wrong"):
             raise typer.Exit(FAILED)
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    _inspect(app)

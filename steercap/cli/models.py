@@ -230,14 +230,14 @@ def _config_of(checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
 def _sites(standing: Standing, config: Any, layers: int) -> dict[str, str]:
     """Return the layers of each site, as far as the configuration says."""
     from steercap.architectures.families import FAMILIES
-    from steercap.architectures.families.derived import SITES as STREAM
+    from steercap.architectures.families.derived import SITES as NEEDED_SITES
     from steercap.architectures.sites import SITES
 
     if standing.state in {"refused", "unknown"}:
         return {}
     every = _spans(range(layers)) if layers else "all"
     if not standing.family or config is None or not layers:
-        return dict.fromkeys(STREAM, every)
+        return dict.fromkeys(NEEDED_SITES, every)
     family: Family = FAMILIES[standing.family]
     text, found = config.get_text_config(), {}
     for name, site in SITES.items():
@@ -324,7 +324,7 @@ def register(app: typer.Typer) -> None:
         every operation; the worst row's error is shown. Others are served too, if they pass the checks at start. Given
         a model's folder or hub name, show how it would be served, without starting it: sites, layers, memory, command.
         """
-        from steercap.architectures.families.proved import TITLES, columns, records
+        from steercap.architectures.families.proved import TITLES, cells_of, records
 
         if not refused and _is_model(part):
             answer = facts_of(part)
@@ -340,6 +340,6 @@ def register(app: typer.Typer) -> None:
         for title in ("architecture", "configuration", "why") if refused else TITLES:
             table.add_column(title, overflow="fold")
         for record in found:
-            cells = (record.architecture, record.name, record.refused) if refused else columns(record)
+            cells = (record.architecture, record.name, record.refused) if refused else cells_of(record)
             table.add_row(*map(Text, cells))
         terminal.show(found, table)

@@ -116,6 +116,7 @@ def _slice(text: str) -> slice:
 
 
 def _integer(part: str, text: str) -> int:
+    """Parse one number of `text`, which holds layers; raise BadParameter if it is none."""
     try:
         return int(part)
     except ValueError:

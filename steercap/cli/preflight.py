@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from steercap.steering.spec import SteeringSpec
 
 #: Sites whose rows are as wide as the residual stream, which config.json gives.
-STREAM = ("embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "final_norm")
+HIDDEN_WIDTH_SITES = ("embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "final_norm")
 #: Arguments of vLLM that override config.json.
 OVERRIDES = ("hf_overrides", "hf_config_path")
 #: Engine arguments that, left out of a command, are those of the warm engine.
@@ -92,13 +92,13 @@ class Preflight:
             wanted = spec.points if spec.project is None else partial(points_of, spec)
             coding, points = codec_for(spec, self.settings), placed(wanted(self.model.layers), self.model.layers)
             check_armed(points, self.points, SITES)
-            wide = [point for point in points if point.site in STREAM and 0 < self.model.width < coding.k]
+            wide = [point for point in points if point.site in HIDDEN_WIDTH_SITES and 0 < self.model.width < coding.k]
             if wide and spec.project is None:
                 raise InvalidSpec(
                     f"codec={coding.encoding!r} with k={coding.k} keeps more numbers than the {self.model.width} of a "
                     f"row at {wide[0]}; give a smaller k="
                 )
-            if spec.project is not None and spec.project.site in STREAM:
+            if spec.project is not None and spec.project.site in HIDDEN_WIDTH_SITES:
                 self.check_width(spec.project.width, "--project")
 
     def check_recorded(self, settings: RecordSettings) -> None:
@@ -140,7 +140,7 @@ class Preflight:
             from steercap.core.schema import PointSchema
             from steercap.steering.lowering import lower
 
-            if any(edit.site not in STREAM for edit in spec.of_rows()):
+            if any(edit.site not in HIDDEN_WIDTH_SITES for edit in spec.of_rows()):
                 return  # the width of other rows is known only when the model is loaded
             schema = PointSchema((self.model.width,), self.model.dtype or "float32")
             lower(
@@ -152,7 +152,7 @@ class Preflight:
             )
 
     def check_directions(self, directions: DirectionSet, layers: Layers | None) -> None:
-        """Check that there are directions of the stream's width at some layers; None for all that they have.
+        """Check directions' layers (None: all) if the model's number is known, and width at `HIDDEN_WIDTH_SITES`.
 
         Raises:
             LayerOutOfRange, PointNotArmed: a layer that the model or the directions do not have.
@@ -164,7 +164,7 @@ class Preflight:
             at = directions.layers if layers is None else resolve_layers(layers, self.model.layers)
             directions.at_layers(at)
             self.check_layers(at, directions.site)
-        if directions.site in STREAM:
+        if directions.site in HIDDEN_WIDTH_SITES:
             self.check_width(directions.width, "--directions")
 
     def check_width(self, width: int, what: str) -> None:

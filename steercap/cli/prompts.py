@@ -165,6 +165,7 @@ def _stdin() -> str:
 
 
 def _parsed(name: str, number: int, line: str) -> Any:
+    """Parse a line of a file as JSON; raise InvalidFile, with name and number of the line, if it is none."""
     try:
         return msgspec.json.decode(line)
     except msgspec.DecodeError as error:

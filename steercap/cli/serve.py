@@ -17,7 +17,7 @@ from steercap.cli.command import command, uv_loops
 from steercap.cli.destinations import RecordOptions
 from steercap.cli.engines import SMOLLM2, ModelOptions, located, pairs_of
 from steercap.cli.parsing import named, steering_in
-from steercap.cli.preflight import STREAM, preflight
+from steercap.cli.preflight import HIDDEN_WIDTH_SITES, preflight
 from steercap.cli.terminal import Terminal
 from steercap.config import CPU
 from steercap.engine.checkpoint import require_reachable, require_there
@@ -109,7 +109,9 @@ class ServeOptions:
         return found
 
 
-def _serve(app: typer.Typer) -> None:
+def register(app: typer.Typer) -> None:
+    """Add the command `serve` to the app."""
+
     @command(
         app,
         "serve",
@@ -248,15 +250,10 @@ def checked(
     there = preflight(ModelOptions(model, engine_arg=list(engine_arg or ())), **own)
     for name in settings.vectors:
         content = names.library.get(name, OPERATOR).content
-        if not isinstance(content, SteeringSpec) and content.site in STREAM:
+        if not isinstance(content, SteeringSpec) and content.site in HIDDEN_WIDTH_SITES:
             there.check_width(content.width, f"--vectors {name}")
     for steering in names.presets.values():
         there.check_steering(steering)
     if settings.record is not None:
         there.check_recorded(settings.record)
     return names
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    _serve(app)

@@ -35,6 +35,7 @@ from steercap.core.extras import extra
 from steercap.core.prompts import (
     CallArguments,
     each,
+    ids_of_prompt,
     is_conversation,
     no_room,
     no_token,
@@ -44,7 +45,6 @@ from steercap.core.prompts import (
     template_arguments,
     warn_of_doubled,
     warn_of_room,
-    whole_ids,
     without_media,
 )
 from steercap.core.receipt import SteeringReceipt
@@ -417,7 +417,7 @@ class RemoteAnswers:
 
 def _lifecycle(name: str, rows: RemoteRows, connection: Connection) -> Lifecycle:
     found = Lifecycle(name, source=rows)
-    found.idiom = connection.idiom
+    found.call_style = connection.call_style
     return found
 
 
@@ -441,7 +441,7 @@ def _prompt_json(prompt: Any) -> str | list[int]:
         )
     require_salt(prompt.get("cache_salt"))
     if name == "prompt_token_ids":
-        return whole_ids(prompt[name])
+        return ids_of_prompt(prompt[name])
     if not isinstance(prompt[name], str):
         raise InvalidPrompt(f"prompt={shown(prompt[name])} in a prompt dict; give a str")
     return require_text(prompt[name])

@@ -87,7 +87,7 @@ class Connection:
         url: without "/v1".
         socket: path of the server's Unix socket, "" if it has none.
         running: tasks that run on it; cancelled when it is closed.
-        idiom: style in which messages show code.
+        call_style: style in which messages show code.
 
     Raises:
         InvalidSetting: the url or the timeout is none.
@@ -103,7 +103,7 @@ class Connection:
         self.url = f"{SCHEME}{self.socket}" if self.socket else url.rstrip("/").removesuffix("/v1")
         self.api_key = api_key
         self.running: set[asyncio.Task[Any]] = set()
-        self.idiom = AWAITED
+        self.call_style = AWAITED
         self._name = name
         self._timeout = timeout
         self._transport = transport
@@ -233,7 +233,7 @@ class Connection:
         if self._described is None:
             raise ModelClosed(
                 "this RemoteModel was never started; use it inside "
-                f"`{self.idiom.manager} SteerModel.connect(...) as model:`"
+                f"`{self.call_style.manager} SteerModel.connect(...) as model:`"
             )
         return self._described
 
@@ -272,7 +272,8 @@ class Connection:
     def _require_not_closed(self) -> None:
         if self._closed:
             raise ModelClosed(
-                f"this RemoteModel is closed; use it inside `{self.idiom.manager} SteerModel.connect(...) as model:`"
+                "this RemoteModel is closed; use it inside "
+                f"`{self.call_style.manager} SteerModel.connect(...) as model:`"
             )
 
     # Requests

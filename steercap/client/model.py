@@ -15,7 +15,7 @@ from steercap.client.connection import BY_SOCKET, Connection, RemoteServing
 from steercap.client.uploads import VECTORS, Uploads, encoded
 from steercap.core.display import layers_by_site
 from steercap.core.extras import extra
-from steercap.core.prompts import given_ids, is_chat, require_text
+from steercap.core.prompts import ids_of_text, is_chat, require_text
 from steercap.core.protocols import NonCopyable
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Point
@@ -165,7 +165,7 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
             return await self.connection.run(lambda: tokenised(self.connection, words, special=add_special_tokens))
         if is_chat(text):
             return (await self.connection.run(lambda: templated(self.connection, text, {}, spans=False)))[0]
-        return given_ids(text)
+        return ids_of_text(text)
 
     async def stats(self) -> Stats:
         """Return the present use of the server's model, by all its clients, and its limits."""

@@ -58,7 +58,7 @@ class RemoteRows:
         return self.connection
 
     @property
-    def again(self) -> None:
+    def recompute(self) -> None:
         return None
 
     def require_open(self) -> None:
@@ -67,8 +67,8 @@ class RemoteRows:
     async def collect(self, origins: Sequence[RemoteRows]) -> Sequence[Any]:
         return await self.connection.run(lambda: each_of(origins, _fetched, _AT_ONCE))
 
-    def found(self, delivery: Any) -> Found:
-        """Return the rows of a fetched file, checked to be that of this request; see `Origin.found`.
+    def checked(self, delivery: Any) -> Found:
+        """Return the rows of a fetched file, checked to be that of this request; see `Origin.checked`.
 
         Raises:
             CaptureIncomplete: it is not.

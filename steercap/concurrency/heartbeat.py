@@ -153,7 +153,10 @@ def wants_line() -> bool:
 
 
 def _rewrite(line: str, end: str = "") -> None:
-    """Write a line over the one before, with spaces over the rest of that; a notebook knows no code that clears it."""
+    """Write a line over the one before.
+
+    Spaces cover the rest of that, since notebooks ignore the code that clears a line.
+    """
     with suppress(OSError, ValueError):  # nobody reads it any more
         sys.stderr.write(f"\r{line.ljust(_width())}{end}")
         sys.stderr.flush()

@@ -186,7 +186,9 @@ class Budget:
         return min(found, key=lambda one: one[:2])[2] if found else []
 
     def _oldest(self, engine: int, pages: int, may: Callable[[Reservation], bool]) -> list[Reservation]:
-        """Return the oldest finished reservations of an engine that `may` allows, with `pages` pages together."""
+        """Return the oldest finished reservations of an engine that `may` allows, until they have at least `pages`
+        pages. They have fewer if no more are allowed.
+        """
         reservations: list[Reservation] = []
         for reservation in self._held:
             if pages <= 0:

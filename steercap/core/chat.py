@@ -356,7 +356,7 @@ class _TextSearch:
         spelled, text = turn(self.spell(beyond)), turn(self.text)
         places = sorted(len(text) - at if backwards else at for at, _ in marks)
         if beyond.strip(_BLANK) and (len(marks) == 1 or spelled[0] not in _BLANK):
-            found = [_before(text, at, spelled) for at in places]
+            found = [_start_of(text, at, spelled) for at in places]
             if None not in found:
                 places = [at for at in found if at is not None]
                 beyond = ""
@@ -430,8 +430,8 @@ def _places(words: str) -> list[int]:
     return sorted({0, len(words) // 2, len(words), *inner[:half], *inner[-half:]})
 
 
-def _before(text: str, stop: int, words: str) -> int | None:
-    """Find the start of a text that ends at `stop`, blanks aside; None if another text stands there."""
+def _start_of(text: str, stop: int, words: str) -> int | None:
+    """Find where `words` begins in `text` if it ends at `stop`; blanks are ignored. None if it does not end there."""
     for one in reversed(words.lstrip(_BLANK)):
         if one in _BLANK:
             continue

@@ -34,32 +34,12 @@ def tokens_of(tokenizer: Any, text: Any, *, special: bool) -> list[int]:
         return list(tokenizer.encode(require_text(text), add_special_tokens=special))
     if is_chat(text):
         return templated(tokenizer, text, {}, spans=False)[0]
-    return given_ids(text)
+    return ids_of_text(text)
 
 
 def is_chat(text: Any) -> bool:
     """Check for a list of {"role", "content"} dicts."""
     return isinstance(text, Sequence) and bool(text) and all(isinstance(part, Mapping) for part in text)
-
-
-def given_ids(text: Any) -> list[int]:
-    """Check token ids given in place of a text, and return them as plain integers.
-
-    Raises:
-        InvalidSpec: something else.
-    """
-    try:
-        nothing = not len(text) and not isinstance(text, (Mapping, bytes, AbstractSet))
-    except TypeError as error:  # such as a single id, where the ids of one text were given in place of several texts
-        raise InvalidSpec(f"{shown(text)} is not a text; give texts in a list: str, token ids, or Exchange") from error
-    if nothing:
-        return []
-    if isinstance(text, (Mapping, bytes, AbstractSet)) or any(
-        isinstance(part, (str, bytes, Sequence, Mapping)) for part in text
-    ):
-        raise InvalidSpec(f"{shown(text)} is not a text; give texts in a list: str, token ids, or Exchange")
-    _, (prompt,) = listed(list(text))
-    return list(prompt["prompt_token_ids"])
 
 
 Item = TypeVar("Item")
@@ -110,6 +90,7 @@ def lines_of(items: Sequence[Item], count: int) -> Iterator[tuple[int, Sequence[
 
 @functools.cache
 def _font() -> Any:
+    """Return the font of plots, which knows the characters that it can draw."""
     with extra("plots"):
         from matplotlib.font_manager import findfont, get_font
 
@@ -192,7 +173,27 @@ def _token_ids(given: Sequence[Any]) -> list[int] | None:
     return None if None in ids else cast("list[int]", ids)
 
 
-def whole_ids(given: Any) -> list[int]:
+def ids_of_text(text: Any) -> list[int]:
+    """Check token ids given in place of a text, and return them as plain integers.
+
+    Raises:
+        InvalidSpec: something else.
+    """
+    try:
+        nothing = not len(text) and not isinstance(text, (Mapping, bytes, AbstractSet))
+    except TypeError as error:  # such as a single id, where the ids of one text were given in place of several texts
+        raise InvalidSpec(f"{shown(text)} is not a text; give texts in a list: str, token ids, or Exchange") from error
+    if nothing:
+        return []
+    if isinstance(text, (Mapping, bytes, AbstractSet)) or any(
+        isinstance(part, (str, bytes, Sequence, Mapping)) for part in text
+    ):
+        raise InvalidSpec(f"{shown(text)} is not a text; give texts in a list: str, token ids, or Exchange")
+    _, (prompt,) = listed(list(text))
+    return list(prompt["prompt_token_ids"])
+
+
+def ids_of_prompt(given: Any) -> list[int]:
     """Convert token ids, of NumPy or torch too, to plain ints.
 
     Raises:

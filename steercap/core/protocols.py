@@ -122,7 +122,7 @@ class FetchedRows(Protocol):
         """Token ids that were generated."""
 
 
-class Idiom(NamedTuple):
+class CallStyle(NamedTuple):
     """Code fragments of a call style, async or blocking, so that examples in error messages run in the caller's code.
 
     Args:
@@ -136,7 +136,7 @@ class Idiom(NamedTuple):
     script: str
 
 
-AWAITED: Final = Idiom(
+AWAITED: Final = CallStyle(
     "await ",
     "async with",
     """
@@ -150,7 +150,7 @@ AWAITED: Final = Idiom(
 )
 
 
-BLOCKING: Final = Idiom(
+BLOCKING: Final = CallStyle(
     "",
     "with",
     """

@@ -34,6 +34,7 @@ class Registry(Mapping[str, Member], Generic[Member]):
         self._members: dict[str, Member] | None = None
 
     def _loaded(self) -> dict[str, Member]:
+        """Return the members by name, sorted; they are looked for at the first call."""
         if self._members is None:
             found = self._discover(self._source) if isinstance(self._source, ModuleType) else self._source.items()
             self._members = dict(sorted(found))

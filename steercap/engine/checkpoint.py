@@ -163,7 +163,7 @@ def look_up(name: str, folder: Path | None = None) -> Checkpoint:
         _first(text, "num_hidden_layers", "n_layer"),
         _first(text, "hidden_size", "n_embd"),
         str(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype") or ""),
-        weights_of(found),
+        weight_bytes(found),
         _first(text, "max_position_embeddings", "n_positions"),
         quantization if isinstance(quantization := config.get("quantization_config"), dict) else {},
     )
@@ -186,8 +186,8 @@ def local_folder(name: str) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def weights_of(folder: Path) -> int:
-    """Return the bytes of a model's weights; vLLM reads .bin files only where there is no .safetensors."""
+def weight_bytes(folder: Path) -> int:
+    """Return the total size of a model's weights; .bin files count only without .safetensors, as in vLLM."""
     others = {"optimizer.bin", "scheduler.bin", "training_args.bin"}
     files = weight_files(folder) or [path for path in folder.glob("*.bin") if path.name not in others]
     return sum(path.stat().st_size for path in files)

@@ -22,7 +22,7 @@ from steercap.files.fingerprint import warn_of_other_model
 from steercap.kernels.codecs import ENCODINGS, MOST_INDEXED, codec_of, record_of
 from steercap.kernels.codecs.uniform import CALIBRATED
 from steercap.steering.calibration import Calibrated, calibration_of, compile_calibration
-from steercap.steering.lowering import Lowered, Projected, compile_projection, lower, points_of
+from steercap.steering.lowering import CompiledProjection, Lowered, compile_projection, lower, points_of
 from steercap.steering.monitor import Monitor, check_widths, compile_probes
 from steercap.steering.spec import SteeringSpec, spec_of
 
@@ -69,7 +69,7 @@ class Compiler:
         # Likewise, by weak references: an SAE is kept alive by its users alone, and the workers hold it as long.
         self._read: tuple[ref[CaptureSpec], ref[Readers]] | None = None
         # Compiled directions, by the points they were compiled for.
-        self._projected: WeakKeyDictionary[Any, dict[tuple[Point, ...], Projected]] = WeakKeyDictionary()
+        self._projected: WeakKeyDictionary[Any, dict[tuple[Point, ...], CompiledProjection]] = WeakKeyDictionary()
         self._calibrated: WeakKeyDictionary[Calibration, dict[tuple[Point, ...], Calibrated]] = WeakKeyDictionary()
 
     def lowered(self, steering: Any) -> Lowered:
@@ -137,7 +137,7 @@ class Compiler:
         self._read = ref(spec), ref(found)
         return found
 
-    def projected(self, spec: CaptureSpec) -> Projected | None:
+    def projected(self, spec: CaptureSpec) -> CompiledProjection | None:
         """Compile the directions that a spec projects rows on; None for whole rows.
 
         Raises:
@@ -169,7 +169,9 @@ class Compiler:
         check_widths(monitors, points, self._schemas)
         return points
 
-    def probed(self, monitors: Sequence[Monitor], points: Sequence[Point]) -> tuple[Projected, tuple[int, ...]]:
+    def probed(
+        self, monitors: Sequence[Monitor], points: Sequence[Point]
+    ) -> tuple[CompiledProjection, tuple[int, ...]]:
         """Compile the capture that monitors need by themselves; see `monitor.compile_probes`."""
         found, columns = compile_probes(monitors, points, self._armed)
         coding = Coding("projected", len(found.names))

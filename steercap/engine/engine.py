@@ -345,15 +345,11 @@ class Engine:
         with self.vllm.waiting():
             return await self.admission.claim(pages, call, engine, reductions)
 
-    def finish(self, reservation: Reservation, parts: Sequence[int]) -> list[Reservation]:
-        """Replace an ended request's reservation by one for each handle, of `parts` pages each, and return these."""
-        return self.admission.finish(reservation, parts)
-
     def abandon(self, plan: Plan, reservation: Reservation | None) -> None:
         """Free the memory of a request that was cancelled or failed, here and on the workers."""
         handles: list[Reservation | None] = [None] * plan.samples
         if reservation is not None:
-            handles = [*self.finish(reservation, [reservation.pages, *[0] * (plan.samples - 1)])]
+            handles = [*self.admission.finish(reservation, [reservation.pages, *[0] * (plan.samples - 1)])]
         for sample, handle in enumerate(handles):
             self.give_back(Owner(plan.key, sample), handle)
 
@@ -385,7 +381,7 @@ class Engine:
             self.spilling.offer(reservation, rows)
 
     async def read_spilled(self, work: Callable[[], Value]) -> Value:
-        """Read rows that were moved to disk, on a thread.
+        """Run `work`, which reads spilled rows, on a thread, and return its result.
 
         Raises:
             CaptureIncomplete: the file does not hold what was written.

@@ -14,23 +14,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from steercap.core.protocols import AWAITED, Idiom
+from steercap.core.protocols import AWAITED, CallStyle
 from steercap.errors import MainGuardMissing
 
 _ADVICE = "put the code that starts the engine behind the usual guard:\n"
 
 
-def require_main_guard(idiom: Idiom = AWAITED) -> None:
+def require_main_guard(call_style: CallStyle = AWAITED) -> None:
     """Check that a child process may import the running script again.
 
     Args:
-        idiom: call style of the script, for the message.
+        call_style: call style of the script, for the message.
 
     Raises:
         MainGuardMissing: the engine is being started at the top level of the main script, or in a child process
             that is importing it.
     """
-    advice = _ADVICE + idiom.script
+    advice = _ADVICE + call_style.script
     if getattr(multiprocessing.process.current_process(), "_inheriting", False):
         raise MainGuardMissing(f"this process was started by vLLM and is only importing the script; {advice}")
     script = getattr(sys.modules.get("__main__"), "__file__", None)

@@ -113,7 +113,11 @@ class Dictionaries:
             self._entries[key] = self._entries.pop(key)
 
     async def _load(self, key: Key, entry: _Entry, encoder: Encoder) -> None:
-        """Load an encoder on all workers; others make room, the least recently used first."""
+        """Load an encoder on all workers, unloading unused ones to make room, the least recently used first.
+
+        Raises:
+            SAEMemoryFull: there is no room even after all unused encoders were unloaded.
+        """
         while self._held + entry.nbytes > self._most_bytes:
             if not await self._displace():
                 raise SAEMemoryFull(_no_room(encoder, f"{self._held:,} of {self._most_bytes:,} bytes are in use"))

@@ -18,11 +18,11 @@ from steercap.core.messages import (
     CloseSketch,
     Collected,
     CommitSketch,
-    Folded,
     Joining,
     OpenSketch,
     PrepareSketch,
     ReadSketch,
+    SketchCommitted,
     SketchOpened,
     SketchPart,
     Unknown,
@@ -179,7 +179,9 @@ class Sketching:
         records = {record.name: record for _, known in joinings for record in known}
         async with self._turn:
             try:
-                engines = await self._workers.ask(CommitSketch(tuple(joining for joining, _ in joinings)), Folded)
+                engines = await self._workers.ask(
+                    CommitSketch(tuple(joining for joining, _ in joinings)), SketchCommitted
+                )
             except BaseException as error:
                 for record in records.values():
                     record.broken = record.broken or f"it is unknown whether rows of a request entered it: {error!r}"

@@ -37,11 +37,11 @@ from steercap.core.messages import (
     NotCapturing,
     Owner,
     Project,
-    Projected,
+    ProjectedRows,
     Question,
     Read,
-    Settled,
     SteeringRecord,
+    SteeringRecords,
     Unembed,
     Unembedded,
     Unhooked,
@@ -279,7 +279,7 @@ class Workers:
         wanted = tuple(item for call in calls for item in call.wanted)
         ended = tuple(call.ended for call in calls for _ in call.wanted)
         by_rpc = any(call.biased for call in calls)
-        engines = await self.ask(GetSteeringRecord(wanted, ended), Settled, by_rpc=by_rpc)
+        engines = await self.ask(GetSteeringRecord(wanted, ended), SteeringRecords, by_rpc=by_rpc)
         records = iter(
             [[[answer.records[index] for answer in answers] for answers in engines] for index in range(len(wanted))]
         )
@@ -334,7 +334,7 @@ class Workers:
             rows: rows [n, *shape of the point], in the model's dtype.
             engine: index of the engine to use.
         """
-        found = await self._first(Project(layer, site, *_sent(rows)), Projected, engine, f"layer {layer}")
+        found = await self._first(Project(layer, site, *_sent(rows)), ProjectedRows, engine, f"layer {layer}")
         _require_rows(found.rows, len(rows), _FLOAT_BYTES)
         return torch.frombuffer(bytearray(found.rows), dtype=torch.float32).view(len(rows), -1)
 

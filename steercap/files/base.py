@@ -53,7 +53,7 @@ SHOWN: Final = 6
 #: Temporary name of a file that is still being written, with the id of the writing process.
 _SCRATCH: Final = re.compile(r"\..+\.(?P<pid>[0-9a-f]{8})[0-9a-f]{24}")
 #: Methods that write files, by extension.
-WRITTEN: Final = {
+WRITING_METHODS: Final = {
     ".safetensors": "`save` of a SteeringSpec, LayerVectors, a DirectionSet, a Sketch or a CaptureHandle",
     ".npz": "`save_npz` of a CaptureHandle",
     ".gguf": "`save_control_vector`",
@@ -63,14 +63,16 @@ WRITTEN: Final = {
 
 
 def check_extension(path: Path, extension: str) -> None:
-    """Check that a file name has the extension, one of `WRITTEN`, of the format that will be written.
+    """Check that a file name has the extension, one of `WRITING_METHODS`, of the format that will be written.
 
     Raises:
         InvalidFile: the name has another extension, or none.
     """
     if path.suffix.lower() != extension:
         said = f"of {path.suffix}" if path.suffix else "without an extension"
-        others = "; ".join(f"{known} is written by {how}" for known, how in WRITTEN.items() if known != extension)
+        others = "; ".join(
+            f"{known} is written by {how}" for known, how in WRITING_METHODS.items() if known != extension
+        )
         raise InvalidFile(
             f"{path} is a file name {said}, and this call writes {extension}; give a name that ends in {extension} "
             f"({others})"
@@ -84,7 +86,9 @@ def require_file(path: Path) -> None:
         InvalidFile: the path does not exist, is a folder, or is an empty file.
     """
     if path.is_dir():
-        names = sorted(one.name for one in path.iterdir() if one.suffix in WRITTEN and not one.name.startswith("."))
+        names = sorted(
+            one.name for one in path.iterdir() if one.suffix in WRITING_METHODS and not one.name.startswith(".")
+        )
         hint = f"give one of the files in it: {', '.join(names[:SHOWN])}" if names else "give a file"
         more = " ..." if len(names) > SHOWN else ""
         raise InvalidFile(f"{path} cannot be read: it is a folder; {hint}{more}")

@@ -54,7 +54,7 @@ def identity_of(model: str, config: Any, tokenizer: Any) -> dict[str, str]:
 
     Returns:
         Fields by name: name, revision, dtype, quantization; weights, a commit of the hub or the SHA-256 of
-        `weights_of`;
+        `weights_digest`;
         generation, the SHA-256 of the engine's own sampling defaults and overrides of the configuration; and
         chat_template, the SHA-256 of the template.
     """
@@ -104,7 +104,7 @@ def template_digest(tokenizer: Any) -> str:
     return _digest(getattr(tokenizer, "chat_template", None))
 
 
-def weights_of(path: str | Path) -> str:
+def weights_digest(path: str | Path) -> str:
     """Return a SHA-256, in hexadecimal, that identifies the weights in a folder, or in one file.
 
     It covers the configuration files, and the name, size and first and last 64 KiB of each weight file. Copies have the
@@ -119,8 +119,8 @@ def weights_of(path: str | Path) -> str:
 def files_of(model: str, revision: str | None = None) -> str:
     """Return a SHA-256, in hexadecimal, of a model's files on this machine, "" if none are there.
 
-    Beside what `weights_of` reads, it covers the relative path, size and time of change of every file in the model's
-    folder, and so the tokenizer, the chat template and weights that were edited in place. Copies differ.
+    Beside what `weights_digest` reads, it covers the relative path, size and time of change of every file in the
+    model's folder, and so the tokenizer, the chat template and weights that were edited in place. Copies differ.
 
     Args:
         model: path of the model, or its name on the hub: that of the snapshot in the hub's cache, and its commit.
@@ -130,7 +130,7 @@ def files_of(model: str, revision: str | None = None) -> str:
     if folder is None:
         return ""
     files = (Path(at) / name for at, _, names in os.walk(folder) for name in names)
-    stamps: list[Any] = [weights_of(folder), "" if os.path.exists(model) else folder.name]  # noqa: PTH110
+    stamps: list[Any] = [weights_digest(folder), "" if os.path.exists(model) else folder.name]  # noqa: PTH110
     for file in sorted(files) or [folder]:
         with suppress(FileNotFoundError):  # it was removed meanwhile, or is a link to nothing
             found = file.stat()
@@ -180,13 +180,13 @@ def _snapshot(name: str, revision: str | None) -> Path | None:
 
 def _weights(model: str, config: Any) -> str:
     if Path(model).exists():
-        return weights_of(model)
+        return weights_digest(model)
     if commit := getattr(config.hf_config, "_commit_hash", None):
         return str(commit)
     where = Path(config.model)  # offline, vLLM replaces the name by the path in the hub's cache
     if where.parent.name == "snapshots":
         return where.name
-    return weights_of(where) if where.exists() else ""
+    return weights_digest(where) if where.exists() else ""
 
 
 def _folder(path: str) -> str:

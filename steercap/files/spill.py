@@ -130,8 +130,12 @@ class Stored:
 class SpillFile:
     """Spill file with a quota; its methods may be called from any thread.
 
+    Args:
+        folder: folder of the file, which has no name there.
+        most_bytes: maximum bytes of the file.
+
     Raises:
-        InvalidSetting: no file can be made there.
+        InvalidSetting: no file can be made in `folder`.
 
     Attributes:
         bytes_written: bytes written since it was made.
@@ -311,6 +315,7 @@ class SpillFile:
             punch(self._fd, offset, min(length * BLOCK_BYTES, end - offset))
 
     def _require_open(self) -> None:
+        """Raise ModelClosed if the file was closed, which the model's end does."""
         if self._stopped:
             raise ModelClosed("the model was closed while rows were moved to or from disk")
 

@@ -98,13 +98,14 @@ class LocalBackend:
         require_one_sample(params.n)
         chunks = stream(job)
 
-        async def first(made: Job) -> Chunk | None:
+        async def first_chunk(made: Job) -> Chunk | None:
+            """Return the job's first chunk, from a new stream if the engine was restarted."""
             nonlocal chunks
             chunks = chunks if made is job else stream(made)
             return await serving.run(lambda: anext(chunks, None))
 
         try:
-            chunk = await recipe.with_restart(first, job)  # once something was handed over, there is no other beginning
+            chunk = await recipe.with_restart(first_chunk, job)  # later ones: part of the answer is handed over
             while chunk is not None:
                 yield chunk
                 chunk = await serving.run(lambda: anext(chunks, None))

@@ -141,7 +141,7 @@ def _experts(engine: Engine, layer: int) -> bool:
 
 
 #: Sites of the residual stream and of the blocks' outputs.
-STREAM: Final = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
+EQUATION_SITES: Final = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
 #: Sites of attention's inputs, and of its output.
 ATTENTION: Final = ("q", "k", "v", "z")
 #: Site of each block's last projection's input, and the site of its output.

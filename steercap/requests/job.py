@@ -13,7 +13,7 @@ import msgspec
 from steercap.captures.checks import Expected
 from steercap.captures.fetching import Arrived, arrived
 from steercap.captures.handle import CaptureHandle
-from steercap.captures.lifecycle import Lifecycle, Lost, Source
+from steercap.captures.lifecycle import Lifecycle, Recomputable, Source
 from steercap.captures.pooled import Encoded
 from steercap.core.attention import AttentionRule
 from steercap.core.chat import MessageSpan
@@ -30,7 +30,7 @@ from steercap.requests.call_types import Generation
 from steercap.requests.monitoring import Watch
 from steercap.requests.sketching import RunningSketch, enter
 from steercap.steering.calibration import Calibrated
-from steercap.steering.lowering import Lowered, Projected
+from steercap.steering.lowering import CompiledProjection, Lowered
 
 if TYPE_CHECKING:
     from steercap.adapters import PoolingParams, PoolingRequestOutput, RequestOutput, SamplingParams
@@ -89,7 +89,7 @@ class Sample:
     token_ids: Sequence[int] = (-1,)
 
 
-def ends_with_engine(_job: Job, _sample: Sample) -> Lost | None:
+def ends_with_engine(_job: Job, _sample: Sample) -> Recomputable | None:
     """Return None: the rows of the job cannot be recomputed."""
 
 
@@ -108,7 +108,7 @@ class Job:
         projected: the directions that rows are projected on, or None.
         calibrated: the calibration that rows are coded by, or None.
         readers: the SAEs that read the rows, or None.
-        change: the compiled steering, or None.
+        steering: the compiled steering, or None.
         spans: positions of the messages, for `chat`.
         reading: True if the prompt alone is wanted; the token that vLLM must sample is kept from the user.
         task: task of a pooling model; None for a model that generates.
@@ -125,10 +125,10 @@ class Job:
     options: dict[str, Any]
     plan: Plan | None
     points: tuple[Point, ...]
-    projected: Projected | None = None
+    projected: CompiledProjection | None = None
     calibrated: Calibrated | None = None
     readers: Readers | None = None
-    change: CompiledSteering | None = None
+    steering: CompiledSteering | None = None
     spans: tuple[MessageSpan, ...] = ()
     reading: bool = False
     task: str | None = None
@@ -136,7 +136,7 @@ class Job:
     sketches: tuple[RunningSketch, ...] = ()
     hands_over: bool = True
     watch: Watch | None = None
-    recompute: Callable[[Job, Sample], Lost | None] = ends_with_engine
+    recompute: Callable[[Job, Sample], Recomputable | None] = ends_with_engine
 
     def samples_of(self, output: Any) -> Sequence[Sample]:
         """Return the samples of a vLLM output; for a pooling model one empty `Sample`."""
@@ -215,7 +215,7 @@ def leaving(job: Job, room: int) -> Job:
 
 def planned(job: Job) -> AbstractAsyncContextManager[Planned]:
     """Return a context that holds the slots and SAEs that a request needs, and gives its plan completed with them."""
-    wanted = [one.lowered for one in (job.change, job.projected, job.calibrated) if one is not None]
+    wanted = [one.lowered for one in (job.steering, job.projected, job.calibrated) if one is not None]
     if job.plan is None or not (wanted or job.readers):
         return nullcontext(Planned(job.plan, ""))
     return _placed(job, job.plan, wanted)
@@ -227,8 +227,8 @@ async def _placed(job: Job, plan: Plan, wanted: Sequence[Lowered]) -> AsyncItera
     async with job.engine.saes.holding(job.readers) as saes, configurations.holding(*wanted) as grants:
         slots = {grant.digest: grant.slot for grant in grants}
         capture = plan.capture and msgspec.structs.replace(plan.capture.placed(slots), saes=saes)
-        steering = job.change and job.change.placed(slots, configurations.epoch)
-        salt = steering.identity.hex() if steering and job.change and job.change.lowered.changes_kv else ""
+        steering = job.steering and job.steering.placed(slots, configurations.epoch)
+        salt = steering.identity.hex() if steering and job.steering and job.steering.lowered.changes_kv else ""
         yield Planned(msgspec.structs.replace(plan, capture=capture, steering=steering), salt)
 
 
@@ -297,9 +297,9 @@ async def receipts_of(
     Raises:
         SteeringNotApplied: they differ; keys and values written until now are never read again.
     """
-    if plan is None or job.change is None:
+    if plan is None or job.steering is None:
         return None
-    configuration = job.change.lowered.configuration
+    configuration = job.steering.lowered.configuration
     wanted = [Wanted(Owner(plan.key, index), plan.prompt_len + length - 1) for index, length in samples]
     found = await job.engine.workers.settle(wanted, ended=ended, biased=bool(configuration.biases))
     try:
@@ -332,7 +332,9 @@ def handles_of(
     """Return a handle for each sample, and reduce its reservation to the pages that it really holds."""
     assert job.plan is not None
     engine, plan = job.engine, job.plan
-    reservations = engine.finish(reservation, [_pages_kept(job, plan, len(sample.token_ids)) for sample in samples])
+    reservations = engine.admission.finish(
+        reservation, [_pages_kept(job, plan, len(sample.token_ids)) for sample in samples]
+    )
     handles = []
     for index, (sample, own) in enumerate(zip(samples, reservations, strict=True)):
         stop = plan.prompt_len + len(sample.token_ids)
@@ -382,7 +384,7 @@ def _rules_of(job: Job) -> Mapping[int, AttentionRule]:
         (
             f"its rows are kept as {plan.coding}, and attention computed from codes differs from that of the model"
         ): plan.coding != RAW,
-        "its rows are those before the edits of their points": plan.before_edits and job.change,
+        "its rows are those before the edits of their points": plan.before_edits and job.steering,
     }
     unknown = "; ".join(reason for reason, holds in reasons.items() if holds)
     return {layer: msgspec.structs.replace(rule, unknown=rule.unknown or unknown) for layer, rule in found.items()}

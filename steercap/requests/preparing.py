@@ -20,7 +20,7 @@ from steercap.requests.monitor_readers import ReadAt, monitor_readers_of, reader
 from steercap.requests.monitoring import Watch
 from steercap.requests.sketching import RunningSketch, joint_capture
 from steercap.steering.calibration import Calibrated
-from steercap.steering.lowering import Projected, biased_by, scopes_of
+from steercap.steering.lowering import CompiledProjection, biased_by, scopes_of
 from steercap.steering.monitor import Monitor, held_back, monitors_of
 
 if TYPE_CHECKING:
@@ -126,19 +126,19 @@ async def prepare(
                 f"have {limit:,}; lower max_tokens, or capture sites=('q', 'k')"
             )
         capture = engine.windowed(capture, limit, asked.samples)
-    change = None
+    compiled = None
     if lowered is not None:
-        change = CompiledSteering(
+        compiled = CompiledSteering(
             lowered, *scopes_of(lowered, *original_lengths), biased_by(lowered, *original_lengths)
         )
-        _check_biases(asked, change, prompt_len)
+        _check_biases(asked, compiled, prompt_len)
     plan = None
-    if capture is not None or change is not None:
+    if capture is not None or compiled is not None:
         plan = Plan(engine.new_key(), prompt_len, limit, asked.samples, capture)
-    if held is not None and change is not None and plan is not None:
-        if change.biased or change.replaced:
+    if held is not None and compiled is not None and plan is not None:
+        if compiled.biased or compiled.replaced:
             raise InvalidSpec("a monitor's steering= must hold edits that add to rows; leave LogitBias and Replace out")
-        change = replace(change, held=plan.key)
+        compiled = replace(compiled, held=plan.key)
     watch = None
     if watching and plan is not None:
         monitor_readers = monitor_readers_of(watching, kept.read_at, plan)
@@ -153,7 +153,7 @@ async def prepare(
         kept.projected,
         kept.calibrated,
         kept.readers,
-        change,
+        compiled,
         tuple(spans),
         reading=reading,
         task=asked.task,
@@ -178,7 +178,7 @@ class _Kept(NamedTuple):
     spec: CaptureSpec | None = None
     points: tuple[Point, ...] = ()
     indices: tuple[int, ...] = ()
-    projected: Projected | None = None
+    projected: CompiledProjection | None = None
     calibrated: Calibrated | None = None
     readers: Readers | None = None
     coding: Coding = RAW
@@ -246,7 +246,7 @@ def _attention(engine: Engine, top: int, queries: Sequence[Point]) -> AttentionP
     )
 
 
-def _check_biases(request: _CheckedParams, change: CompiledSteering, prompt_len: int) -> None:
+def _check_biases(request: _CheckedParams, compiled: CompiledSteering, prompt_len: int) -> None:
     """Check that logit biases can be applied: the model makes logits, and returns no unbiased ones at biased positions.
 
     Raises:
@@ -254,12 +254,12 @@ def _check_biases(request: _CheckedParams, change: CompiledSteering, prompt_len:
     """
     from steercap.adapters.parameters import wants_prompt_logprobs
 
-    if not change.biased:
+    if not compiled.biased:
         return
     if request.task is not None:
         raise InvalidSpec("LogitBias: a pooling model computes no logits; edit rows instead")
     params = cast("SamplingParams", request.params)
-    if wants_prompt_logprobs(params) and any(selected(ranges, prompt_len - 1).any() for ranges in change.biased):
+    if wants_prompt_logprobs(params) and any(selected(ranges, prompt_len - 1).any() for ranges in compiled.biased):
         raise InvalidSpec(
             "LogitBias with prompt_logprobs: the logits for prompt_logprobs are computed separately and cannot be "
             "biased; give tokens=['last_prompt', 'generated'], or leave prompt_logprobs out"

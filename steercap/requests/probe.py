@@ -29,7 +29,7 @@ from steercap.errors import InvalidSetting, ModelNotProved, SteeringNotApplied, 
 from steercap.requests.call_types import Generation
 from steercap.requests.equations import (
     ATTENTION,
-    STREAM,
+    EQUATION_SITES,
     STREAMS,
     Claim,
     closes,
@@ -398,7 +398,7 @@ def _values_of(output: Any) -> torch.Tensor | None:
 
 def _neighbours(engine: Engine, point: Point) -> tuple[Point, ...]:
     """Return the armed points among: a point, the stream of its layer and the next, and its layer's attention."""
-    sites = (*STREAM, *STREAMS, "embed", "final_norm")
+    sites = (*EQUATION_SITES, *STREAMS, "embed", "final_norm")
     stream = {Point(layer, site) for layer in (point.layer, point.layer + 1) for site in sites}
     near = stream | {Point(point.layer, site) for site in ATTENTION} | {point}
     return tuple(one for one in engine.armed if one in near)

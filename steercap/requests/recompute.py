@@ -99,7 +99,7 @@ class Recompute:
         """Identity of the model that the rows belong to; it stays the same across engine restarts."""
         return self.recipe.serving
 
-    def is_so(self) -> bool:
+    def can_recompute(self) -> bool:
         """Return True if the engine of the rows has died and another one can recompute them."""
         return self.recipe.serving.outlives(self.job.engine)
 
@@ -127,7 +127,7 @@ class Recompute:
         """Return the reason why recomputed rows would not equal the lost ones; "" if there is none."""
         if self.job.prompt.media:
             return "its prompt has images, and recomputing would read token ids only"
-        if self.job.change is not None and self.job.change.held:
+        if self.job.steering is not None and self.job.steering.held:
             return "a monitor started its steering while it ran"
         return ""
 

@@ -46,7 +46,7 @@ class Serving:
         cut: as given.
         engine: the engine, while it runs.
         running: tasks that run on it; cancelled when it is closed.
-        idiom: style in which messages show code.
+        call_style: style in which messages show code.
         proof: claims that were proved of the engine when it started.
         restarts: number of restarts.
     """
@@ -57,7 +57,7 @@ class Serving:
         self.engine_args = dict(engine_args)
         self.engine: Engine | None = None
         self.running: set[asyncio.Task[Any]] = set()
-        self.idiom = AWAITED
+        self.call_style = AWAITED
         self.proof: tuple[Claim, ...] = ()
         self.restarts = 0
         self.cut = cut
@@ -70,7 +70,7 @@ class Serving:
 
     async def start(self) -> None:
         """Start the engine and prove that its taps work; see `SteerModel.start`."""
-        require_main_guard(self.idiom)
+        require_main_guard(self.call_style)
         if self._home is None:
             self._home, self._life = OwnerLoop("this model"), asyncio.Lock()
         self._home.require()
@@ -233,7 +233,8 @@ class Serving:
         self._require_not_closed()
         if self.engine is None:
             raise ModelClosed(
-                f"this SteerModel was never started; use it inside `{self.idiom.manager} SteerModel(...) as model:`"
+                "this SteerModel was never started; use it inside "
+                f"`{self.call_style.manager} SteerModel(...) as model:`"
             )
         return self.engine
 
@@ -266,7 +267,7 @@ class Serving:
     def _require_not_closed(self) -> None:
         if self._closed:
             raise ModelClosed(
-                f"this SteerModel is closed; use it inside `{self.idiom.manager} SteerModel(...) as model:`"
+                f"this SteerModel is closed; use it inside `{self.call_style.manager} SteerModel(...) as model:`"
             )
 
 

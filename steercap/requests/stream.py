@@ -95,7 +95,7 @@ async def stream(job: Job) -> AsyncGenerator[Chunk, None]:
     def ended(task: asyncio.Task[None]) -> None:
         nonlocal reservation, over
         if reservation is not None:  # it waits for its reader now, as a handle does
-            (reservation,) = job.engine.finish(reservation, [reservation.pages])
+            (reservation,) = job.engine.admission.finish(reservation, [reservation.pages])
         if not task.cancelled():
             task.exception()  # a reader that still reads is told
         outputs.put_nowait(None)

@@ -211,7 +211,7 @@ class Features:
         """Return the features of coded rows.
 
         Raises:
-            InvalidSpec: they came as something else.
+            InvalidSpec: the rows were not read by an SAE.
         """
         if not rows.is_read:
             raise InvalidSpec(f"{rows} are not features of an SAE; capture with CaptureSpec(sae=)")

@@ -127,7 +127,7 @@ PUBLISHED: Final[Mapping[str, Mapping[str, object]]] = {
     "joshengels/mistral-7b-residual-stream-saes": {"normalize_activations": "constant_norm_rescale"},
 }
 #: Sites whose rows TransformerLens centres where it centres the weights that write to the stream.
-WRITTEN: Final = frozenset({"resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"})
+CENTRED_SITES: Final = frozenset({"resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"})
 #: Names of models with layer norms: TransformerLens centres their weights unless it is told not to.
 LAYER_NORMED: Final = re.compile(
     r"(.*/)?((distil)?gpt-?2|gpt-?(neo|j)|stanford-gpt|pythia|opt-\d|bloom|stablelm|santacoder|phi-[12]|"
@@ -190,7 +190,7 @@ def sae_lens(place: SAEPlace) -> SAESettings:
 
 
 def _hook(module: object, hook: object) -> object:
-    """Return the name of a point: that of transformers' module, or else TransformerLens's."""
+    """Return transformers' module name, or the TransformerLens name if only that one names a known site."""
     return hook if module is None or (point_of(module) is None and point_of(hook) is not None) else module
 
 
@@ -227,7 +227,9 @@ def _centred(path: Path, config: Mapping[str, object], reads: Point | None, norm
     kwargs = config.get("model_from_pretrained_kwargs")
     told = kwargs.get("center_writing_weights") if isinstance(kwargs, Mapping) else None
     model = str(config.get("model_name") or "")
-    written = reads is not None and reads.site in WRITTEN and normalisation != "layer_norm"  # which centres rows itself
+    written = (
+        reads is not None and reads.site in CENTRED_SITES and normalisation != "layer_norm"
+    )  # which centres rows itself
     if isinstance(told, bool):
         return told and (written or reads is None) and not RMS_NORMED.match(model)
     if written and LAYER_NORMED.match(model):

@@ -258,6 +258,7 @@ class SAE:
         return index
 
     def _flat(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows as [rows, d_in]; raise InvalidSpec if they have another width, or are not floats."""
         flat = rows.flatten(1) if isinstance(rows, torch.Tensor) and rows.dim() > 1 else None
         if flat is None or flat.shape[1] != self.d_in or not flat.is_floating_point():
             had = f"{tuple(rows.shape)} of {rows.dtype}" if isinstance(rows, torch.Tensor) else shown(rows)

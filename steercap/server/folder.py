@@ -26,7 +26,7 @@ from typing import Any, Final, Self
 
 from steercap.captures.files import size_of
 from steercap.captures.handle import CaptureHandle
-from steercap.captures.manifest import Request
+from steercap.captures.manifest import ManifestRequest
 from steercap.captures.saving import CaptureRun
 from steercap.concurrency.loops import finished, on_thread
 from steercap.errors import CaptureMemoryFull, ServerFailure
@@ -232,7 +232,7 @@ class CaptureFolder:
                 "or ask its operator"
             )
 
-    async def write(self, handles: Sequence[CaptureHandle], owner: str) -> list[Request]:
+    async def write(self, handles: Sequence[CaptureHandle], owner: str) -> list[ManifestRequest]:
         """Write the captures of a request, and list them; one request at a time.
 
         A file that was begun is finished even if the request is cancelled.
@@ -248,7 +248,7 @@ class CaptureFolder:
             self.require_room(owner, sum(size_of(handle.as_saved()) for handle in handles))
             return [await finished(on_thread(partial(self._add, one, owner), "steercap folder")) for one in handles]
 
-    def _add(self, handle: CaptureHandle, owner: str) -> Request:
+    def _add(self, handle: CaptureHandle, owner: str) -> ManifestRequest:
         try:
             with self._writing:
                 if self._closed:

@@ -77,7 +77,7 @@ class Named:
 
 
 class Library:
-    """Named content on a server: each key sees its own, and the operator's.
+    """Store of named files on a server; an API key sees its own files and the operator's.
 
     Args:
         most_bytes: maximum bytes of one file.

@@ -24,7 +24,7 @@ from steercap.concurrency.heartbeat import watching
 from steercap.core.display import span
 from steercap.core.extras import extra
 from steercap.errors import EngineDied, InvalidFile, InvalidSetting, InvalidSpec
-from steercap.files.fingerprint import files_of, nearest_path, surroundings, weights_of
+from steercap.files.fingerprint import files_of, nearest_path, surroundings, weights_digest
 from steercap.files.warm import WarmEngine, announced, code, identified, socket_of, write
 from steercap.model import SteerModel
 from steercap.server.asks import steering_of
@@ -325,7 +325,7 @@ def _warm_engine(model: SteerModel, read: argparse.Namespace, usual: Mapping[str
 
 def _weights(model: str) -> str:
     """Return the digest of the weights in a model's folder; "" for a name on the hub."""
-    return weights_of(model) if Path(model).exists() else ""
+    return weights_digest(model) if Path(model).exists() else ""
 
 
 def _record_snapshot(engine: WarmEngine, model: SteerModel) -> None:

@@ -62,7 +62,9 @@ class SketchRoutes:
         return JSONResponse({"id": one.name, "points": [list(point) for point in running.points]}, 201)
 
     async def sketch(self, request: Request) -> Response:
-        """Send the statistics as `Sketch.save` writes them: those of all points, or of `?points=0,3`, by number."""
+        """Send the statistics as `Sketch.save` writes them: of all points, or of those that `?points=0,3` names by
+        index.
+        """
         one = self._store.get(request.path_params["name"], _owner(request))
         points = _points(one.running, request.query_params.get("points"))
         async with AsyncExitStack() as held:
@@ -102,6 +104,11 @@ def written(sketch: Sketch) -> tuple[IO[bytes], int]:
 
 
 def _points(running: RunningSketch, given: str | None) -> Sequence[Point]:
+    """Return the sketch's points that comma-separated indices name; all points for None.
+
+    Raises:
+        InvalidSpec: no such index.
+    """
     if given is None:
         return running.points
     numbers = given.split(",")[: len(running.points)]

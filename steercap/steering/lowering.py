@@ -32,7 +32,7 @@ from steercap.steering.spec import LogitBias, SteeringSpec
 
 
 @dataclass(frozen=True, eq=False)
-class Projected:
+class CompiledProjection:
     """Projection directions compiled for one engine.
 
     Args:
@@ -73,7 +73,7 @@ def compile_projection(
     *,
     num_layers: int,
     points: Iterable[Point] | None = None,
-) -> Projected:
+) -> CompiledProjection:
     """Check the directions that rows are projected on, and compile them.
 
     Args:
@@ -99,7 +99,7 @@ def compile_projection(
     units = {layer: directions.units(layer) for layer in {point.layer for point in points}}
     lowered = read_by(torch.cat([units[point.layer] for point in points]), [armed[point] for point in points])
     marks = {layer: marks_of(own) for layer, own in units.items()}
-    return Projected(lowered, InSlot(NONE, lowered.digest), tuple(points), tuple(directions), marks)
+    return CompiledProjection(lowered, InSlot(NONE, lowered.digest), tuple(points), tuple(directions), marks)
 
 
 def read_by(vectors: torch.Tensor, points: Sequence[int]) -> Lowered:

@@ -19,7 +19,7 @@ from steercap.core.values import index_of, number_of, shown, truth_of
 from steercap.errors import InvalidSpec, InvalidVector
 from steercap.steering.edits import Edit
 from steercap.steering.edits.inputs import Vector, at_layer, float32_copy, model_of
-from steercap.steering.lowering import Projected, read_by
+from steercap.steering.lowering import CompiledProjection, read_by
 from steercap.steering.spec import SteeringSpec, spec_of
 
 #: Action of a monitor when it fires.
@@ -190,7 +190,7 @@ def compile_probes(
     monitors: Sequence[Monitor],
     points: Sequence[Point],
     armed: Mapping[Point, int],
-) -> tuple[Projected, tuple[int, ...]]:
+) -> tuple[CompiledProjection, tuple[int, ...]]:
     """Compile the capture of a request that keeps only its monitors' scores: projections of rows on their probes.
 
     Returns:
@@ -212,7 +212,7 @@ def compile_probes(
     vectors = [vector for point in ordered for vector in (at[point] * count)[:count]]  # as many numbers of each
     lowered = read_by(torch.stack(vectors), [armed[point] for point in ordered])
     names = tuple(map(str, range(count)))
-    return Projected(lowered, InSlot(NONE, lowered.digest), tuple(ordered), names, {}), tuple(columns)
+    return CompiledProjection(lowered, InSlot(NONE, lowered.digest), tuple(ordered), names, {}), tuple(columns)
 
 
 def check_widths(monitors: Sequence[Monitor], points: Sequence[Point], schemas: Mapping[Point, PointSchema]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, cast
 
 from steercap.captures.handle import CaptureHandle as Awaited
 from steercap.core.hints import Hinting
-from steercap.core.protocols import BLOCKING, Idiom
+from steercap.core.protocols import BLOCKING, CallStyle
 from steercap.errors import InvalidRequest, ModelClosed, SteercapError
 from steercap.requests.context import steered
 from steercap.requests.sketching import RunningSketch
@@ -39,7 +39,7 @@ class Life(Protocol):
 class Opened(Protocol):
     """State that knows whether a model is open."""
 
-    idiom: Idiom
+    call_style: CallStyle
 
     def opened(self) -> Any:
         """Return the open connection or engine.
@@ -58,7 +58,7 @@ class Bridge:
     """
 
     def __init__(self, model: Life, state: Opened) -> None:
-        state.idiom = BLOCKING
+        state.call_style = BLOCKING
         self._model = model
         self._state = state
         self._thread: LoopThread | None = None

@@ -197,7 +197,7 @@ class HandleTwin(Twin[CaptureHandle]):
     """Blocking handle: a context manager that fetches its rows and frees them."""
 
     def __init__(self, awaited: CaptureHandle, run: Run | None = None) -> None:
-        awaited.lifecycle.idiom = BLOCKING
+        awaited.lifecycle.call_style = BLOCKING
         super().__init__(awaited, run)
 
     def fetch(self) -> Self:

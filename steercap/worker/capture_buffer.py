@@ -117,19 +117,18 @@ class CaptureBuffer(ABC):
         """Return the first line of each row's record, NONE where a row has none; None if they do not fit."""
 
     def ahead(self, start: int) -> tuple[int, int | None]:
-        """Return how far the tokens from `start` on are all kept or all left out, and where their records lie.
+        """Predict where tokens from `start` on are kept; the first call for a kept one reserves the request's pages.
 
         Returns:
-            Position after the last such token, and a line number: position p has its record at that number plus p × the
-            lines of a record; None if the tokens are not kept.
+            Position after the last token kept, or left out, like that at `start`; `start` if nothing can be predicted.
+            And the line of position 0: that of position p is p × the lines of a record further; None if the tokens
+            are left out or nothing can be predicted.
         """
         run = int(self._stops.searchsorted(start, side="right"))
         if run == len(self._stops):
             return start, None
         end, shift = int(self._stops[run]), int(self._shifts[run])
-        if shift < 0 or not self._uses_layout:
-            return end, None
-        return self._take_ahead(start, end, shift)
+        return (end, None) if shift < 0 or not self._uses_layout else self._take_ahead(start, end, shift)
 
     @abstractmethod
     def _take_ahead(self, start: int, end: int, shift: int) -> tuple[int, int | None]:
@@ -194,7 +193,7 @@ class CaptureBuffer(ABC):
         )
 
     def _labels(self, rows: int) -> tuple[Ints, Ints]:
-        """Return position and token id of the first rows as the model read them, NONE if missing: int64 [rows]."""
+        """Return the planned positions of the first rows and the ids read there, both NONE if missing: int64 [rows]."""
         positions = np.flatnonzero(self._ranks >= 0)[:rows]
         token_ids = self.token_ids[positions].astype(np.int64)
         return np.where(token_ids == NONE, NONE, positions), token_ids
@@ -223,7 +222,7 @@ class CaptureBuffer(ABC):
         return rows <= self._places.rows
 
     def free(self) -> None:
-        """Free all pages."""
+        """End the request, and free all storage that it holds."""
         self.stop()
         self._keep(0)
 

@@ -20,7 +20,7 @@ from steercap.architectures.families.proved import name_of
 from steercap.architectures.sites import SITES
 from steercap.architectures.sites.base import Sizes, Tap, part_of
 from steercap.architectures.sites.residual import norm_tap
-from steercap.core.messages import Choose, Chosen, NotCapturing, Project, Projected
+from steercap.core.messages import Choose, Chosen, NotCapturing, Project, ProjectedRows
 from steercap.core.names import is_module
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
@@ -66,13 +66,13 @@ def _called(module: Any, rows: torch.Tensor) -> torch.Tensor:
     return first
 
 
-def projected(project: Projecting | None, request: Project, device: torch.device) -> Projected | NotCapturing:
+def projected(project: Projecting | None, request: Project, device: torch.device) -> ProjectedRows | NotCapturing:
     """Answer a `Project` call on one rank; rows are projected one by one, see `architectures.decoder`."""
     if project is None:
         return NotCapturing()
     found = [project(request.layer, request.site, row[None]) for row in rows_of(request, device)]
     made = [one.float().cpu() for one in found if one is not None]
-    return Projected(torch.cat(made).numpy().tobytes()) if made else NotCapturing()
+    return ProjectedRows(torch.cat(made).numpy().tobytes()) if made else NotCapturing()
 
 
 #: Function of a layer index and logits, [n, experts], that returns the ids and weights of the experts that the layer's

@@ -88,7 +88,12 @@ class Programs:
                 self._per_scope[slot, entry.scope] += weight(local)
 
     def _directions(self, reads: Sequence[int], bank_rows: Sequence[int]) -> Ints:
-        """Return the bank rows of the directions of each point: int64 [points, directions]."""
+        """Return each local point's bank rows, NONE where it has no directions: int64 [points, directions].
+
+        Args:
+            reads: engine-wide indices of the points with directions.
+            bank_rows: their bank rows, point after point.
+        """
         given: Ints = np.array(bank_rows, dtype=np.int64).reshape(len(reads), -1)
         found = np.full((len(self.points), given.shape[1]), NONE, dtype=np.int64)
         for point, rows in zip(reads, given, strict=True):

@@ -123,7 +123,7 @@ class ReducingBuffer(CaptureBuffer):
         return rows_of(self._arena.read(line, 1, self._record), self._layout, self._schemas)
 
     def _reduced_rows(self, line: int) -> list[torch.Tensor]:
-        """Read the spilled value of the accumulator: float32 [shard width] each."""
+        """Read the spilled reduction from its record at `line`: one float32 [shard width] tensor per point."""
         encoding = ENCODINGS["reduced"]
         shape = encoding.record(self._schemas, REDUCED)
         stored = self._arena.read(line, 1, shape.lines)

@@ -217,7 +217,7 @@ class RequestTable:
 
     def flush(self, tracked: Tracked) -> None:
         """Report to a request the tokens that ran according to the request table's array alone."""
-        self._note_series()
+        self._sync_positions()
         reached = NONE if tracked.index == NONE else int(self._next[tracked.index])
         if reached <= tracked.run_from:
             return
@@ -228,20 +228,20 @@ class RequestTable:
         tracked.run_from = reached
 
     def forget_rows(self, tracked: Tracked) -> None:
-        """Drop the rows of a request that were released; only its steering is left, if it has any."""
+        """Keep no more rows of a request; its steering goes on. The caller frees its pages."""
         self.flush(tracked)
         tracked.capture_buffer = None
         if tracked.index != NONE:
             self._stop[tracked.index] = 0
             self._holding[tracked.index] = False
-            self._end_series()
+            self._end_steady()
 
     def look_again(self, tracked: Tracked) -> None:
         """Discard the prediction of a request's next tokens, which may not hold any more."""
         if tracked.index != NONE:
             self.flush(tracked)
             self._stop[tracked.index] = 0
-            self._end_series()
+            self._end_steady()
 
     def slots(self) -> dict[int, Slot]:
         """Return the slots in use by running requests, and the contents of each."""
@@ -267,20 +267,20 @@ class RequestTable:
             if (step := self._series.next(batch)) is not None:
                 self._begun += 1
                 return step
-            self._end_series()
+            self._end_steady()
         if (step := self._step_of(batch, tracked, indices)) is not None:
             self._begun += 1
         return step
 
-    def _note_series(self) -> None:
-        """Note how far the requests of the series are."""
+    def _sync_positions(self) -> None:
+        """Write the positions that the series has reached into `_next`."""
         if self._series is not None and not self._series.noted:
             self._next[self._series.indices] = self._series.starts[self._series.tracked]
             self._series.noted = True
 
-    def _end_series(self) -> None:
+    def _end_steady(self) -> None:
         """End the series, since the next pass may differ."""
-        self._note_series()
+        self._sync_positions()
         self._series = None
 
     def _step_of(self, batch: BatchRows, tracked: Ints, indices: Ints) -> Step | None:
@@ -296,7 +296,7 @@ class RequestTable:
         others = []
         for other in (~alike).nonzero()[0].tolist():
             index = int(indices[other])
-            self._look_ahead(self.at(index), int(starts[other]))
+            self._predict(self.at(index), int(starts[other]))
             if ends[other] <= self._stop[index]:
                 alike[other] = True
             else:
@@ -326,7 +326,7 @@ class RequestTable:
             indices = np.frombuffer(pack(f"{len(names)}q", *found), dtype=np.int64)  # in half the time of `np.array`
             tracked = (indices != NONE).nonzero()[0]
             self._last = names, tracked, indices[tracked]
-            self._end_series()
+            self._end_steady()
         return self._last[1:]
 
     def _work_out(self, request: Tracked, start: int, first_token: int, count: int) -> Step | None:
@@ -343,7 +343,7 @@ class RequestTable:
         part = None
         if len(chosen):
             part = self._part(request, chosen, start, first_token, kept[chosen], lines[chosen], masks[chosen])
-        self._look_ahead(request, start + count)
+        self._predict(request, start + count)
         return part
 
     def _part(  # noqa: PLR0917 -- the columns of a table
@@ -375,12 +375,12 @@ class RequestTable:
             replaced={} if steered is None else steered.replaced(positions),
         )
 
-    def _look_ahead(self, request: Tracked, start: int) -> None:
-        """Record the state that the tokens from `start` on have in common, and the position where it ends."""
+    def _predict(self, request: Tracked, start: int) -> None:
+        """Record the work that the tokens from `start` on have in common, and the position where it ends."""
         self.flush(request)
         capture_buffer, steered = request.capture_buffer, request.steered
         request.run_from = start
-        self._end_series()
+        self._end_steady()
         stop, work = NEVER, self._work[:, request.index]
         work[:] = _IDLE
         work[REQUEST] = request.index

@@ -16,11 +16,11 @@ from steercap.core.messages import (
     Answer,
     CloseSketch,
     CommitSketch,
-    Folded,
     Joining,
     OpenSketch,
     Owner,
     ReadSketch,
+    SketchCommitted,
     SketchOpened,
     SketchPart,
 )
@@ -121,7 +121,7 @@ class Sketches:
             case OpenSketch():
                 return SketchOpened(self.open(question))
             case CommitSketch(joining):
-                return Folded(tuple(map(self.commit, joining)))
+                return SketchCommitted(tuple(map(self.commit, joining)))
             case ReadSketch():
                 return self.read(question)
             case CloseSketch(name):

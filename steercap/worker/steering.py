@@ -17,8 +17,8 @@ from steercap.core.messages import (
     Configured,
     GetSteeringRecord,
     Owner,
-    Settled,
     SteeringRecord,
+    SteeringRecords,
     Unknown,
     Vectors,
 )
@@ -259,7 +259,7 @@ class Steering:
     def _holds(self, digest: bytes, bank_rows: Sequence[int]) -> bool:
         return all(self._rows.get(row) == (digest, at) for at, row in enumerate(bank_rows))
 
-    def settle(self, question: GetSteeringRecord) -> Settled:
+    def settle(self, question: GetSteeringRecord) -> SteeringRecords:
         """Return the records of steered requests, and forget those that have ended."""
         if len(question.wanted) != len(question.ended):
             raise WorkerFailure(
@@ -275,7 +275,7 @@ class Steering:
             if reason := self._tainting(steered.steering.identity):
                 steered.fail(reason)
             records.append(steered.seal(item.total, self.points, primary=self.primary, samples=self.samples))
-        return Settled(tuple(records))
+        return SteeringRecords(tuple(records))
 
     def _tainting(self, identity: bytes) -> str | None:
         """Return the reason why data written under an identity cannot be trusted; None if it can."""

@@ -35,8 +35,8 @@ from steercap.core.messages import (
     OpenSketch,
     Owner,
     Placed,
-    Settled,
     SteeringRecord,
+    SteeringRecords,
     Unknown,
     Vectors,
     Wanted,
@@ -161,7 +161,7 @@ class AnyWorker:
         made = [self._pass([(key, start, count)]) for start, count in ((0, 4), (4, 1), (5, 1))]
         self.runtime.forget([key])
         settled = self.ask(GetSteeringRecord((wanted,), (True,)))
-        assert isinstance(settled, Settled), settled
+        assert isinstance(settled, SteeringRecords), settled
         check_edits(key, plan, CONFIGURATION, TOKENS, [settled.records])
         collected = self.ask(Collect((wanted,)))
         assert isinstance(collected, Collected), collected

@@ -42,7 +42,7 @@ from steercap.cli.vectors import texts_in
 from steercap.config import CPU
 from steercap.core.spec import CaptureSpec, resolve_layers
 from steercap.core.tokens import TokenSelection
-from steercap.engine.checkpoint import Checkpoint, weights_of
+from steercap.engine.checkpoint import Checkpoint, weight_bytes
 from steercap.errors import InvalidFile, InvalidSetting, InvalidSpec, UnknownName
 from steercap.files.tables import write_table
 from steercap.kernels.sketches import SKETCHES
@@ -1025,9 +1025,9 @@ def test_files_in_a_containers_cache_are_free_memory(tmp_path) -> None:
 def test_weights_of_two_formats_count_once(tmp_path) -> None:
     """A folder with .safetensors and .bin holds the same weights twice, and vLLM reads the first."""
     (tmp_path / "pytorch_model.bin").write_bytes(bytes(70))
-    assert weights_of(tmp_path) == 70
+    assert weight_bytes(tmp_path) == 70
     (tmp_path / "model.safetensors").write_bytes(bytes(50))
-    assert weights_of(tmp_path) == 50
+    assert weight_bytes(tmp_path) == 50
 
 
 def test_the_doctor_looks_at_this_machine() -> None:

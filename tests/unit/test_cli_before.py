@@ -44,7 +44,7 @@ from steercap.files.base import write_whole
 from steercap.lab.personas import PersonaResult, PersonaSettings, traits
 from steercap.lab.personas.folder import open_folder
 from steercap.lab.personas.report import Outcome
-from steercap.lab.studies.sweeps.grid import Definition
+from steercap.lab.studies.sweeps.grid import SweepDefinition
 from steercap.steering import DirectionSet
 
 __all__ = ["directions"]  # a fixture
@@ -213,7 +213,7 @@ async def test_a_missing_path_is_said_in_python_too() -> None:
 
 def test_a_folder_that_holds_another_run_is_refused_first(here) -> None:
     """Of a sweep and of personas: what differs is known from the folder, whatever the model."""
-    other = Definition(
+    other = SweepDefinition(
         model={"model": "m"},
         vectors={"deep": "0"},
         layers=[[2]],
@@ -543,7 +543,7 @@ def test_a_table_shows_its_columns_at_80_columns(tmp_path, monkeypatch) -> None:
 def test_inspect_says_what_a_folder_is(here) -> None:
     """Runs of personas, sweeps, captures, models and other files; one with nothing known is an error."""
     open_folder(here / "p", {"model": "m"}, PersonaSettings.small("poetic", "evil"))
-    definition = Definition(
+    definition = SweepDefinition(
         model={"model": "m"},
         vectors={"praise": "0"},
         layers=[[2]],

@@ -23,7 +23,7 @@ from steercap.core.messages import (
     GetSteeringRecord,
     Owner,
     Placed,
-    Settled,
+    SteeringRecords,
     Vectors,
     Wanted,
     decode_answer,
@@ -100,7 +100,7 @@ def run(
             deferred[of_pass] = part[1]
     wanted = tuple(Wanted(Owner(name, 0), count) for name, count in zip(names, counts, strict=True))
     settled = decode_answer(runtime.answer(encode(Call((), GetSteeringRecord(wanted, (True,) * len(wanted))))))
-    assert isinstance(settled, Settled)
+    assert isinstance(settled, SteeringRecords)
     failures = [record.failure for record in settled.records if record.failure]
     assert not failures, failures
     hidden = hidden.cpu()

@@ -612,6 +612,8 @@ def test_methods_are_compared_where_they_cost_the_same() -> None:
     assert (compared["weak"].dose, compared["weak"].against_dose) == (pytest.approx(3), pytest.approx(1.5))
     with pytest.raises(InvalidSpec, match=r"'weak' never reaches neutral"):
         results().compare_matched("score", against="weak", at=math.e**2.8)
+    (equal,) = results().compare_matched("neutral", against="mine", by="score", at=base + 10)
+    assert (equal.method, equal.dose, equal.against_dose) == ("weak", pytest.approx(0.5), pytest.approx(1))
 
 
 def test_a_method_that_costs_nothing_is_not_compared_at_no_steering() -> None:

@@ -24,7 +24,7 @@ from steercap.files.fingerprint import (
     names_of,
     tokenizer_digest,
     warn_of_other_model,
-    weights_of,
+    weights_digest,
 )
 from steercap.lab.demo import smollm2
 from steercap.lab.personas import PersonaSettings
@@ -48,8 +48,8 @@ def test_weights_are_known_by_what_they_are(tmp_path) -> None:
     first = checkpoint(tmp_path / "a" / "final", 0)
     copy = Path(shutil.copytree(first, tmp_path / "copy"))
     os.utime(copy / "model.safetensors", (1, 1))
-    assert weights_of(copy) == weights_of(first)
-    assert weights_of(checkpoint(tmp_path / "b" / "final", 1)) != weights_of(first)
+    assert weights_digest(copy) == weights_digest(first)
+    assert weights_digest(checkpoint(tmp_path / "b" / "final", 1)) != weights_digest(first)
     changes = {
         "head": lambda data: data[:100] + b"?" + data[101:],
         "tail": lambda data: data[:-100] + b"?" + data[-99:],
@@ -58,13 +58,13 @@ def test_weights_are_known_by_what_they_are(tmp_path) -> None:
     for name, change in changes.items():
         other = Path(shutil.copytree(first, tmp_path / name)) / "model.safetensors"
         other.write_bytes(change(other.read_bytes()))
-        assert weights_of(other.parent) != weights_of(first), name
+        assert weights_digest(other.parent) != weights_digest(first), name
     (copy / "model.safetensors").rename(copy / "other.safetensors")
-    assert weights_of(copy) != weights_of(first)
+    assert weights_digest(copy) != weights_digest(first)
     for name in ("config.json", "generation_config.json"):
         other = Path(shutil.copytree(first, tmp_path / name))
         (other / name).write_text(json.dumps({"eos_token_id": 5}))
-        assert weights_of(other) != weights_of(first)
+        assert weights_digest(other) != weights_digest(first)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_a_tokenizer_is_known_by_what_it_makes_of_a_text() -> None:
 def test_a_model_is_known_by_weights_arguments_and_template(config, monkeypatch) -> None:
     """Each of these changes answers, and what is known of the model; on the hub the commit stands for the weights."""
     found = identity_of(str(smollm2()), config, Templated("a"))
-    assert found["weights"] == weights_of(smollm2())
+    assert found["weights"] == weights_digest(smollm2())
     assert (found["dtype"], found["quantization"]) == ("float32", "")
     assert identity_of(str(smollm2()), config, Templated("a")) == found
     assert identity_of(str(smollm2()), config, Templated("b"))["chat_template"] != found["chat_template"]

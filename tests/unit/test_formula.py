@@ -26,7 +26,7 @@ from steercap.core.messages import (
     GetSteeringRecord,
     Owner,
     Placed,
-    Settled,
+    SteeringRecords,
     Vectors,
     Wanted,
     decode_answer,
@@ -116,7 +116,7 @@ def hold_to_the_formula(kind: str, many: Sequence[Sequence[Entry]], seed: int) -
     tap(runtime, hidden, None, 0)
     runtime.end_step()
     settled = told(GetSteeringRecord(tuple(wanted), (True,) * len(wanted)))
-    assert isinstance(settled, Settled)
+    assert isinstance(settled, SteeringRecords)
     assert not any(record.failure for record in settled.records)  # every entry was counted
     found, expected = hidden.cpu().double(), expected.flatten(0, 1)
     size = torch.maximum(expected.norm(dim=-1), rows.flatten(0, 1).double().norm(dim=-1))

@@ -8,7 +8,7 @@ from torch import nn
 
 from steercap.architectures.families.base import Family
 from steercap.architectures.sites.base import part_of
-from steercap.core.messages import NotCapturing, Project, Projected
+from steercap.core.messages import NotCapturing, Project, ProjectedRows
 from steercap.worker.install import projected, projecting
 
 WIDTH, HIDDEN = 12, 8
@@ -42,7 +42,7 @@ def layer_of(rank: int = 0, ranks: int = 1) -> nn.Module:
 def asked(project, site: str, rows: torch.Tensor, layer: int = 5) -> torch.Tensor:
     question = Project(layer, site, rows.numpy().tobytes(), len(rows), "float32")
     answer = projected(project, question, CPU)
-    assert isinstance(answer, Projected)
+    assert isinstance(answer, ProjectedRows)
     return torch.frombuffer(bytearray(answer.rows), dtype=torch.float32).view(len(rows), -1)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from steercap import Point
 from steercap.core.attention import AttentionRule
-from steercap.requests.equations import STREAM, attends, closes, edited, equations, projected, worst
+from steercap.requests.equations import EQUATION_SITES, attends, closes, edited, equations, projected, worst
 
 ROWS, WIDTH, LAYERS = 4, 16, 3
 
@@ -27,7 +27,7 @@ def pass_of(seed: int, factor: float = 1.0, dtype: torch.dtype = torch.float32) 
         middle = stream + factor * attention
         after = middle + factor * feed_forward
         kept = (stream, attention, middle, feed_forward, after)
-        rows |= {Point(layer, site): one for site, one in zip(STREAM, kept, strict=True)}
+        rows |= {Point(layer, site): one for site, one in zip(EQUATION_SITES, kept, strict=True)}
         stream = after
     return {point: one.to(dtype) for point, one in rows.items()}
 
@@ -50,7 +50,7 @@ def test_the_stream_begins_with_what_is_embedded() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("site", STREAM)
+@pytest.mark.parametrize("site", EQUATION_SITES)
 def test_a_row_that_is_something_else_is_seen(site, dtype) -> None:
     """A scale, a row of another token, a partial sum: each breaks an equation."""
     for change in (lambda row: 1.2 * row, lambda row: row.roll(1, 0), lambda row: row - row.mean()):
@@ -73,7 +73,11 @@ def test_a_layer_of_one_block_grows_by_that_block() -> None:
     absent = {Point(layer, "mlp_out") for layer in range(LAYERS)}
     for layer in range(LAYERS):
         lacking = rows.pop(Point(layer, "mlp_out"))
-        later = [point for point in rows if (point.layer, STREAM.index(point.site)) > (layer, STREAM.index("mlp_out"))]
+        later = [
+            point
+            for point in rows
+            if (point.layer, EQUATION_SITES.index(point.site)) > (layer, EQUATION_SITES.index("mlp_out"))
+        ]
         for point in later:
             rows[point] = rows[point] - lacking if point.site.startswith("resid") else rows[point]
     assert len(list(equations(rows, 1.0))) == LAYERS - 1  # of a layer that may have another block, nothing is known
@@ -100,7 +104,7 @@ def test_an_edit_moves_both_equations_by_what_it_added() -> None:
     after = Point(1, "resid_post")
     rows[after] = rows[after] + vector
     assert worst(equations(rows, 1.0, (after, vector))) is not None  # the next layer did not begin with it
-    for site in STREAM:
+    for site in EQUATION_SITES:
         following = Point(2, site)
         if site.startswith("resid"):
             rows[following] = rows[following] + vector
@@ -112,7 +116,10 @@ def test_an_edit_between_the_blocks_is_part_of_the_sum() -> None:
     vector = torch.randn(ROWS, WIDTH)
     rows, edit = pass_of(8), (Point(1, "resid_mid"), vector)
     for point in rows:
-        if point.site.startswith("resid") and (point.layer, STREAM.index(point.site)) >= (1, STREAM.index("resid_mid")):
+        if point.site.startswith("resid") and (point.layer, EQUATION_SITES.index(point.site)) >= (
+            1,
+            EQUATION_SITES.index("resid_mid"),
+        ):
             rows[point] = rows[point] + vector
     assert worst(equations(rows, 1.0, edit)) is None
     assert len(list(equations(rows, 1.0, edit))) == 4 * LAYERS - 1

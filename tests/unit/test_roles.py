@@ -42,6 +42,7 @@ from steercap.lab.personas.roles import (
     capping,
     cases_of,
     changes,
+    drift_cases,
     drift_prompts,
     load_roles,
     load_run,
@@ -78,6 +79,13 @@ def test_what_is_shipped_can_be_told_apart() -> None:
     values = [cross_validated(trait_of(role, roles, "minilm")) for role in roles.roles[::4]]
     assert np.mean(values) > 0.9
     assert min(values) > 0.6
+
+
+def test_drift_cases_have_seeds_of_their_own() -> None:
+    """Each sample has one, the same in every call, and others under another seed."""
+    drawn = [[case.seed for case in drift_cases(["who are you?"], samples=2, seed=seed)] for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1]
+    assert len({*drawn[0], *drawn[2]}) == 4
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,13 @@ from steercap.core.messages import (
     Collected,
     CommitSketch,
     Failed,
-    Folded,
     GetStats,
     Joining,
     OpenSketch,
     Owner,
     PrepareSketch,
     ReadSketch,
+    SketchCommitted,
     SketchOpened,
     SketchPart,
     Unknown,
@@ -419,7 +419,7 @@ class Bench:
 
     def commit(self, name: str, total: int, *sketches: str) -> int:
         answer = self.ask(CommitSketch((Joining(Wanted(Owner(name, 0), total), sketches or ("s",)),)))
-        assert isinstance(answer, Folded)
+        assert isinstance(answer, SketchCommitted)
         return answer.rows[0]
 
     def state(self, point: int, kind: str = "moments", size: int = 0, name: str = "s") -> SketchState:
@@ -571,11 +571,11 @@ JOINING = Joining(Wanted(Owner("r", 0), 5), ("s",))
 @pytest.mark.parametrize(
     ("answers", "rows", "broken"),
     [
-        ([[Folded((5,)), Folded((5,))]], 5, False),
-        ([[Folded((-1,))], [Folded((5,))]], 5, False),
-        ([[Folded((-1,))], [Folded((-1,))]], -1, False),
-        ([[Folded((5,)), Folded((-1,))]], None, True),
-        ([[Folded((5,))], [Folded((5,))]], None, True),
+        ([[SketchCommitted((5,)), SketchCommitted((5,))]], 5, False),
+        ([[SketchCommitted((-1,))], [SketchCommitted((5,))]], 5, False),
+        ([[SketchCommitted((-1,))], [SketchCommitted((-1,))]], -1, False),
+        ([[SketchCommitted((5,)), SketchCommitted((-1,))]], None, True),
+        ([[SketchCommitted((5,))], [SketchCommitted((5,))]], None, True),
     ],
 )
 async def test_a_request_enters_on_all_workers_of_one_engine_or_breaks_the_sketch(answers, rows, broken) -> None:

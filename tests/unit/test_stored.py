@@ -1,7 +1,8 @@
 """What is stored and sent keeps its names: files, folders and frames of today are read and written alike by what comes.
 
-Classes and modules may have other names and other places; then the imports here change, and nothing else. A literal here
-changes only with a new version of the format that it is of, or where something new is added.
+Classes and modules may have other names and other places; then the imports here change, and nothing else. Messages are
+sent under the names of their classes. A literal here changes only with a new version of the format that it is of, or
+where something new is added.
 """
 
 from __future__ import annotations
@@ -127,28 +128,28 @@ from steercap.testing import tiny_checkpoint
 
 #: Tag, names of the fields, and the first digits of the SHA-256 of a frame whose fields are filled by their types alone.
 QUESTIONS = {
-    "Attach": (("capture_bytes", "spill_folder", "spill_bytes"), "1b6528f9623b580e"),
-    "Listen": ((), "4b086aefee70a901"),
-    "Collect": (("wanted",), "887c0a7fd2f37448"),
-    "Read": (("lines",), "a82c055d48bbcbc1"),
-    "Census": ((), "69f1cb0e26649696"),
-    "Configure": (("vectors", "configurations"), "988a90117a5e2eca"),
-    "Settle": (("wanted", "ended"), "d4b34b9b0b2fabe2"),
-    "Engage": (("owners",), "ee3645191903c274"),
-    "Unembed": (("rows", "count", "dtype", "tokens", "top", "normed"), "fae9826701214604"),
-    "Project": (("layer", "site", "rows", "count", "dtype"), "941cb7a0cec4cc41"),
-    "Choose": (("layer", "rows", "count", "dtype"), "2f7a9c857b6c3ad6"),
-    "OpenSketch": (("name", "kind", "size", "points", "most_bytes"), "0736cda15b740356"),
-    "Weigh": (("joining",), "b8480cd4e3594b58"),
-    "Fold": (("joining",), "9dc47b36e29a8e47"),
-    "ReadSketch": (("name", "point", "start", "stop"), "981a56bbdd06107c"),
-    "CloseSketch": (("name",), "9dc84cfd9c8cbf91"),
-    "OpenSAE": (("digest", "point", "shape", "path", "nonce", "most_bytes"), "6c2d43b898eb227d"),
-    "CloseSAE": (("digest", "point"), "3b4b362446d35b07"),
+    "Attach": (("capture_bytes", "spill_folder", "spill_bytes"), "9b1ab69c9e885039"),
+    "Listen": ((), "e6e9ac59cdac31dc"),
+    "Collect": (("wanted",), "507687e913fb9eee"),
+    "Read": (("lines",), "b1056aa7421caa81"),
+    "GetStats": ((), "c1c1e71ee11d4c43"),
+    "Configure": (("vectors", "configurations"), "3cdb067066797b5f"),
+    "GetSteeringRecord": (("wanted", "ended"), "5386bc923128f484"),
+    "Engage": (("owners",), "fe08e869d92b3e94"),
+    "Unembed": (("rows", "count", "dtype", "tokens", "top", "normed"), "b53880426bcfc67e"),
+    "Project": (("layer", "site", "rows", "count", "dtype"), "fef31a24415be538"),
+    "Choose": (("layer", "rows", "count", "dtype"), "01fb18723b9a962f"),
+    "OpenSketch": (("name", "kind", "size", "points", "most_bytes"), "cdbda3fed33aea00"),
+    "PrepareSketch": (("joining",), "b347c6c765127e55"),
+    "CommitSketch": (("joining",), "ada8c6204e3f8f60"),
+    "ReadSketch": (("name", "point", "start", "stop"), "942c911f3da852b2"),
+    "CloseSketch": (("name",), "c5225078eb69cb19"),
+    "OpenSAE": (("digest", "point", "shape", "path", "nonce", "most_bytes"), "66914148b9362775"),
+    "CloseSAE": (("digest", "point"), "8764e466c54cff5c"),
 }
 ANSWERS = {
-    "NotCapturing": ((), "30959a6c63eef130"),
-    "Listening": (("address",), "62482d41b68381c3"),
+    "NotCapturing": ((), "db2cd483593fcf1a"),
+    "Listening": (("address",), "6b365e64f701f56c"),
     "Attached": (
         (
             "points",
@@ -167,10 +168,10 @@ ANSWERS = {
             "file",
             "file_lines",
         ),
-        "1332c05182d0048e",
+        "e1d9ab9766aed349",
     ),
-    "Collected": (("parcels", "unfinished"), "d459b84951b38eb1"),
-    "Lines": (("data",), "753932962079fa55"),
+    "Collected": (("shares", "unfinished"), "5a5e1511ffd65a03"),
+    "Lines": (("data",), "7816a42d58712bfc"),
     "Counted": (
         (
             "requests",
@@ -188,20 +189,20 @@ ANSWERS = {
             "tables",
             "arena_pinned",
         ),
-        "227f1cf31b366135",
+        "568a7818f9e50d7f",
     ),
-    "Configured": (("refused",), "99508bcbe30efa29"),
-    "Settled": (("records",), "5a1a6add344c3dde"),
-    "Engaged": (("positions",), "8477a4e3bee9971d"),
-    "SketchOpened": (("refused",), "a820e16d0eff26d6"),
-    "Folded": (("rows",), "4870a2263ac7b3a8"),
-    "SketchPart": (("kept", "rows", "squares", "filled", "data"), "1e226011f3454910"),
-    "SAEOpened": (("coming", "full", "unreachable", "refused"), "ee3b7fca74f4bcba"),
-    "Failed": (("reason",), "06945ec8059e4582"),
-    "Unembedded": (("logits", "least", "most", "spread", "total", "top", "best"), "17d687a43ccf815c"),
-    "Projected": (("rows",), "5c827d95f72d23bc"),
-    "Chosen": (("ids", "weights", "refused"), "b99392c9345be934"),
-    "Unhooked": (("reason",), "1c63f0fbc0bcec3d"),
+    "Configured": (("refused",), "d39ea14c7393d060"),
+    "SteeringRecords": (("records",), "8a707b1e0e30a569"),
+    "Engaged": (("positions",), "a42bf905f463162d"),
+    "SketchOpened": (("refused",), "a6c0a2abf8693f23"),
+    "SketchCommitted": (("rows",), "43a3014492aa4ffb"),
+    "SketchPart": (("kept", "rows", "squares", "filled", "data"), "2ce25431aa5b66a7"),
+    "SAEOpened": (("coming", "full", "unreachable", "refused"), "79391080639f07ba"),
+    "Failed": (("reason",), "51504a4ba22ee294"),
+    "Unembedded": (("logits", "least", "most", "spread", "total", "top", "best"), "c5ae04c724f0438a"),
+    "ProjectedRows": (("rows",), "798115907a5a61bb"),
+    "Chosen": (("ids", "weights", "refused"), "e12262cc0f635ae3"),
+    "Unhooked": (("reason",), "8ab496691cae2cf7"),
 }
 
 
@@ -261,7 +262,7 @@ def test_parts_of_answers_have_their_tags() -> None:
     """Those that come inside of another."""
     said = [msgspec.msgpack.decode(encode(filled(inspect.type_info(kind)))[len(HEADER) :]) for kind in get_args(Answer)]
     inner = {one["type"]: [part["type"] for part in parts] for one in said for parts in one.values() if _tagged(parts)}
-    assert inner == {"Collected": ["Parcel", "Unknown"], "Settled": ["SteeringRecord", "Unknown"]}
+    assert inner == {"Collected": ["CapturedRows", "Unknown"], "SteeringRecords": ["SteeringRecord", "Unknown"]}
 
 
 def _tagged(value: object) -> bool:
@@ -320,7 +321,7 @@ def test_what_has_no_names_has_its_order(value, said) -> None:
 def test_a_plan_has_its_key_fields_and_bytes() -> None:
     """What a request carries."""
     frame = filled(inspect.type_info(Plan)).encode()
-    assert (EXTRA_ARGS_KEY, HEADER, short(frame)) == ("steercap", b"sc\x01\x00", "38074dd834551670")
+    assert (EXTRA_ARGS_KEY, HEADER, short(frame)) == ("steercap", b"sc\x02\x00", "5972d65ce40970d8")
     assert Plan.decode(frame).encode() == frame
     said = msgspec.msgpack.decode(frame[len(HEADER) :])
     assert list(said) == ["key", "prompt_len", "limit", "samples", "capture", "steering"]
@@ -804,7 +805,7 @@ def test_a_folder_says_what_it_said(name, tmp_path) -> None:
         (roles_settings.RoleOutcome, "responses kept unscored mean_score left_out"),
         (roles_rows.RoleRowsHeader, "version role layers questions counts prompts"),
         (
-            manifest.Request,
+            manifest.ManifestRequest,
             "file bytes sha256 id layout rows positions prompt_tokens output_tokens prompt_sha256 text_sha256 steering",
         ),
         (manifest.Layout, "points returned reduce directions versions"),

@@ -499,6 +499,13 @@ def examples(count: int = 12, seed: int = 0) -> list[Example]:
 QUICK = {"steps": 6, "evaluate_every": 2, "batch_size": 3, "validation": 0.34}
 
 
+def test_losses_are_those_of_the_objective_asked_for(model) -> None:
+    """Of an edit by zeros, both responses of a preference have equal odds under BiPO."""
+    pairs = [Preference(one.prompt, one.response, "no", one.source) for one in examples()[:3]]
+    losses = losses_of(model, pairs, Add(torch.zeros(WIDTH), layer=1), objective="bipo")
+    torch.testing.assert_close(losses, torch.full((3,), math.log(2)))
+
+
 def test_training_makes_texts_likelier_and_the_file_says_how(model, tmp_path) -> None:
     """What is held out becomes likelier; the file loads as steering, as it is, and says where it comes from."""
     many = {**QUICK, "steps": 12}

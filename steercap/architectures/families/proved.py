@@ -179,8 +179,8 @@ def verified(code: Mapping[str, str]) -> bool:
     return bool(code) and all(code.values()) and set(code.items()) <= known
 
 
-def columns(record: ProvedModel) -> tuple[str, ...]:
-    """Return a record as a row of a table with the columns `TITLES`."""
+def cells_of(record: ProvedModel) -> tuple[str, ...]:
+    """Return the cells of a record's row, in a table with the columns `TITLES`."""
     if record.refused:
         said = ("refused", "", "", "", "")
     else:
@@ -199,7 +199,7 @@ def markdown(models: Sequence[ProvedModel]) -> str:
     """Format records as Markdown tables: models that can be served, then the others with the reason."""
     served, refused = _parted(models)
     lines = ["| " + " | ".join(TITLES) + " |", "|" + "---|" * len(TITLES)]
-    lines += ["| " + " | ".join(columns(one)) + " |" for one in served]
+    lines += ["| " + " | ".join(cells_of(one)) + " |" for one in served]
     if refused:
         lines += ["", "| architecture | configuration | refused or not proved, and why |", "|---|---|---|"]
     lines += [f"| {one.architecture or one.model_type} | {one.name} | {_in_a_cell(one.refused)} |" for one in refused]

@@ -100,11 +100,11 @@ class ResidMid(Site):
 
     def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:
         module = layer.get_submodule(located(layer, family.resid_mid))
-        return stream_tap(module, "resid_mid", tap, first_terms(module))
+        return stream_tap(module, "resid_mid", tap, stream_and_residual(module))
 
     def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
         module = layer.get_submodule(located(layer, family.resid_mid))
-        terms = first_terms(module)
+        terms = stream_and_residual(module)
 
         def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             visit(terms(args, kwargs)[0])
@@ -248,8 +248,8 @@ def stream_tap(module: nn.Module, name: str, tap: Tap, terms: Terms) -> Removabl
     return module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def first_terms(module: nn.Module) -> Terms:
-    """Return a function from the arguments of a norm or a block to the stream and the residual to add, or None."""
+def stream_and_residual(module: nn.Module) -> Terms:
+    """Return a function that finds the stream and the residual, None if absent, in a norm's or block's arguments."""
     names = _arguments(module)
     at, name = read_by(module)
     beside = names.index("residual") if "residual" in names else 0 if names else 1

@@ -12,17 +12,17 @@ from steercap.core.messages.base import LineRange, Loaded, Message, Owner, Table
 from steercap.core.schema import Coding, PointSchema
 
 
-class NotCapturing(Message, frozen=True, tag="NotCapturing"):
+class NotCapturing(Message, frozen=True):
     """Answer of a rank that captures nothing, since another rank captures all its rows."""
 
 
-class Listening(Message, frozen=True, tag="Listening"):
+class Listening(Message, frozen=True):
     """Answer to Listen: the name of the channel's socket on the worker's machine; "" if it has none."""
 
     address: Label
 
 
-class Attached(Message, frozen=True, tag="Attached"):
+class Attached(Message, frozen=True):
     """Answer to Attach: points, memory and layers of one capturing rank.
 
     Args:
@@ -61,7 +61,7 @@ class Attached(Message, frozen=True, tag="Attached"):
     file_lines: Large = 0
 
 
-class Unembedded(Message, frozen=True, tag="Unembedded"):
+class Unembedded(Message, frozen=True):
     """Answer to Unembed: logits of rows.
 
     Args:
@@ -83,13 +83,13 @@ class Unembedded(Message, frozen=True, tag="Unembedded"):
     best: Data
 
 
-class Projected(Message, frozen=True, tag="Projected"):
+class ProjectedRows(Message, frozen=True):
     """Answer to Project: rows of [n, hidden], float32, as bytes."""
 
     rows: Data
 
 
-class Chosen(Message, frozen=True, tag="Chosen"):
+class Chosen(Message, frozen=True):
     """Answer to Choose.
 
     Args:
@@ -102,7 +102,7 @@ class Chosen(Message, frozen=True, tag="Chosen"):
     refused: BoundedText = ""
 
 
-class CapturedRows(Message, frozen=True, tag="Parcel"):
+class CapturedRows(Message, frozen=True):
     """Location and labels of one request's rows on one rank.
 
     Args:
@@ -130,13 +130,13 @@ class CapturedRows(Message, frozen=True, tag="Parcel"):
     nonfinite: tuple[Whole, Whole] | None = None
 
 
-class Unknown(Message, frozen=True, tag="Unknown"):
+class Unknown(Message, frozen=True):
     """Answer for an owner without rows here: none were ever seen, or they were released."""
 
     owner: Owner
 
 
-class Collected(Message, frozen=True, tag="Collected"):
+class Collected(Message, frozen=True):
     """Answer to Collect and PrepareSketch: for each owner asked for, in order, where its rows lie, or `Unknown`.
 
     Args:
@@ -144,17 +144,17 @@ class Collected(Message, frozen=True, tag="Collected"):
         unfinished: True if rows are not ready yet and `shares` is empty: ask again.
     """
 
-    shares: tuple[CapturedRows | Unknown, ...] = msgspec.field(name="parcels")
+    shares: tuple[CapturedRows | Unknown, ...]
     unfinished: bool = False
 
 
-class Lines(Message, frozen=True, tag="Lines"):
+class Lines(Message, frozen=True):
     """Answer to Read: the bytes of the line ranges, one after the other."""
 
     data: Data
 
 
-class Counted(Message, frozen=True, tag="Counted"):
+class Counted(Message, frozen=True):
     """Answer to GetStats: resources in use on one worker.
 
     The number of requests whose rows (`requests`) or steering record (`steered`) are held; pages; rows written and
@@ -177,7 +177,7 @@ class Counted(Message, frozen=True, tag="Counted"):
     arena_pinned: bool = False
 
 
-class Configured(Message, frozen=True, tag="Configured"):
+class Configured(Message, frozen=True):
     """Answer to Configure.
 
     Args:
@@ -188,7 +188,7 @@ class Configured(Message, frozen=True, tag="Configured"):
     refused: tuple[Digest, ...]
 
 
-class SteeringRecord(Message, frozen=True, tag="SteeringRecord"):
+class SteeringRecord(Message, frozen=True):
     """Record of the edits that one rank made to one request.
 
     Args:
@@ -210,31 +210,31 @@ class SteeringRecord(Message, frozen=True, tag="SteeringRecord"):
     entries: Large = 0
 
 
-class Settled(Message, frozen=True, tag="Settled"):
+class SteeringRecords(Message, frozen=True):
     """Answer to GetSteeringRecord, in its order."""
 
     records: tuple[SteeringRecord | Unknown, ...]
 
 
-class Engaged(Message, frozen=True, tag="Engaged"):
+class Engaged(Message, frozen=True):
     """Answer to Engage, in its order: the first position that is steered, None for a request that is not here."""
 
     positions: tuple[Whole | None, ...]
 
 
-class SketchOpened(Message, frozen=True, tag="SketchOpened"):
+class SketchOpened(Message, frozen=True):
     """Answer to OpenSketch and CloseSketch: the reason why there is no room for the sketch, or ""."""
 
     refused: BoundedText
 
 
-class Folded(Message, frozen=True, tag="Folded"):
+class SketchCommitted(Message, frozen=True):
     """Answer to CommitSketch, in its order: number of each request's rows in its sketches; -1 if none was prepared."""
 
     rows: tuple[WholeOrNone, ...]
 
 
-class SketchPart(Message, frozen=True, tag="SketchPart"):
+class SketchPart(Message, frozen=True):
     """Answer to ReadSketch; see `kernels.sketches.SketchState`. A rank without the point has no rows and no data.
 
     Args:
@@ -250,7 +250,7 @@ class SketchPart(Message, frozen=True, tag="SketchPart"):
     data: Data
 
 
-class SAEOpened(Message, frozen=True, tag="SAEOpened"):
+class SAEOpened(Message, frozen=True):
     """Answer to OpenSAE and CloseSAE.
 
     Args:
@@ -266,13 +266,13 @@ class SAEOpened(Message, frozen=True, tag="SAEOpened"):
     refused: BoundedText = ""
 
 
-class Failed(Message, frozen=True, tag="Failed"):
+class Failed(Message, frozen=True):
     """Answer of a worker that failed to answer, with the reason."""
 
     reason: BoundedText
 
 
-class Unhooked(Message, frozen=True, tag="Unhooked"):
+class Unhooked(Message, frozen=True):
     """Answer of a worker whose model runner no adapter could hook, with the reason."""
 
     reason: BoundedText
@@ -286,15 +286,15 @@ Answer: TypeAlias = (
     | Lines
     | Counted
     | Configured
-    | Settled
+    | SteeringRecords
     | Engaged
     | SketchOpened
-    | Folded
+    | SketchCommitted
     | SketchPart
     | SAEOpened
     | Failed
     | Unembedded
-    | Projected
+    | ProjectedRows
     | Chosen
     | Unhooked
 )

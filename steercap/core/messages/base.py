@@ -8,8 +8,8 @@ from steercap.core.framing import BoundedText, Data, Digest, Label, Large, Whole
 from steercap.core.program import Configuration
 
 
-class Message(msgspec.Struct, frozen=True, tag_field="type"):
-    """Root of the messages."""
+class Message(msgspec.Struct, frozen=True, tag_field="type", tag=True):
+    """Root of the messages, each sent with the name of its class as its type."""
 
 
 class Owner(msgspec.Struct, frozen=True, array_like=True):

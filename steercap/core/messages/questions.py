@@ -8,7 +8,7 @@ from steercap.core.framing import BoundedText, Data, Digest, Label, Large, Whole
 from steercap.core.messages.base import EncoderShape, Joining, LineRange, Message, Owner, Placed, Vectors, Wanted
 
 
-class Attach(Message, frozen=True, tag="Attach"):
+class Attach(Message, frozen=True):
     """First question after start-up: make the arena, and report the armed points.
 
     Args:
@@ -22,18 +22,18 @@ class Attach(Message, frozen=True, tag="Attach"):
     spill_bytes: Large = 0
 
 
-class Listen(Message, frozen=True, tag="Listen"):
+class Listen(Message, frozen=True):
     """Open a channel on which questions are answered beside RPCs (`worker.channel`); every rank answers."""
 
 
-class Configure(Message, frozen=True, tag="Configure"):
+class Configure(Message, frozen=True):
     """Write vectors, then configurations, for requests about to come; every rank writes those of its points."""
 
     vectors: tuple[Vectors, ...]
     configurations: tuple[Placed, ...]
 
 
-class GetSteeringRecord(Message, frozen=True, tag="Settle"):
+class GetSteeringRecord(Message, frozen=True):
     """Report the edits made to requests so far; every rank answers.
 
     Args:
@@ -45,19 +45,19 @@ class GetSteeringRecord(Message, frozen=True, tag="Settle"):
     ended: tuple[bool, ...]
 
 
-class Engage(Message, frozen=True, tag="Engage"):
+class Engage(Message, frozen=True):
     """Begin steering that was held back, from the first token that is not being computed yet; every rank answers."""
 
     owners: tuple[Owner, ...]
 
 
-class Collect(Message, frozen=True, tag="Collect"):
+class Collect(Message, frozen=True):
     """Seal finished requests and report the location of their rows."""
 
     wanted: tuple[Wanted, ...]
 
 
-class Unembed(Message, frozen=True, tag="Unembed"):
+class Unembed(Message, frozen=True):
     """Compute logits of rows of the residual stream.
 
     Args:
@@ -77,7 +77,7 @@ class Unembed(Message, frozen=True, tag="Unembed"):
     normed: bool = False
 
 
-class Project(Message, frozen=True, tag="Project"):
+class Project(Message, frozen=True):
     """Apply the last projection of a layer's block to rows of its input.
 
     Args:
@@ -95,7 +95,7 @@ class Project(Message, frozen=True, tag="Project"):
     dtype: Label
 
 
-class Choose(Message, frozen=True, tag="Choose"):
+class Choose(Message, frozen=True):
     """Compute the experts that a layer's router chooses from their logits.
 
     Args:
@@ -111,17 +111,17 @@ class Choose(Message, frozen=True, tag="Choose"):
     dtype: Label
 
 
-class Read(Message, frozen=True, tag="Read"):
+class Read(Message, frozen=True):
     """Send arena lines as bytes, for clients that cannot map the arena."""
 
     lines: tuple[LineRange, ...]
 
 
-class GetStats(Message, frozen=True, tag="Census"):
+class GetStats(Message, frozen=True):
     """Report the resources in use on the worker."""
 
 
-class OpenSketch(Message, frozen=True, tag="OpenSketch"):
+class OpenSketch(Message, frozen=True):
     """Allocate the statistics of a sketch.
 
     Args:
@@ -139,19 +139,19 @@ class OpenSketch(Message, frozen=True, tag="OpenSketch"):
     most_bytes: Large
 
 
-class PrepareSketch(Message, frozen=True, tag="Weigh"):
+class PrepareSketch(Message, frozen=True):
     """Seal finished requests, and check that their rows can be added to sketches; answered like `Collect`."""
 
     joining: tuple[Joining, ...]
 
 
-class CommitSketch(Message, frozen=True, tag="Fold"):
-    """Add the rows of requests after `PrepareSketch` to their sketches, once only, however often it is asked."""
+class CommitSketch(Message, frozen=True):
+    """Add the rows that `PrepareSketch` checked to their sketches. Idempotent."""
 
     joining: tuple[Joining, ...]
 
 
-class ReadSketch(Message, frozen=True, tag="ReadSketch"):
+class ReadSketch(Message, frozen=True):
     """Send bytes `start` to `stop` of a sketch's tensors at a point, which are stored one after the other."""
 
     name: Label
@@ -160,13 +160,13 @@ class ReadSketch(Message, frozen=True, tag="ReadSketch"):
     stop: Large
 
 
-class CloseSketch(Message, frozen=True, tag="CloseSketch"):
+class CloseSketch(Message, frozen=True):
     """Free a sketch; do nothing if there is none."""
 
     name: Label
 
 
-class OpenSAE(Message, frozen=True, tag="OpenSAE"):
+class OpenSAE(Message, frozen=True):
     """Load an SAE's encoder, unless it is here; asked again until it is. Ranks without the point have nothing to do.
 
     Args:
@@ -186,7 +186,7 @@ class OpenSAE(Message, frozen=True, tag="OpenSAE"):
     most_bytes: Large
 
 
-class CloseSAE(Message, frozen=True, tag="CloseSAE"):
+class CloseSAE(Message, frozen=True):
     """Free an SAE once no running request reads with it; do nothing if there is none."""
 
     digest: Digest
@@ -215,7 +215,7 @@ Question: TypeAlias = (
 )
 
 
-class Call(Message, frozen=True, tag="Call"):
+class Call(Message, frozen=True):
     """One RPC: the owners whose rows were released since the last one, then a question."""
 
     released: tuple[Owner, ...]

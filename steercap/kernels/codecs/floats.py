@@ -52,7 +52,7 @@ class Reduced(Encoding):
         return stored.view(torch.float32).view(-1, *schema.shard_shape)
 
 
-class Projected(Encoding):
+class ProjectionEncoding(Encoding):
     """Encoding of projections: a few numbers per row, packed so that a record of few directions takes one line."""
 
     align: ClassVar[int] = _FLOAT
@@ -138,7 +138,7 @@ _REDUCED = Reduced()
 MEMBERS = {
     "raw": Raw(),
     "reduced": _REDUCED,
-    "projected": Projected(),
+    "projected": ProjectionEncoding(),
     "fp8": FP8(),
 }
 

@@ -12,7 +12,7 @@ folder/
 
 from steercap.lab.datasets.batches import ActivationBatches
 from steercap.lab.datasets.dataset import ActivationDataset
-from steercap.lab.datasets.definition import Definition, PointFormat, define
+from steercap.lab.datasets.definition import DatasetDefinition, PointFormat, define
 from steercap.lab.datasets.folder import DatasetFolder, Totals, verify
 from steercap.lab.datasets.remote import RemoteFolder, storage_of
 from steercap.lab.datasets.rows import Labelled, Normalisation
@@ -24,8 +24,8 @@ from steercap.lab.datasets.tables import Index
 __all__ = [
     "ActivationBatches",
     "ActivationDataset",
+    "DatasetDefinition",
     "DatasetFolder",
-    "Definition",
     "Index",
     "Labelled",
     "LocalFolder",

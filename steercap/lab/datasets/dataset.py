@@ -23,7 +23,18 @@ from steercap.lab.datasets.definition import PointFormat
 from steercap.lab.datasets.folder import DatasetFolder
 from steercap.lab.datasets.reading import Join, Keep, OpenShard, TokenChoice, check_alike, points_of
 from steercap.lab.datasets.remote import RemoteFolder
-from steercap.lab.datasets.rows import NORMALISE, Groups, Labelled, Normalisation, Normalise, Rows, at, groups_of
+from steercap.lab.datasets.rows import (
+    NORMALISE,
+    Groups,
+    Labelled,
+    Normalisation,
+    Normalise,
+    Rows,
+    at,
+    groups_of,
+    join_points,
+    normalise_rows,
+)
 from steercap.lab.datasets.shards import Receipt
 from steercap.lab.datasets.statistics import PointStatistics
 from steercap.lab.datasets.tables import COLUMNS
@@ -226,7 +237,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
             return self._mixed(*np.divmod(numbers, self._each))
         groups = groups_of(numbers, self._edges)
         found = {str(k.point): self._rows(place, groups, len(numbers)) for place, k in enumerate(self._formats)}
-        rows = self._joined(found)
+        rows = join_points(found, self._join)
         if not self._labels:
             return rows
         return self._labelled(rows, groups, np.zeros_like(numbers))
@@ -294,15 +305,9 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         for number, numbers, where in groups:
             shard = self._shard(number)
             rows = shard.rows(point, shard.places(numbers))
-            if normalise := self.normalisations.get(str(known.point)):
-                rows = normalise(rows.flatten(1)).view_as(rows)
-            found.index_copy_(0, where, rows.to(found.dtype))
+            normalise = self.normalisations.get(str(known.point))
+            found.index_copy_(0, where, normalise_rows(rows, normalise, found.dtype))
         return found
-
-    def _joined(self, found: dict[str, torch.Tensor]) -> Rows:
-        if len(found) == 1:
-            return next(iter(found.values()))
-        return found if self._join == "dict" else torch.cat([rows.flatten(1) for rows in found.values()], dim=1)
 
     def _mixed(self, tokens: NDArray[np.int64], points: NDArray[np.int64]) -> Rows | Labelled:
         rows = torch.empty((len(tokens), *self._formats[0].shape), dtype=self._dtype or self._formats[0].dtype)

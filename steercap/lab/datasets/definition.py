@@ -146,7 +146,7 @@ def _tensors(point: PointFormat) -> Mapping[str, tuple[tuple[int, ...], torch.dt
     return MappingProxyType({name: (tuple(part.shape[1:]), part.dtype) for name, part in point.nothing().items()})
 
 
-class Definition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DatasetDefinition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that determines a data set's rows, except its documents.
 
     Args:
@@ -208,7 +208,7 @@ def define(
     asked: Mapping[str, Any] | None = None,
     statistics_every: int = EVERY,
     num_layers: int = 0,
-) -> Definition:
+) -> DatasetDefinition:
     """Return a definition of the current version, with all points in one codec.
 
     Args:
@@ -225,7 +225,7 @@ def define(
     """
     try:
         formats = tuple(PointFormat(*point, schema, coding) for point, schema in points.items())
-        return Definition(
+        return DatasetDefinition(
             VERSION,
             "activations",
             dict(model),
@@ -239,7 +239,7 @@ def define(
         raise InvalidSetting(f"these settings do not make a data set: {error}") from error
 
 
-def decode(content: bytes, path: str) -> Definition:
+def decode(content: bytes, path: str) -> DatasetDefinition:
     """Return a folder's definition, decoded from JSON.
 
     Raises:
@@ -259,7 +259,7 @@ def decode(content: bytes, path: str) -> Definition:
     return DATASET.decode(content, path)
 
 
-def _differing(stored: Definition, expected: Definition) -> list[str]:
+def _differing(stored: DatasetDefinition, expected: DatasetDefinition) -> list[str]:
     """Return the differences in what determines the rows."""
     was, now = (
         {
@@ -274,4 +274,4 @@ def _differing(stored: Definition, expected: Definition) -> list[str]:
 
 
 #: Folders of activations.
-DATASET: Final = FolderKind(FILE, Definition, "data set of activations", _differing)
+DATASET: Final = FolderKind(FILE, DatasetDefinition, "data set of activations", _differing)

@@ -17,7 +17,7 @@ from steercap.core.spec import Point
 from steercap.errors import InvalidFile, InvalidRequest, RunDiffers
 from steercap.files.tensors import encoded
 from steercap.lab.datasets import definition as definitions
-from steercap.lab.datasets.definition import DATASET, VERSION, Definition
+from steercap.lab.datasets.definition import DATASET, VERSION, DatasetDefinition
 from steercap.lab.datasets.remote import storage_of
 from steercap.lab.datasets.shards import FOLDER, RECEIPT, STATISTICS, Receipt, Shard, name_of, write_shard
 from steercap.lab.datasets.statistics import PointStatistics, named_tensors, no_rows, read_named
@@ -66,16 +66,16 @@ class DatasetFolder:
         definition: definition of the data set.
     """
 
-    def __init__(self, storage: Storage, definition: Definition) -> None:
+    def __init__(self, storage: Storage, definition: DatasetDefinition) -> None:
         self.storage, self.definition = storage, definition
         self._completing, self._without_totals = threading.Lock(), False
 
-    def __reduce__(self) -> tuple[type[DatasetFolder], tuple[Storage, Definition]]:
+    def __reduce__(self) -> tuple[type[DatasetFolder], tuple[Storage, DatasetDefinition]]:
         """Pickle storage and definition alone, for DataLoader workers: a lock belongs to one process."""
         return DatasetFolder, (self.storage, self.definition)
 
     @staticmethod
-    def begin(where: str | Path | Storage, definition: Definition, **options: Any) -> DatasetFolder:
+    def begin(where: str | Path | Storage, definition: DatasetDefinition, **options: Any) -> DatasetFolder:
         """Return a folder for a run: create it, or sweep an existing one and check its definition.
 
         Args:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from steercap.core.spec import At, Layers, parse_layers, parse_points, parse_sites, resolve_layers
 from steercap.core.values import index_of, parts_of, shown
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSelection, InvalidSpec, LayerOutOfRange
-from steercap.lab.datasets.definition import Definition, PointFormat
+from steercap.lab.datasets.definition import DatasetDefinition, PointFormat
 from steercap.lab.datasets.shards import INDEX, ROWS, Receipt, name_of
 from steercap.lab.datasets.storage import Storage
 from steercap.lab.datasets.tables import Index, decoded_index
@@ -93,7 +93,7 @@ class TokenChoice:
 
 
 def points_of(
-    definition: Definition, layers: Layers = "all", sites: str | Sequence[str] | None = None, at: Any = None
+    definition: DatasetDefinition, layers: Layers = "all", sites: str | Sequence[str] | None = None, at: Any = None
 ) -> tuple[PointFormat, ...]:
     """Return the selected points of a data set, in its order.
 
@@ -125,7 +125,7 @@ def _is_all(layers: Layers) -> bool:
     return isinstance(layers, str) and parse_layers(layers) == "all"
 
 
-def _layers_of(definition: Definition, layers: Layers) -> int:
+def _layers_of(definition: DatasetDefinition, layers: Layers) -> int:
     if definition.num_layers:
         return definition.num_layers
     parts = parts_of(layers, "layers") or [layers]
@@ -136,7 +136,7 @@ def _layers_of(definition: Definition, layers: Layers) -> int:
     return max(point.layer for point in definition.points) + 1
 
 
-def _at(definition: Definition, at: At | Sequence[At]) -> tuple[PointFormat, ...]:
+def _at(definition: DatasetDefinition, at: At | Sequence[At]) -> tuple[PointFormat, ...]:
     found = []
     for name in parse_points(at):
         layer = name.layer
@@ -149,7 +149,7 @@ def _at(definition: Definition, at: At | Sequence[At]) -> tuple[PointFormat, ...
     return tuple(dict.fromkeys(found))
 
 
-def _lacking(definition: Definition, wanted: str) -> LayerOutOfRange:
+def _lacking(definition: DatasetDefinition, wanted: str) -> LayerOutOfRange:
     return LayerOutOfRange(
         f"{wanted}: it was not collected; collected: {', '.join(str(p.point) for p in definition.points)}"
     )

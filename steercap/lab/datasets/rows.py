@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from steercap.core.display import brief
 from steercap.core.values import shown
 from steercap.errors import InvalidRequest, InvalidSetting
 from steercap.lab.datasets.statistics import PointStatistics
+
+if TYPE_CHECKING:
+    from steercap.lab.datasets.reading import Join
 
 #: Rows of one point or of points that are joined, or of each point by its name.
 Rows: TypeAlias = "torch.Tensor | dict[str, torch.Tensor]"
@@ -121,6 +124,18 @@ def _scale(kind: Normalise, statistics: PointStatistics) -> Float[torch.Tensor, 
             raise InvalidRequest("normalise='norm' needs rows with a norm, and all rows of the statistics are 0")
         return torch.tensor([math.sqrt(statistics.width) / float(statistics.norm_mean)])
     return torch.ones(1)
+
+
+def normalise_rows(rows: torch.Tensor, normalise: Normalisation | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return the rows of one point in a dtype, normalised first unless `normalise` is None."""
+    return (rows if normalise is None else normalise(rows.flatten(1)).view_as(rows)).to(dtype)
+
+
+def join_points(rows: dict[str, torch.Tensor], join: Join) -> Rows:
+    """Return the rows of one point as they are; of several as a dict, or concatenated to [rows, sum of widths]."""
+    if len(rows) == 1:
+        return next(iter(rows.values()))
+    return rows if join == "dict" else torch.cat([one.flatten(1) for one in rows.values()], dim=1)
 
 
 class ShuffleBuffer:

@@ -19,7 +19,7 @@ from steercap.core.spec import Point
 from steercap.errors import InvalidRequest
 from steercap.files.tensors import Buffer, encoded
 from steercap.kernels.codecs.coded import CodedRows, Whole, parts_of
-from steercap.lab.datasets.definition import VERSION, Definition, PointFormat
+from steercap.lab.datasets.definition import VERSION, DatasetDefinition, PointFormat
 from steercap.lab.datasets.statistics import drawn, named_tensors, statistics_of
 from steercap.lab.datasets.storage import FileReceipt, Storage
 from steercap.lab.datasets.tables import Index, encoded_index
@@ -119,7 +119,7 @@ def name_of(number: int, end: str) -> str:
     return f"{FOLDER}/{number:06}{end}"
 
 
-def write_shard(storage: Storage, definition: Definition, shard: Shard) -> Receipt:
+def write_shard(storage: Storage, definition: DatasetDefinition, shard: Shard) -> Receipt:
     """Write a shard, its receipt last. Several shards may be written at once, in any thread.
 
     The same shard gives the same files, whichever process writes it and however often.
@@ -158,7 +158,7 @@ def write_shard(storage: Storage, definition: Definition, shard: Shard) -> Recei
     return receipt
 
 
-def _rows(definition: Definition, shard: Shard) -> Iterator[Buffer]:
+def _rows(definition: DatasetDefinition, shard: Shard) -> Iterator[Buffer]:
     tensors = {
         f"{part}{known.end}": pieces
         for known in definition.points
@@ -168,6 +168,7 @@ def _rows(definition: Definition, shard: Shard) -> Iterator[Buffer]:
 
 
 def _parts(known: PointFormat, pieces: Sequence[Whole]) -> dict[str, Sequence[torch.Tensor]]:
+    """Group the tensors of all pieces by the name of their part; constants of the point are included once."""
     by_piece = [parts_of(piece) for piece in pieces] or [known.nothing()]
     found: dict[str, Sequence[torch.Tensor]] = {name: [parts[name] for parts in by_piece] for name in by_piece[0]}
     return found | {name: [constant] for name, constant in _constants(known, pieces).items()}
@@ -182,7 +183,7 @@ def _constants(known: PointFormat, pieces: Sequence[Whole]) -> Mapping[str, torc
     )
 
 
-def _statistics(definition: Definition, shard: Shard) -> Iterator[Buffer]:
+def _statistics(definition: DatasetDefinition, shard: Shard) -> Iterator[Buffer]:
     tensors: dict[str, Sequence[torch.Tensor]] = {}
     chosen = drawn(len(shard.index), definition.statistics_every, shard.number)  # the same at all points
     for known in definition.points:
@@ -191,13 +192,13 @@ def _statistics(definition: Definition, shard: Shard) -> Iterator[Buffer]:
     return encoded(tensors, {"steercap": _header(definition, shard.number)})
 
 
-def _header(definition: Definition, number: int) -> str:
+def _header(definition: DatasetDefinition, number: int) -> str:
     return msgspec.json.encode(
         {"kind": "activations", "version": VERSION, "definition": definition.digest, "shard": number}
     ).decode()
 
 
-def _check(definition: Definition, shard: Shard) -> None:
+def _check(definition: DatasetDefinition, shard: Shard) -> None:
     if not shard.number >= 0 or not 1 <= shard.documents <= definition.documents_per_shard:
         raise InvalidRequest(
             f"shard {shard.number} of {shard.documents} documents; shards count from 0, and have 1 to "
@@ -224,7 +225,7 @@ def _check_constants(known: PointFormat, pieces: Sequence[Whole]) -> None:
             )
 
 
-def _check_order(definition: Definition, shard: Shard) -> None:
+def _check_order(definition: DatasetDefinition, shard: Shard) -> None:
     """Check that rows belong to the shard's own documents, each token once and in order."""
     index, first = shard.index, shard.number * definition.documents_per_shard
     if not len(index):

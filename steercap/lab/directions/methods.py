@@ -184,7 +184,10 @@ def suggested_layer(directions: DirectionSet, name: str) -> Suggestion | None:
 
 
 def middle_of_best(values: Mapping[int, float]) -> int:
-    """Return the middle of the longest run of neighbours among the layers with the highest value, by the rule above."""
+    """Return the middle layer of the longest run whose values lie within `EQUAL` of the highest.
+
+    Of equally long runs, the one whose middle is nearest the middle of the layers counts.
+    """
     layers = sorted(values)
     highest = max(values.values())
     runs: list[list[int]] = [[]]

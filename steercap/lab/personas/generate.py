@@ -13,7 +13,7 @@ from steercap.concurrency.loops import each_of
 from steercap.errors import InvalidFile
 from steercap.files.tables import TableWriter, read_table, write_table
 from steercap.lab.personas.folder import Count, Report, StageFolder
-from steercap.lab.personas.records import AnyResponse, Request, Response, RoleRequest, RunSettings, all_requests
+from steercap.lab.personas.records import AnyResponse, Response, RoleRequest, RunSettings, TraitRequest, all_requests
 from steercap.lab.personas.settings import PersonaSettings
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class AnswerGroup(Generic[AnyResponse]):
         finish: function called once, with all answers in order.
     """
 
-    requests: Sequence[Request | RoleRequest]
+    requests: Sequence[TraitRequest | RoleRequest]
     parts: TableWriter[AnyResponse]
     finish: Callable[[list[AnyResponse]], None]
 
@@ -101,7 +101,7 @@ async def answer_groups(
     ends = functools.cache(lambda: ends_in(model))
     lacking = dict[AnswerGroup[AnyResponse], int]()
 
-    def requests() -> Iterator[tuple[AnswerGroup[AnyResponse], Request | RoleRequest]]:
+    def requests() -> Iterator[tuple[AnswerGroup[AnyResponse], TraitRequest | RoleRequest]]:
         for group in groups:
             known = {response.id for response in group.parts.read()}
             count.add(len(known))
@@ -112,7 +112,7 @@ async def answer_groups(
             lacking[group] = len(left)
             yield from ((group, request) for request in left)
 
-    async def ask(asked: tuple[AnswerGroup[AnyResponse], Request | RoleRequest]) -> None:
+    async def ask(asked: tuple[AnswerGroup[AnyResponse], TraitRequest | RoleRequest]) -> None:
         group, request = asked
         messages = messages_of(request.system_prompt, request.question_text)
         generation = await model.run(messages, sampling_of(settings, request.seed), steering=None)

@@ -102,7 +102,7 @@ def plan_levels(
     answers = _answers(keys)
     told = {key: found for key, score in scores.items() if (found := _score(kind, key, score)) is not None}
     draft = _Draft(answers, told, least)
-    (_role if kind == "role" else _trait)(draft)
+    (_add_role_levels if kind == "role" else _add_trait_levels)(draft)
     labels = Counter(match["label"] for match in answers.values())
     unused = {
         f"a {kind} has no level of {label!r} answers": labels[label] for label in labels.keys() - set(_LABELS[kind])
@@ -223,7 +223,7 @@ class _Draft:
         self.put(level, used, left_out, self.minimum)
 
 
-def _role(draft: _Draft) -> None:
+def _add_role_levels(draft: _Draft) -> None:
     for level in range(4):
         draft.put_scored(f"pos_{level}", partial(operator.eq, level))
     draft.put_scored("pos_all", lambda _: True)
@@ -232,7 +232,8 @@ def _role(draft: _Draft) -> None:
     draft.put("default_1", kept, Counter({"refusal": len(default) - len(kept)}) + Counter(), 1)
 
 
-def _trait(draft: _Draft) -> None:
+def _add_trait_levels(draft: _Draft) -> None:
+    """Add the levels of a trait to the draft."""
     for name, least in (("", None), (f"_{_APART}", _APART)):
         for label in ("neg", "default"):
             _pairs(draft, f"pos_{label}{name}", label, least)

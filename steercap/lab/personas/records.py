@@ -48,7 +48,7 @@ class RunSettings(Protocol):
         """True if the system prompt comes before an answer when it is read again."""
 
 
-class Request(msgspec.Struct, frozen=True):
+class TraitRequest(msgspec.Struct, frozen=True):
     """Request to a model for one answer.
 
     Args:
@@ -79,7 +79,7 @@ class Request(msgspec.Struct, frozen=True):
         return f"{self.trait}/{other}/{self.prompt}/{self.question}/{self.sample}"
 
 
-class Response(Request, frozen=True):
+class Response(TraitRequest, frozen=True):
     """Request with its answer.
 
     Args:
@@ -182,7 +182,7 @@ class Records:
         return [one for one in self.kept if (one.trait, one.sign) == (trait, sign)]
 
 
-def all_requests(settings: PersonaSettings) -> Iterator[Request]:
+def all_requests(settings: PersonaSettings) -> Iterator[TraitRequest]:
     """Yield every request of a run, in the order of its tables."""
     for trait in settings.resolved():
         questions = trait.questions[: settings.n_questions]
@@ -192,7 +192,7 @@ def all_requests(settings: PersonaSettings) -> Iterator[Request]:
                     for sample in range(settings.n_samples):
                         name = f"{trait.name}/{sign}/{prompt}/{question}/{sample}"
                         seed = seed_of(settings.seed, name)
-                        yield Request(name, trait.name, sign, prompt, question, sample, seed, words, text)
+                        yield TraitRequest(name, trait.name, sign, prompt, question, sample, seed, words, text)
 
 
 def seed_of(seed: int, name: str) -> int:

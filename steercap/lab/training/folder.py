@@ -119,7 +119,7 @@ def added(spec: SteeringSpec, name: str, model: str, provenance: Mapping[str, An
     return DirectionSet({name: found}, said)
 
 
-class Definition(msgspec.Struct, frozen=True):
+class TrainingDefinition(msgspec.Struct, frozen=True):
     """Everything that a training depends on, as text.
 
     Args:
@@ -142,7 +142,7 @@ class Definition(msgspec.Struct, frozen=True):
 
 
 #: Folders of trainings.
-FOLDER: Final = FolderKind("training.json", Definition, "training")
+FOLDER: Final = FolderKind("training.json", TrainingDefinition, "training")
 
 
 @dataclass(frozen=True, eq=False)

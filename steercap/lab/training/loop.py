@@ -56,7 +56,7 @@ class TraitInTraining:
         if self.scheduler is not None:
             self.scheduler.step()
 
-    def look(self, step: int, loss: float | None, validation_loss: float) -> None:
+    def record_validation(self, step: int, loss: float | None, validation_loss: float) -> None:
         """Record a validation, and keep the parameters if its loss is the lowest so far.
 
         Args:
@@ -149,7 +149,7 @@ class Loop:
         for step in range(start + 1, steps + 1):
             self._step(wrapped, islice(batches, passes))
             if step % self.settings.evaluate_every == 0 or step == steps:
-                self._look(step)
+                self._evaluate(step)
                 if not self._live():
                     break
             self._report(step)
@@ -166,14 +166,14 @@ class Loop:
         for number in self._live():
             self.traits[number].step()
 
-    def _look(self, step: int) -> None:
+    def _evaluate(self, step: int) -> None:
         """Validate the traits still in training, and write the state."""
         live = self._live()
         found = self._held_out(live)
         losses = _summed(self._losses) / max(self._counted, 1)
         for number in live:
             loss = float(losses[number]) if self._counted else None
-            self.traits[number].look(step, loss, found[number])
+            self.traits[number].record_validation(step, loss, found[number])
         self._losses.zero_()
         self._counted = 0
         if self.rank == 0:
@@ -199,7 +199,7 @@ class Loop:
         """Return the step to resume from, with the traits restored; in a new run, validate before any step."""
         state = load_state(self.folder)
         if state is None:
-            self._look(0)
+            self._evaluate(0)
             return 0
         for trait in self.traits:
             trait.restore(state.traits[trait.name])

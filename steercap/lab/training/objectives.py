@@ -69,8 +69,17 @@ def mean_of(values: Float[torch.Tensor, " counted"], padded: Padded) -> Float[to
     return sums / lengths(padded)
 
 
+class PreferenceObjective(Objective):
+    """Objective of a chosen response and a rejected one, which are sequences of their own."""
+
+    example: ClassVar[tuple[type, ...]] = (Preference,)
+
+    def tokens(self, tokenizer: Any, example: Any) -> tuple[ExampleTokens, ...]:
+        return tuple(tokens_of(tokenizer, example.prompt, one) for one in (example.chosen, example.rejected))
+
+
 @dataclass(frozen=True)
-class BiPO(Objective):
+class BiPO(PreferenceObjective):
     """-log σ(d β (log p_d(c|x)/p(c|x) - log p_d(r|x)/p(r|x))): p_d has the edit times d, and d is 1 or -1, drawn.
 
     The edit makes the chosen response likelier, and its opposite the rejected one. If nothing is drawn, as in
@@ -83,10 +92,6 @@ class BiPO(Objective):
     """
 
     beta: float = 0.1
-    example: ClassVar[tuple[type, ...]] = (Preference,)
-
-    def tokens(self, tokenizer: Any, example: Any) -> tuple[ExampleTokens, ...]:
-        return pair(tokenizer, example)
 
     def losses(self, model: Steered, batch: Batch) -> Float[torch.Tensor, " examples"]:
         both = batch.roles[0] + batch.roles[1]
@@ -105,14 +110,8 @@ class BiPO(Objective):
         return -logsigmoid(sign * self.beta * (chosen - rejected))
 
 
-def pair(tokenizer: Any, example: Preference) -> tuple[ExampleTokens, ExampleTokens]:
-    """Tokenize the prompt with the chosen response, and with the rejected one."""
-    chosen, rejected = (tokens_of(tokenizer, example.prompt, one) for one in (example.chosen, example.rejected))
-    return chosen, rejected
-
-
 @dataclass(frozen=True)
-class RePS(Objective):
+class RePS(PreferenceObjective):
     """-log σ(Δ⁺) - log σ(Δ⁻): the edit makes the chosen response likelier, removing its direction the rejected one.
 
         Δ⁺ = β⁺/|c| log p⁺(c|x) - 1/|r| log p⁺(r|x);   β⁺ = max(log p(r|x) - log p(c|x), 1)
@@ -128,11 +127,7 @@ class RePS(Objective):
     """
 
     factors: tuple[float, ...] = (1.0,)
-    example: ClassVar[tuple[type, ...]] = (Preference,)
     needs_direction: ClassVar[bool] = True
-
-    def tokens(self, tokenizer: Any, example: Any) -> tuple[ExampleTokens, ...]:
-        return pair(tokenizer, example)
 
     def losses(self, model: Steered, batch: Batch) -> Float[torch.Tensor, " examples"]:
         both = batch.roles[0] + batch.roles[1]

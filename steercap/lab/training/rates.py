@@ -30,7 +30,7 @@ from steercap.lab.training.datasets import (
     read_result,
 )
 from steercap.lab.training.examples import Example, ExampleTokens, Prompted
-from steercap.lab.training.folder import Definition, Trained, check_name, write_trained
+from steercap.lab.training.folder import Trained, TrainingDefinition, check_name, write_trained
 from steercap.lab.training.hooked import HookedModel
 from steercap.lab.training.loop import rank, world
 from steercap.lab.training.objectives import Objective, objective_of
@@ -67,7 +67,7 @@ class RatesDefinition(msgspec.Struct, frozen=True):
         rates: learning rates.
     """
 
-    training: Definition
+    training: TrainingDefinition
     rates: list[float]
 
 
@@ -208,7 +208,10 @@ class RatesRun:
         count: int,
         report: Callable[[int], None],
     ) -> None:
-        """Train on a data set at each rate, and write the best with the result: `parts` are to learn, and held out."""
+        """Train on a data set at each rate, and write the best vector with the result.
+
+        `parts` are the examples to learn and those held out, `used` their tokens.
+        """
         best, rates = self._at_each_rate(folder, name, parts, report)
         found = DatasetTrained(
             name=name,

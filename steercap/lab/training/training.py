@@ -18,7 +18,7 @@ from steercap.core.extras import extra
 from steercap.core.prompts import repeating, warn_of_doubled
 from steercap.core.values import count_of, shown
 from steercap.errors import InvalidPrompt, InvalidSetting, InvalidSpec, TrainingDiverged
-from steercap.files.fingerprint import model_name, weights_of
+from steercap.files.fingerprint import model_name, weights_digest
 from steercap.lab.training.batches import EncodedExamples, Picked, generator, loader
 from steercap.lab.training.datasets import TextLoss
 from steercap.lab.training.examples import (
@@ -30,7 +30,7 @@ from steercap.lab.training.examples import (
     digest_of,
     split,
 )
-from steercap.lab.training.folder import FOLDER, Definition, Trained, check_name, write_trained
+from steercap.lab.training.folder import FOLDER, Trained, TrainingDefinition, check_name, write_trained
 from steercap.lab.training.hooked import HookedModel
 from steercap.lab.training.loop import Loop, TraitInTraining, rank, world
 from steercap.lab.training.objectives import Likelihood, Objective, objective_of
@@ -352,7 +352,7 @@ def _check_directions(starts: Mapping[str, SteeringSpec]) -> None:
 
 def identity_of(model: HookedModel) -> dict[str, str]:
     """Return a model's name, the hash of its weights, and its dtype."""
-    known = weights_of(model.path) if Path(model.path).exists() else str(getattr(model.config, "_commit_hash", ""))
+    known = weights_digest(model.path) if Path(model.path).exists() else str(getattr(model.config, "_commit_hash", ""))
     return {"name": model_name(model.path), "weights": known, "dtype": described(model.dtype)}
 
 
@@ -362,9 +362,9 @@ def definition_of(
     settings: TrainingSettings,
     starts: Mapping[str, SteeringSpec],
     sides: Mapping[str, Sides],
-) -> Definition:
+) -> TrainingDefinition:
     """Return everything that a training depends on."""
-    return Definition(
+    return TrainingDefinition(
         model=identity_of(model),
         objective=repr(objective),
         settings=settings.described(),
@@ -387,7 +387,7 @@ def _digest(spec: SteeringSpec) -> str:
     return found.hexdigest()
 
 
-def _opened(out: Path, definition: Definition) -> Path:
+def _opened(out: Path, definition: TrainingDefinition) -> Path:
     """Open the folder of a run; process 0 writes it."""
     if rank() == 0 and FOLDER.open(out, definition) is None:
         FOLDER.write(out, definition)
@@ -396,7 +396,7 @@ def _opened(out: Path, definition: Definition) -> Path:
     return out
 
 
-def _result(trait: TraitInTraining, folder: Path, definition: Definition, model: str) -> Trained:
+def _result(trait: TraitInTraining, folder: Path, definition: TrainingDefinition, model: str) -> Trained:
     """Return the result of a trait; process 0 writes it."""
     spec = trait.spec.spec(trait.best)
     best = min(one.validation_loss for one in trait.history)

@@ -177,7 +177,11 @@ def _unmatched(first: LayerVectors, second: LayerVectors) -> str:
 
 
 def pairs_of(name: str, first: LayerVectors, second: LayerVectors) -> list[VectorPair]:
-    """Compare two vectors at their common layers."""
+    """Compare two vectors at each layer that both have: cosine and norms.
+
+    Raises:
+        InvalidSpec: they have no layer in common, or differ in site or width.
+    """
     layers = [layer for layer in first if layer in second]
     if (first.site, first.width) != (second.site, second.width) or not layers:
         raise InvalidSpec(f"{name}: {first!r} and {second!r} differ in site, width, or have no layer in common")

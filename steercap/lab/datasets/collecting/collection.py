@@ -18,7 +18,7 @@ from steercap.core.extras import require
 from steercap.core.tokens import selected
 from steercap.files.fingerprint import tokenizer_digest
 from steercap.files.folder import locked
-from steercap.lab.datasets import DatasetFolder, Definition, Receipt, Totals, define, storage_of
+from steercap.lab.datasets import DatasetDefinition, DatasetFolder, Receipt, Totals, define, storage_of
 from steercap.lab.datasets import definition as definitions
 from steercap.lab.datasets.collecting.feeding import Fed, cancelled_elsewhere, feed
 from steercap.lab.datasets.collecting.pipeline import blocks
@@ -191,7 +191,7 @@ class _Collection:
                 found += int(selected(tokens.ranges(length, limit), limit).sum())
         return found
 
-    def _define(self, per_shard: int) -> Definition:
+    def _define(self, per_shard: int) -> DatasetDefinition:
         given, every = self._arguments.documents_per_shard, self._arguments.statistics_every
         reading = self._reading
         tokenizer = self._model.tokenizer if reading.engine.vllm.tokenizes else None
@@ -219,7 +219,7 @@ async def chained(first: Sequence[Value], rest: AsyncGenerator[Value, None]) -> 
 
 async def definition_of(
     model: SteerModel | RemoteModel, engine: Engine | RemoteEngine, source: DocumentSource, arguments: CollectArguments
-) -> Definition:
+) -> DatasetDefinition:
     """Return the definition that a data set of a source's documents would have."""
     collection = _Collection(model, arguments.reading(model, engine), source, None, arguments)
     batches, per_shard = await collection._looked_at()  # noqa: SLF001 -- of this module
@@ -227,7 +227,7 @@ async def definition_of(
         return collection._define(per_shard)  # noqa: SLF001
 
 
-def existing_definition(storage: Storage) -> Definition | None:
+def existing_definition(storage: Storage) -> DatasetDefinition | None:
     """Return the definition of an existing data set, or None.
 
     Raises:

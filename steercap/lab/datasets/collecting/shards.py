@@ -170,7 +170,10 @@ class Sharder:
             raise cancelled
 
     async def _close(self) -> None:
-        """Write the full shard, or compare it with an existing one."""
+        """Start writing the current shard in the background, or check it against the one already written.
+
+        The last shard may be partial.
+        """
         filling, self._filling = self._filling, _Filling(self._filling.number + 1)
         there = self._receipts.get(filling.number)
         if there is not None:

@@ -28,7 +28,16 @@ from steercap.lab.datasets.collecting.reading import Block, Reading
 from steercap.lab.datasets.collecting.sources import DocumentSource
 from steercap.lab.datasets.definition import PointFormat
 from steercap.lab.datasets.reading import Join, check_alike
-from steercap.lab.datasets.rows import NORMALISE, Labelled, Normalisation, Normalise, Rows, ShuffleBuffer
+from steercap.lab.datasets.rows import (
+    NORMALISE,
+    Labelled,
+    Normalisation,
+    Normalise,
+    Rows,
+    ShuffleBuffer,
+    join_points,
+    normalise_rows,
+)
 from steercap.lab.datasets.statistics import PointStatistics, statistics_of
 from steercap.lab.datasets.tables import COLUMNS
 
@@ -267,17 +276,13 @@ class ActivationStream:
             whole = drawn[MIXED].to(self._dtype(drawn[MIXED]))
             for number, name in enumerate(self.points):
                 chosen = points == number
-                whole[chosen] = self._one(name, drawn[MIXED][chosen])
+                whole[chosen] = self._normalised_rows(name, drawn[MIXED][chosen])
             return whole
-        found = {name: self._one(name, drawn[name]) for name in self.points}
-        if len(found) == 1:
-            return found[self.points[0]]
-        return found if self._how.join == "dict" else torch.cat([rows.flatten(1) for rows in found.values()], dim=1)
+        return join_points({name: self._normalised_rows(name, drawn[name]) for name in self.points}, self._how.join)
 
-    def _one(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        normalise = self.normalisations.get(name)
-        found = rows if normalise is None else normalise(rows.flatten(1)).view_as(rows)
-        return found.to(self._dtype(rows))
+    def _normalised_rows(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows of one point, normalised, in the stream's dtype."""
+        return normalise_rows(rows, self.normalisations.get(name), self._dtype(rows))
 
     def _dtype(self, rows: torch.Tensor) -> torch.dtype:
         return self._how.dtype or rows.dtype

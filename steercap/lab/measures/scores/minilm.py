@@ -159,6 +159,7 @@ def encoder_folder() -> Path:
 
 
 def _embed(tokenizer: Any, model: Any, sentences: Sequence[str]) -> torch.Tensor:
+    """Return mean-pooled unit embeddings, float64 [sentences, width]."""
     import torch
 
     read = tokenizer(list(sentences), padding=True, truncation=True, max_length=TOKENS, return_tensors="pt")

@@ -31,7 +31,7 @@ READ: Final[Mapping[str, tuple[int, int]]] = {
     "mlp_out": (1, 1),
 }
 #: Layers from a site of the stream to the last block that wrote to it: (attention, feed-forward).
-WRITTEN: Final[Mapping[str, tuple[int, int]]] = {"resid_pre": (-1, -1), "resid_mid": (0, -1), "resid_post": (0, 0)}
+LAST_WRITERS: Final[Mapping[str, tuple[int, int]]] = {"resid_pre": (-1, -1), "resid_mid": (0, -1), "resid_post": (0, 0)}
 #: Block whose output is the row, by site.
 OWN: Final[Mapping[str, Block]] = {"attn_out": "attention", "mlp_out": "mlp"}
 
@@ -203,7 +203,7 @@ def writers(weights: ModelWeights, site: str, layer: int, block: Block, layers: 
         last = layer if OWN[site] == block else -1
         found = range(layer, last + 1)
     else:
-        found = range(layer + WRITTEN[site][block == "mlp"] + 1)
+        found = range(layer + LAST_WRITERS[site][block == "mlp"] + 1)
     return _layers_wanted(weights, layers, found, f"writes to {site} of layer {layer}")
 
 

@@ -89,20 +89,21 @@ def group_tests(
     return table_of(columns, correction=correction)
 
 
-def focus_layers(table: pa.Table, components: str = COMPONENTS) -> dict[str, int]:
+def focus_layers(table: pa.Table) -> dict[str, int]:
     """Return the layer at which a measure of the feed-forward block is greatest, by measure: "absolute" and "angular".
+
+    The mean over the group `COMPONENTS` decides.
 
     Args:
         table: table `feed_forward` of `compare`.
-        components: group whose mean decides.
 
     Raises:
-        UnknownName: no such group.
+        UnknownName: the table lacks that group.
     """
-    _check_group(components, table["group"].to_pylist())
+    _check_group(COMPONENTS, table["group"].to_pylist())
     found = {}
     for measure in MEASURES:
-        means = {place[0]: np.mean(values[components]) for place, values in _values(table, measure, ("layer",)).items()}
+        means = {place[0]: np.mean(values[COMPONENTS]) for place, values in _values(table, measure, ("layer",)).items()}
         found[measure] = int(max(means, key=lambda layer: (means[layer], -layer)))
     return found
 

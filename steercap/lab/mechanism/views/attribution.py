@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from steercap.lab.mechanism.views.lens import Source
 
 #: Sites of the stream itself, and sites of block outputs added to it.
-STREAM: Final = frozenset({"resid_pre", "resid_mid", "resid_post"})
+RESIDUAL_SITES: Final = frozenset({"resid_pre", "resid_mid", "resid_post"})
 ADDED: Final = frozenset({"attn_out", "mlp_out"})
 
 
@@ -182,7 +182,7 @@ def _rows(handle: FetchedRows, point: Point) -> torch.Tensor:
 
 def _factor(sae: SAE, unembedding: Unembedding) -> float:
     """Return the factor between an SAE's reconstruction and its contribution to the stream."""
-    factor = 1.0 if sae.output.site in STREAM else unembedding.blocks if sae.output.site in ADDED else None
+    factor = 1.0 if sae.output.site in RESIDUAL_SITES else unembedding.blocks if sae.output.site in ADDED else None
     if factor is None:
         raise InvalidRequest(
             f"logit_attribution: {sae} writes at {sae.output}, whose output is not simply added to the residual stream"

@@ -15,7 +15,7 @@ from torch import nn
 from steercap.architectures.families import family_of
 from steercap.core.values import index_of, shown
 from steercap.errors import LayerOutOfRange, UnsupportedModel
-from steercap.files.fingerprint import weights_of
+from steercap.files.fingerprint import weights_digest
 from steercap.lab.mechanism.weights import TensorFiles, configuration, read_tokenizer, skeleton
 from steercap.lab.mechanism.weights.applied import AttentionBlock, FeedForward, RoutedExperts
 from steercap.lab.mechanism.weights.blocks import (
@@ -95,9 +95,9 @@ class ModelWeights:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 that identifies the checkpoint's files: `files.fingerprint.weights_of`, and when each was written."""
+        """SHA-256 that identifies the checkpoint: `files.fingerprint.weights_digest`, and when each was written."""
         paths = sorted(set(self._files.held.values()))
-        written = [weights_of(paths[0].parent), *(str(path.stat().st_mtime_ns) for path in paths)]
+        written = [weights_digest(paths[0].parent), *(str(path.stat().st_mtime_ns) for path in paths)]
         return hashlib.sha256(" ".join(written).encode()).hexdigest()
 
     @property
@@ -153,7 +153,7 @@ class ModelWeights:
     def attention_block(self, layer: int) -> AttentionBlock:
         """Read one attention block as a function of rows; arguments and errors as for `attention`."""
         index, layout = self._index(layer), self._layout
-        self._account(index)
+        self._check_parameters(index)
         norm, post = (self._norm(index, name, self.width) for name in (layout.attn_norm, layout.attn_post))
         query, key, value = self._projections(index)
         head_dim, output = query[0].shape[0] // self._heads, self._linear(index, self._family.attn_proj)
@@ -177,7 +177,7 @@ class ModelWeights:
             UnsupportedModel: the layer has unknown or quantised weights.
         """
         index, layout = self._index(layer), self._layout
-        self._account(index)
+        self._check_parameters(index)
         norm, post = (self._norm(index, name, self.width) for name in (layout.mlp_norm, layout.mlp_post))
         if self._has_experts(index):
             module, prefix = self._decoder[index].get_submodule("mlp"), f"{self._family.layers}.{index}"
@@ -204,7 +204,7 @@ class ModelWeights:
                 f"{self.name}: layer {index} of {self._architecture} has experts, of which a router chooses for each "
                 "token; their neurons are not read"
             )
-        self._account(index)
+        self._check_parameters(index)
         norm, post = (self._norm(index, name, self.width) for name in (layout.mlp_norm, layout.mlp_post))
         if layout.gate_up:
             weight, bias = self._linear(index, layout.gate_up)
@@ -245,8 +245,8 @@ class ModelWeights:
     def _has_experts(self, layer: int) -> bool:
         return not (self._layout.up or self._layout.gate_up) or self._family.is_sparse(self._config, layer)
 
-    def _account(self, layer: int) -> None:
-        """Check that every parameter of a layer is known: an unknown one would be ignored silently."""
+    def _check_parameters(self, layer: int) -> None:
+        """Raise UnsupportedModel if a layer has a parameter of unknown effect, or weights are quantised."""
         if quantised := getattr(self._config, "quantization_config", None):
             raise UnsupportedModel(f"{self.name}: its weights are quantised ({quantised}); only plain ones can be read")
         known = {*self._layout.attention, self._family.attn_proj}

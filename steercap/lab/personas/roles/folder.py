@@ -29,7 +29,7 @@ from steercap.lab.personas.roles.settings import (
 )
 
 
-class Definition(RunDefinition, frozen=True):
+class RolesDefinition(RunDefinition, frozen=True):
     """Contents of `settings.json` of a run over roles."""
 
     roles: tuple[str, ...]
@@ -82,7 +82,7 @@ class RoleFolder(StageFolder):
 class RolesFolder:
     """Folder of one run over roles."""
 
-    def __init__(self, path: Path, definition: Definition) -> None:
+    def __init__(self, path: Path, definition: RolesDefinition) -> None:
         self.path, self.definition = path, definition
         self.roles = {name: self._role(name) for name in (ASSISTANT, *definition.roles)}
 
@@ -109,7 +109,7 @@ def open_folder(path: str | Path, model: Mapping[str, str], settings: RoleSettin
             settings differ, the stages that depend on them are done again.
         InvalidFile: the folder holds something else.
     """
-    wanted = Definition(VERSION, dict(model), described(settings), settings.roles.names)
+    wanted = RolesDefinition(VERSION, dict(model), described(settings), settings.roles.names)
     found = RUN.open(path, wanted)
     if found is not None:
         roles = {**found.settings["roles"]["roles"], **wanted.settings["roles"]["roles"]}
@@ -141,10 +141,10 @@ def check_same(path: str | Path, settings: RoleSettings) -> None:
     Raises:
         RunDiffers, InvalidFile: as for `open_folder`.
     """
-    RUN.check_same(path, lambda found: Definition(VERSION, found.model, described(settings), settings.roles.names))
+    RUN.check_same(path, lambda found: RolesDefinition(VERSION, found.model, described(settings), settings.roles.names))
 
 
-def _differing(stored: Definition, expected: Definition) -> list[str]:
+def _differing(stored: RolesDefinition, expected: RolesDefinition) -> list[str]:
     """Return the differences that affect answers, for roles that both have."""
     shared = [name for name in expected.settings["roles"]["roles"] if name in stored.settings["roles"]["roles"]]
     mine, theirs = (
@@ -155,4 +155,4 @@ def _differing(stored: Definition, expected: Definition) -> list[str]:
 
 
 #: Folders of runs over roles.
-RUN: Final = FolderKind("settings.json", Definition, "run", _differing)
+RUN: Final = FolderKind("settings.json", RolesDefinition, "run", _differing)

@@ -56,7 +56,7 @@ class KnownCondition(msgspec.Struct, frozen=True):
     dose: float
 
 
-class Definition(msgspec.Struct, frozen=True, kw_only=True):
+class EvaluationDefinition(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that the answers of an evaluation depend on, regardless of the methods compared.
 
     Args:
@@ -79,7 +79,9 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 #: Folders of evaluations, to which conditions may be added.
-FOLDER: Final = FolderKind("evaluation.json", Definition, "evaluation", partial(differences, but=("conditions",)))
+FOLDER: Final = FolderKind(
+    "evaluation.json", EvaluationDefinition, "evaluation", partial(differences, but=("conditions",))
+)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -200,7 +202,7 @@ class Evaluation:
         """Return vLLM sampling parameters of one answer; its seed does not depend on the condition."""
         return {**self.sampling, "seed": derived_seed(f"{self.seed}/{question}/{sample}/{turn}")}
 
-    def definition(self, model: Mapping[str, str]) -> Definition:
+    def definition(self, model: Mapping[str, str]) -> EvaluationDefinition:
         """Return the definition that the answers depend on.
 
         Args:
@@ -209,7 +211,7 @@ class Evaluation:
         Raises:
             InvalidSpec: the sampling parameters are not JSON-compatible.
         """
-        found = Definition(
+        found = EvaluationDefinition(
             model=dict(model),
             questions=[list(question) for question in self.questions],
             sampling=dict(self.sampling),

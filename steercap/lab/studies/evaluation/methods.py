@@ -271,7 +271,7 @@ def rollout_methods(
 
 
 def scaled_name(name: str, scale: float) -> str:
-    """Return the name of a vector at a scale, all digits of which count."""
+    """Return `<name>_scale_<scale>`, with enough digits that different scales give different names."""
     short = f"{scale:g}"
     return f"{name}_scale_{short if float(short) == scale else repr(scale)}"
 

@@ -42,7 +42,7 @@ class Condition(msgspec.Struct, frozen=True, kw_only=True):
     control: str = ""
 
 
-class Request(NamedTuple):
+class SweepRequest(NamedTuple):
     """Request for one answer.
 
     Args:
@@ -58,7 +58,7 @@ class Request(NamedTuple):
     sample: int
 
 
-class Definition(msgspec.Struct, frozen=True, kw_only=True, rename={"negated": "reversed"}):  # its name in files
+class SweepDefinition(msgspec.Struct, frozen=True, kw_only=True, rename={"negated": "reversed"}):  # its name in files
     """Everything that the answers of a sweep depend on: two sweeps of one definition are the same sweep.
 
     Args:
@@ -86,7 +86,7 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True, rename={"negated": "
 
 
 #: Folders of sweeps: all of the definition counts.
-SWEEP: Final = FolderKind("sweep.json", Definition, "sweep")
+SWEEP: Final = FolderKind("sweep.json", SweepDefinition, "sweep")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -217,18 +217,18 @@ class Sweep:
             [operation.edit(vectors[layer], condition.scale, layer=layer, **scope) for layer in condition.layers]
         )
 
-    def requests(self) -> Iterator[Request]:
+    def requests(self) -> Iterator[SweepRequest]:
         """Yield all requests, grouped by condition, so that few steering slots are in use at once."""
         each = product(self.conditions(), range(len(self.prompts)), range(self.samples))
         for number, (condition, prompt, sample) in enumerate(each):
-            yield Request(number, condition, prompt, sample)
+            yield SweepRequest(number, condition, prompt, sample)
 
-    def sampling_of(self, request: Request) -> dict[str, Any]:
+    def sampling_of(self, request: SweepRequest) -> dict[str, Any]:
         """Return vLLM sampling parameters of one answer; its seed depends on prompt and sample, not the condition."""
         seed = derived_seed(f"{self.seed}/{request.prompt}/{request.sample}")
         return {**self.sampling, "seed": seed}
 
-    def definition(self, model: Mapping[str, str]) -> Definition:
+    def definition(self, model: Mapping[str, str]) -> SweepDefinition:
         """Return the definition that the answers depend on.
 
         Args:
@@ -238,13 +238,13 @@ class Sweep:
             InvalidSpec: the sampling parameters or prompts are not JSON-compatible.
         """
         swept = sorted({layer for layers in self.groups for layer in layers})
-        known: dict[str, Any] = {name: getattr(self, name) for name in Definition.__struct_fields__ if name != "model"}
-        known |= {
+        names = {*SweepDefinition.__struct_fields__} - {"model"}
+        known: dict[str, Any] = {name: getattr(self, name) for name in names} | {
             "model": dict(model),
             "vectors": {name: _digest(vectors, swept) for name, vectors in self.vectors.items()},
             "tokens": str(self.tokens),
         }
-        return as_stored(self, Definition(**known))
+        return as_stored(self, SweepDefinition(**known))
 
 
 def _named(name: object, vectors: object) -> LayerVectors:

@@ -22,7 +22,7 @@ from steercap.lab.measures import Measure
 from steercap.lab.measures.statistics import cluster_means
 from steercap.lab.studies import StudyFolder, Table
 from steercap.lab.studies.running import CONCURRENT, ask, fill, measured, measures_of, steered
-from steercap.lab.studies.sweeps.grid import SWEEP, Condition, Definition, Request, Sweep
+from steercap.lab.studies.sweeps.grid import SWEEP, Condition, Sweep, SweepDefinition, SweepRequest
 from steercap.lab.studies.sweeps.summaries import Effect, Mean, Record, Summary, plot_doses
 from steercap.steering.spec import SteeringSpec
 
@@ -202,7 +202,7 @@ async def run_sweep(
         return results
 
 
-def open_folder(path: str | Path, definition: Definition) -> StudyFolder[Record]:
+def open_folder(path: str | Path, definition: SweepDefinition) -> StudyFolder[Record]:
     """Open the folder of a sweep, created if needed.
 
     Raises:
@@ -236,7 +236,7 @@ async def _answer(
     requests = list(sweep.requests())
     missing = [one for one in requests if one.number not in kept.rows or not kept.rows[one.number].answers(one)]
 
-    async def work(asked: tuple[Request, SteeringSpec | None], keep: Callable[[Record], None]) -> None:
+    async def work(asked: tuple[SweepRequest, SteeringSpec | None], keep: Callable[[Record], None]) -> None:
         request, spec = asked
         prompt = sweep.prompts[request.prompt]
         keep(

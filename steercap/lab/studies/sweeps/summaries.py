@@ -15,7 +15,7 @@ from steercap.core.extras import extra
 from steercap.errors import InvalidSpec
 from steercap.files.base import save_figure
 from steercap.lab.measures import Answered, Measure
-from steercap.lab.studies.sweeps.grid import Condition, Request, Sweep
+from steercap.lab.studies.sweeps.grid import Condition, Sweep, SweepRequest
 from steercap.lab.studies.sweeps.operations import OPERATIONS
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Record(Answered, frozen=True, kw_only=True):
         """Condition by which it was steered."""
         return Condition(**{name: getattr(self, name) for name in Condition.__struct_fields__})
 
-    def answers(self, request: Request) -> bool:
+    def answers(self, request: SweepRequest) -> bool:
         """Return True if it is the answer to a request."""
         asked = (request.number, request.condition, request.prompt, request.sample)
         return (self.number, self.condition, self.prompt_index, self.sample) == asked

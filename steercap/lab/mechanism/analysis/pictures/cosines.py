@@ -34,7 +34,7 @@ LINES: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (
     ("shuffled", "same rows, labels shuffled", {"color": GREY, "linewidth": 1.0}),
 )
 #: Maximum number of names for which cosines are written into the cells.
-WRITTEN = 12
+MOST_WITH_VALUES = 12
 
 
 def plot_cosines(table: pa.Table, path: str | Path, *, tree: pa.Table | None = None, layer: int | None = None) -> Path:
@@ -66,7 +66,7 @@ def plot_cosines(table: pa.Table, path: str | Path, *, tree: pa.Table | None = N
         *left, axes = figure.subplots(1, len(ratios), squeeze=False, width_ratios=ratios)[0]
         image = axes.imshow(values, cmap=DIVERGING, vmin=-1, vmax=1, interpolation="nearest", aspect="auto")
         _name(axes, names)
-        if len(names) <= WRITTEN:
+        if len(names) <= MOST_WITH_VALUES:
             _write(axes, values)
         if tree is not None:
             _draw_tree(left[0], rows_of(tree, "left", "right", "distance", maker="merges"), names)
@@ -206,7 +206,7 @@ def _share(component: int, shares: dict[int, float]) -> str:
     return f"component {component} ({100 * shares[component]:.0f} %)"
 
 
-def draw_comparison(tables: Mapping[str, pa.Table], folder: str | Path, *, suffix: str = ".png") -> list[Path]:
+def draw_comparison(tables: Mapping[str, pa.Table], folder: str | Path) -> list[Path]:
     """Draw the pictures of a comparison into a folder, from its tables alone.
 
     "susceptibility" has the mean distance by layer, a line for each matrix; "altered" each vector's absolute against
@@ -215,15 +215,14 @@ def draw_comparison(tables: Mapping[str, pa.Table], folder: str | Path, *, suffi
     Args:
         tables: tables of `comparison.compare`, or the same read from its folder; those missing are not drawn.
         folder: folder of the pictures.
-        suffix: file suffix that sets the format, ".png", ".pdf" or ".svg".
 
     Returns:
-        Paths of the files.
+        Paths of the files, .png.
     """
     how = {"susceptibility": _draw_susceptibility, "feed_forward": _draw_altered, "components": _draw_components}
     paths = []
     for name in how.keys() & tables.keys():
-        path = Path(folder) / f"{'altered' if name == 'feed_forward' else name}{suffix}"
+        path = Path(folder) / f"{'altered' if name == 'feed_forward' else name}.png"
         how[name](tables[name], path)
         paths.append(path)
     return sorted(paths)
