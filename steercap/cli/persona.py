@@ -157,12 +157,13 @@ def table_of(result: PersonaResult) -> Table:
     """Return a table with a row per trait: the number of answers that showed it, and its vector's AUC."""
     from steercap.lab.directions import chance_band
 
+    layers = len(result.directions.layers)
     table = titled(
         f"{result.directions.model}, {result.directions.site}",
         ("trait", "kept", "of", "score", "layer", "AUC held out", "chance", "of a row"),
         words=("trait",),
-        caption="score: mean, 0 to 100; AUC: at this layer, where it is highest; chance: 95 % range of the AUC of "
-        "vectors without meaning",
+        caption="score: mean, 0 to 100; AUC: at this layer, where it is highest; chance: 95 % range of the AUCs of "
+        "vectors without meaning at all layers",
     )
     for name, one in result.outcomes.items():
         table.add_row(
@@ -172,7 +173,7 @@ def table_of(result: PersonaResult) -> Table:
             " / ".join(f"{score:.0f}" for score in one.mean_scores),
             "left out" if one.best_layer is None else str(one.best_layer),
             "" if one.auc is None else f"{one.auc:.2f}",
-            "" if one.auc is None else "{:.2f} to {:.2f}".format(*chance_band(*one.held_out)),
+            "" if one.auc is None else "{:.2f} to {:.2f}".format(*chance_band(*one.held_out, best_of=layers)),
             "" if one.relative_norm is None else f"{one.relative_norm:.1%}",
         )
     return table

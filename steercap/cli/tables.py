@@ -86,7 +86,8 @@ def advice(directions: DirectionSet, name: str) -> dict[str, str]:
     held = "{} and {}".format(*directions.provenance.held_out[name])
     low, high = found.chance
     return {
-        "chance": f"AUC {low:.2f} to {high:.2f} in 95 % of directions without meaning, with {held} texts held out",
+        "chance": f"AUC {low:.2f} to {high:.2f} at the best of {found.layers} layers in 95 % of directions without "
+        f"meaning, with {held} texts held out",
         "layers tie": f"{len(found.tied)} of {found.layers} at AUC {found.auc:.3f}: {runs_of(found.tied)}"
         if len(found.tied) > 1
         else "",

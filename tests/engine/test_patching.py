@@ -150,7 +150,7 @@ async def test_paths_of_heads_are_those_of_hooks(model, hooked, through_mlps) ->
         CLEAN,
         CORRUPTED,
         metric=METRIC,
-        receivers=["logits", *(Receiver(name, heads, name=name) for name, heads in received.items())],
+        receivers=[*(Receiver(name, heads, name=name) for name, heads in received.items()), "logits"],
         through_mlps=through_mlps,
     )
     for pair, (base, source) in enumerate(zip(CLEAN, CORRUPTED, strict=True)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import shutil
 
 import matplotlib.style
@@ -180,7 +181,9 @@ def test_random_vectors_lie_in_the_band_of_random_vectors() -> None:
 # What they say
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gpt2", "mistral", "granite", "cohere"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "gemma2", "gpt2", "mistral", "granite", "cohere", "phi", "gpt_neox"]
+)
 def test_the_lens_of_a_captured_row_is_transformers_norm_and_head(family) -> None:
     """norm="applied" gives the model's own logits; "folded" the same up to one scale and the constants of the norm."""
     path = tiny_checkpoint(family)
@@ -198,7 +201,8 @@ def test_the_lens_of_a_captured_row_is_transformers_norm_and_head(family) -> Non
     assert column(applied, "token_id", end="lowered") == lowest.indices.tolist()
     head = weights.unembedding
     uncapped = head._head(head._norm(row[None]))[0].double() * head._factor
-    constant = (head.weight @ head.norm.constant).double() * head._factor
+    bias = 0 if head._head.bias is None else head._head.bias
+    constant = (head.weight @ head.norm.constant + bias).double() * head._factor
     folded = head.read(row[None])[0].double()
     scaled = folded * float(head.norm.scales(row[None]))
     np.testing.assert_allclose(scaled + constant, uncapped.detach(), atol=2e-5 * float(uncapped.abs().max()))
@@ -409,6 +413,23 @@ def test_a_planted_vector_is_found(tmp_path) -> None:
     assert first["z"] == pytest.approx(-math.sqrt(WIDTH), abs=1e-3)
 
 
+def test_a_table_says_how_many_numbers_of_a_vector_were_compared(tmp_path, llama) -> None:
+    """Of all parts and layers together; one of so many standard normal numbers is beyond `once` on average."""
+    vectors, sae = drawn(2), SAE.load(RandomSAE("standard", WIDTH, 300).write(tmp_path / "sae"))
+    for table in (
+        analysis.head_reads(vectors, llama, 1, random=20),
+        analysis.ov_circuit(vectors, llama, 1, random=20),
+        analysis.neuron_reads(vectors, llama, 1, top=None),
+        analysis.neuron_writes(vectors, llama, 1, top=None),
+        analysis.nearest_features(vectors, sae, top=300),
+    ):
+        known = analysis.about(table)
+        assert known["compared"] == table.num_rows / 2
+        assert known["once"] == pytest.approx(stats.norm.isf(0.5 / known["compared"]))
+    few = analysis.about(analysis.neuron_reads(vectors, llama, 1, layers=[2, 3], top=3))
+    assert few["compared"] == 2 * 2 * 256
+
+
 # How alike methods are
 
 
@@ -588,6 +609,21 @@ def test_each_table_is_drawn_and_no_other(tmp_path, llama) -> None:
     assert not (tmp_path / "none.png").exists()
     with pytest.raises(errors.UnknownName, match=r"unknown part 'hands'; did you mean 'heads'\? known: 'cosines'"):
         analysis.anatomy(vectors, llama, 1, parts=["hands"])
+
+
+@pytest.mark.parametrize(
+    ("scales", "without"),
+    [((1, 2, -1), {"scores", "ends"}), ((1, 1), {"scree", "scores", "ends"})],
+)
+def test_an_anatomy_has_all_parts_that_vectors_on_one_line_have(llama, scales, without) -> None:
+    """They have one principal component, or none if they are the same; a part that is asked for is an error."""
+    vector = drawn(1)["v0"]
+    vectors = DirectionSet({f"v{at}": scale * vector for at, scale in enumerate(scales)})
+    found = analysis.anatomy(vectors, llama, 1, random=40, top=3)
+    assert set(found.left_out) == {"features", *without}
+    assert set(found.tables) == set(analysis.PARTS) - set(found.left_out)
+    with pytest.raises(errors.InvalidSpec, match=re.escape(found.left_out["scores"])):
+        analysis.anatomy(vectors, llama, 1, parts=["scores"])
 
 
 def outlying(table, column: str, value: float = 1e5):

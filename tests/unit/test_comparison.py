@@ -19,6 +19,7 @@ from support.checkpoints import Checkpoint, cosine
 
 from steercap import errors
 from steercap.lab.mechanism import analysis
+from steercap.lab.mechanism.analysis import pictures
 from steercap.lab.mechanism.analysis.given import LabelledRows, random_pairs
 from steercap.lab.mechanism.comparison import CompareSettings, compare, draw_comparison, group_tests, partners
 from steercap.lab.mechanism.comparison.attention import RandomPairs, RelationNull, attention_deltas
@@ -474,6 +475,39 @@ def test_components_and_layers_may_be_given() -> None:
     settings = CompareSettings()
     assert settings.resolved(22, 46).layers == list(range(17, 28))
     assert settings.resolved(22, 46).feed_forward_layers == list(range(15, 25))
+
+
+def test_susceptibility_is_drawn_apart_from_that_of_random_vectors(found, tmp_path, monkeypatch) -> None:
+    """A line of each matrix for the vectors, one for the components, and one for the random vectors: NumPy's means."""
+    figures = []
+    monkeypatch.setattr(pictures, "save_figure", lambda figure, *_rest: figures.append(figure))
+    table = found.tables["susceptibility"]
+    draw_comparison({"susceptibility": table}, tmp_path)
+    (axes,) = figures[-1].axes
+    drawn_lines = [line for line in axes.lines if len(line.get_xdata())]
+    rows, kinds = table.to_pylist(), {"components": ":", "random": "--"}
+    matrices, known = list(dict.fromkeys(row["matrix"] for row in rows)), {}
+    for row in rows:
+        place = (row["matrix"], kinds.get(row["group"], "-"))
+        known.setdefault(place, {}).setdefault(row["layer"], []).append(row["distance"])
+    assert len(drawn_lines) == len(known) == 3 * len(matrices)
+    colours = {line.get_label(): line.get_color() for line in axes.lines}
+    for (matrix, style), values in known.items():
+        (line,) = [one for one in drawn_lines if (one.get_color(), one.get_linestyle()) == (colours[matrix], style)]
+        assert list(line.get_xdata()) == sorted(values)
+        near(line.get_ydata(), [np.mean(values[layer]) for layer in sorted(values)], 1e-12)
+
+
+def test_components_of_one_vector_are_drawn_without_a_share(tmp_path, monkeypatch) -> None:
+    """One vector has no variance to explain."""
+    figures = []
+    monkeypatch.setattr(pictures, "save_figure", lambda figure, *_rest: figures.append(figure))
+    weights = ModelWeights.open(tiny_checkpoint("llama"))
+    settings = CompareSettings(layers=[1], feed_forward_layers=[1], nulls=20)
+    found = compare(weights, weights, {"a": drawn(1, "a", 3)}, LAYER, components=drawn(2, "axis", 9), settings=settings)
+    assert found.tables["components"]["explained"].to_pylist() == [None, None]
+    draw_comparison({"components": found.tables["components"]}, tmp_path)
+    assert [label.get_text() for label in figures[-1].axes[0].get_xticklabels()] == ["axis0", "axis1"]
 
 
 def test_what_cannot_be_compared_is_refused() -> None:

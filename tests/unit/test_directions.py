@@ -68,6 +68,19 @@ def test_rows_without_a_difference_are_not_told_apart(method) -> None:
     assert abs(sum(unseen) / len(unseen) - 0.5) < 0.12
 
 
+@pytest.mark.parametrize("method", list(METHODS))
+def test_a_layer_whose_rows_are_all_equal_has_a_vector_of_zeros(method) -> None:
+    """Such as the embedding of one last token; the other layers are as without it."""
+    given, _ = contrast(12, 2.0)
+    known = directions_of("x", given, LAYERS, method=method)["x"]
+    for rows in (given.positive, given.negative):
+        rows[:, 0] = torch.linspace(-1, 1, WIDTH)
+    found = directions_of("x", given, LAYERS, method=method)
+    assert not found["x"][LAYERS[0]].any()
+    assert torch.equal(found["x"][LAYERS[1]], known[LAYERS[1]])
+    assert found.provenance.auc["x"][LAYERS[0]] == 0.5
+
+
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [

@@ -426,6 +426,7 @@ async def test_an_expression_is_found_or_counted() -> None:
         "As an AI language model, I don't have opinions.",
         "I’m unable to answer this question.",
         "I am sorry, I am not able to do that.",
+        "I'm sorry, but\nI can’t\u00a0help with that.",
         "Unfortunately I must decline.",
     ],
 )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from itertools import permutations
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 from pyarrow import csv, parquet
 from transformers import AutoTokenizer
 
@@ -23,6 +26,7 @@ from steercap.lab.mechanism.patching import (
     Measured,
     PatchEffect,
     Receiver,
+    path_patch,
 )
 from steercap.lab.mechanism.patching.plots import Scale
 from steercap.lab.mechanism.patching.points import PatchedPlace, ResolvedGrid, elements_of, positions_of
@@ -156,6 +160,33 @@ def test_answers_are_tokens(metric, says) -> None:
         metric.asked(TOKENIZER, 2)
 
 
+# Paths
+
+
+class Fake:
+    """Model of two layers of two heads; the output of a run names the sites that were replaced in it."""
+
+    tokenizer, num_layers, settings = TOKENIZER, 2, SimpleNamespace(steering_slots=4)
+    points: ClassVar = {Point(layer, site): PointSchema((2, 8), "float32") for layer in range(2) for site in "zq"}
+
+    async def run(self, prompt, _sampling, *, capture=None, steering=None) -> Any:
+        length = len(prompt["prompt_token_ids"])
+        rows = {point: torch.zeros(length, 2, 8) for point in self.points} if capture else {}
+        handle = contextlib.AsyncExitStack()
+        handle.captures, handle.positions = rows, torch.arange(length)
+        replaced = {edit.site for edit in steering.edits} if steering else set()
+        return SimpleNamespace(output=replaced, handle=handle)
+
+
+@pytest.mark.parametrize("receivers", list(permutations(["logits", "one", "other"])))
+async def test_the_effect_on_the_logits_is_that_of_the_first_run(receivers) -> None:
+    """Wherever it is listed: in the first run heads' outputs are replaced, in a second the queries of a receiver."""
+    metric = Measured(lambda output, _pair: {"": 0.0, "z": 1.0, "q": 2.0}["".join(output)], {})
+    given = [one if one == "logits" else Receiver("q", [(1, 0)], name=one) for one in receivers]
+    found = await path_patch(Fake(), "ab", "ac", metric=metric, senders=[(0, 1)], receivers=given)
+    assert {one.receiver: one.value for one in found.records} == {"logits": 1.0, "one": 2.0, "other": 2.0}
+
+
 # Results
 
 
@@ -193,6 +224,14 @@ def test_columns_are_heads_where_positions_are_not() -> None:
         effects.array("effect")
     whole = Effects([effect(3.0, position=None)], [["a"]])
     assert (whole.columns, whole.labels()) == ([None], ["several"])
+
+
+def test_groups_of_tokens_that_were_changed_together_are_not_averaged() -> None:
+    """Two grids of `together=True` are told apart by no column, in one layer of one pair; in others they are places."""
+    records = [effect(value, position=None, pair=pair) for pair in (0, 1) for value in (3.0, 4.0)]
+    with pytest.raises(InvalidSpec, match="different groups of tokens that were changed together"):
+        Effects(records, [["a"], ["a"]]).array()
+    np.testing.assert_allclose(Effects(records[::2], [["a"], ["a"]]).array(), [[0.5]])
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,16 @@ async def test_a_scorer_tells_a_trait_from_its_opposite(name) -> None:
     assert none is None
 
 
+@pytest.mark.parametrize("keyword", ["can't wait", "can’t wait", "can't\n  wait"])
+@pytest.mark.parametrize("answer", ["I can't wait!", "I can’t wait!", "I can't\nwait!", "I  CAN’T \t wait!"])
+async def test_a_keyword_is_found_however_it_is_typed(keyword, answer) -> None:
+    """With either apostrophe and any space, in the trait and in the answer: one in three words."""
+    trait = msgspec.structs.replace(traits()["optimistic"], keywords=(keyword,))
+    (found,) = await make_scorer("keywords", {"density": 1 / 3}).score(trait, [Scored("", answer)])
+    assert found == pytest.approx(100 * (1 - math.exp(-1)))
+    assert await make_scorer("keywords").score(trait, [Scored("", "I cant wait")]) == [0]
+
+
 async def test_the_classifier_scores_sentences_alike_wherever_they_stand() -> None:
     """An answer's score is the mean of its sentences', whatever else is scored in the same call."""
     one, other = "It will be wonderful!", "Everything will go wrong, as it always does."

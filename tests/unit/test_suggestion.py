@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from itertools import combinations
 
+import numpy as np
 import pytest
 import torch
+from scipy.stats import mannwhitneyu
 
 from steercap.lab.directions import Suggestion, chance_band, suggested_layer
 from steercap.lab.directions.methods import middle_of_best, runs_of
@@ -27,6 +29,44 @@ def test_the_chance_band_is_counted() -> None:
         assert low == high or sum(u <= low for u in found) / len(found) > 0.025
     assert chance_band(2, 2) == (0.0, 1.0)
     assert chance_band(51, 50) == pytest.approx(chance_band(50, 50), abs=0.01)  # counted, and normal
+
+
+@pytest.mark.parametrize(("positive", "negative"), [(2, 23), (3, 14), (6, 6), (16, 4)])
+@pytest.mark.parametrize("best_of", [1, 30])
+def test_the_chance_band_has_the_ends_of_the_exact_test(positive, negative, best_of) -> None:
+    """Each end is the outermost AUC, to the bit, whose tail of Mann and Whitney's U is more than its share."""
+    pairs = positive * negative
+    low, high = chance_band(positive, negative, best_of=best_of)
+    tails = []
+    for u in range(pairs + 1):  # U of texts that lie above u others in all
+        above = [negative] * (u // negative) + [u % negative] * (u < pairs) + [0] * positive
+        scores = [2 * count for count in above[:positive]]
+        found = mannwhitneyu(scores, range(1, 2 * negative, 2), alternative="less", method="exact")
+        assert found.statistic == u
+        tails.append(found.pvalue)
+    first = next(u for u, tail in enumerate(tails) if tail > 0.025 / best_of)
+    assert (low, high) == (first / pairs, (pairs - first) / pairs)
+
+
+def test_one_text_beside_many_has_a_band_of_chance() -> None:
+    """Its AUC is any of the places between the others, each equally likely; no band is wider than all AUCs."""
+    assert chance_band(1, 9999) == chance_band(9999, 1) == (250 / 9999, 9749 / 9999)
+    assert chance_band(1, 10**6) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("shared", [0.0, 0.9])
+def test_the_best_of_meaningless_layers_is_chance(shared) -> None:
+    """Of draws of 30 layers, independent or alike, that know nothing of 8 and 8 texts, 95 of 100 at least."""
+    draw = np.random.default_rng(0)
+    scores = np.sqrt(shared) * draw.normal(size=(2000, 1, 16)) + np.sqrt(1 - shared) * draw.normal(size=(2000, 30, 16))
+    ranks = scores.argsort(-1).argsort(-1) + 1
+    auc = (ranks[..., :8].sum(-1) - 36) / 64
+    vectors = LayerVectors({layer: torch.ones(4) for layer in range(30)})
+    beyond = 0
+    for each in auc:
+        known = Provenance(auc={"a": dict(enumerate(each.tolist()))}, held_out={"a": (8, 8)})
+        beyond += not suggested_layer(DirectionSet({"a": vectors}, known), "a").is_chance
+    assert beyond / len(auc) < 0.05
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,10 @@ def agrees(path, *, scale: float = 1.0) -> None:
     "family",
     [
         *FAMILY_CONFIGS,
+        "phi",
+        "gptj",
+        "gpt_neox",
+        "nemotron_h",
         "cohere",
         "granite",
         "minicpm3",
@@ -49,11 +53,13 @@ def agrees(path, *, scale: float = 1.0) -> None:
     ],
 )
 def test_logits_of_the_last_layer_are_the_models(family) -> None:
-    """Norms with and without bias and offset, tied and untied unembeddings, factors, soft-capping: every family."""
+    """Norms with and without bias and offset, tied and untied unembeddings, with a bias or under another name in the
+    files, factors, soft-capping: every family.
+    """
     agrees(tiny_checkpoint(family))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2", "cohere", "granite", "minicpm3", "stablelm"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2", "cohere", "granite", "minicpm3", "stablelm", "phi"])
 def test_a_frozen_norm_is_the_derivative_less_that_of_its_scale(family) -> None:
     """Against autograd, which lets the scale move: d logit / d row = direction - row (direction · row) / ‖row‖²."""
     found = Unembedding.load(tiny_checkpoint(family))
@@ -65,7 +71,7 @@ def test_a_frozen_norm_is_the_derivative_less_that_of_its_scale(family) -> None:
     logits.sum().backward()
     error = ((directions * rows).sum(dim=1) + constants - logits.detach()).abs()
     assert error.max() < 1e-4 * logits.abs().max()
-    centred = family in {"gpt2", "cohere", "stablelm"}
+    centred = family in {"gpt2", "cohere", "stablelm", "phi"}
     length = rows - rows.mean(dim=1, keepdim=True) * centred
     moved = length * ((directions * rows).sum(dim=1) / length.square().sum(dim=1))[:, None]
     torch.testing.assert_close(directions - moved, leaves.grad, rtol=1e-3, atol=1e-5 * float(directions.abs().max()))

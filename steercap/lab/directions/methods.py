@@ -5,7 +5,7 @@ Shape legend: p, n = rows with the property, and without; hidden = elements of a
 The rule of a suggestion: of the layers, in their order, that tie at the highest AUC held out, take the longest run of
 neighbours, and of it the middle one; among runs of equal length, the one nearest the middle of all layers. A single
 best layer may be chance; one whose neighbours do as well is less likely to be. If even the highest AUC lies inside the
-chance band, the texts do not distinguish layers, and the suggestion is only a place to begin.
+chance band of all layers, the texts do not distinguish layers, and the suggestion is only a place to begin.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Final
 
 import torch
@@ -56,8 +57,8 @@ def carrying(
     positive: Float[torch.Tensor, "p hidden"],
     negative: Float[torch.Tensor, "n hidden"],
 ) -> Float[torch.Tensor, " hidden"]:
-    """Scale a direction of any length and sign as `Method.direction` requires."""
-    unit = direction / direction.norm()
+    """Scale a direction of any length and sign as `Method.direction` requires; one of length 0 stays."""
+    unit = torch.nn.functional.normalize(direction, dim=0, eps=torch.finfo(direction.dtype).tiny)
     carried: torch.Tensor = unit * (unit @ (positive.mean(0) - negative.mean(0)))
     return carried
 
@@ -117,8 +118,9 @@ METHODS: Final[Registry[Method]] = Registry(
 
 #: AUCs nearer than this are equal: they are ratios of whole numbers, with rounding.
 EQUAL: Final = 1e-9
-#: Pairs of texts up to which the distribution of U is counted: beyond, the normal one is as good in two digits.
-COUNTED: Final = 2500
+#: Pairs of texts, times the texts of the rarer kind, up to which the distribution of U is counted: 50 of each kind.
+#: The normal one beyond is as good in two digits, or wider where one kind has under ten texts.
+COUNTED: Final = 125_000
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ class Suggestion:
         layer: layer to begin with.
         auc: AUC at that layer on held-out texts; 0.5 is chance. It is optimistic, as the layer was chosen on the same
             texts.
-        chance: 95 % chance range of the AUC, see `chance_band`.
+        chance: 95 % chance range of all layers' AUCs, see `chance_band`.
         tied: layers with this AUC.
         layers: number of layers.
     """
@@ -180,7 +182,7 @@ def suggested_layer(directions: DirectionSet, name: str) -> Suggestion | None:
         return None
     layer = middle_of_best(auc)
     tied = tuple(at for at, value in auc.items() if value > auc[layer] - EQUAL)
-    return Suggestion(layer, auc[layer], chance_band(*held_out), tied, len(auc))
+    return Suggestion(layer, auc[layer], chance_band(*held_out, best_of=len(auc)), tied, len(auc))
 
 
 def middle_of_best(values: Mapping[int, float]) -> int:
@@ -201,26 +203,28 @@ def middle_of_best(values: Mapping[int, float]) -> int:
     return layers[min(middles, key=lambda place: (-middles[place], abs(place - centre)))]
 
 
-def chance_band(positive: int, negative: int) -> tuple[float, float]:
+def chance_band(positive: int, negative: int, *, best_of: int = 1) -> tuple[float, float]:
     """Return the 95 % chance range of an AUC of meaningless scores, both ends included.
 
-    The AUC is Mann and Whitney's U / (p n). Its distribution is counted where there are few texts, and beyond `COUNTED`
-    pairs it is normal, with standard deviation sqrt((p + n + 1) / (12 p n)). Answers to one question are dependent, so
-    the true band is somewhat wider.
+    The AUC is Mann and Whitney's U / (p n). Its distribution is counted where there are few texts, and is normal beyond
+    `COUNTED`, with standard deviation sqrt((p + n + 1) / (12 p n)). Answers to one question are dependent, so the true
+    band is somewhat wider.
 
     Args:
         positive, negative: number of scored texts of each kind, 1 or more.
+        best_of: number of AUCs, such as one for each layer, of which the highest is looked at: with a probability of at
+            least 95 % all are in the range, however they depend on each other (Bonferroni).
     """
     pairs = positive * negative
-    if pairs > COUNTED:
-        half = 1.96 * math.sqrt((positive + negative + 1) / (12 * pairs))
-        return 0.5 - half, 0.5 + half
-    ways = _ways(positive, negative)
+    if min(positive, negative) * pairs > COUNTED:
+        half = NormalDist().inv_cdf(1 - 0.025 / best_of) * math.sqrt((positive + negative + 1) / (12 * pairs))
+        return max(0.5 - half, 0.0), min(0.5 + half, 1.0)
+    ways = _ways(*sorted((positive, negative)))
     below, total, low = 0, sum(ways), 0
-    while 40 * (below + ways[low]) <= total:  # less than 2.5 % lie at or below
+    while 40 * best_of * (below + ways[low]) <= total:  # less than 2.5 % of one AUC's orders lie at or below
         below += ways[low]
         low += 1
-    return low / pairs, 1 - low / pairs
+    return low / pairs, (pairs - low) / pairs
 
 
 def _ways(positive: int, negative: int) -> list[int]:

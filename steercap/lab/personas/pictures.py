@@ -30,7 +30,7 @@ COLUMNS: Final = 3
 
 
 def draw_auc(directions: DirectionSet, path: Path) -> None:
-    """Draw the AUC of every trait by layer, and the 95 % chance range of random directions."""
+    """Draw the AUC of every trait by layer, and the 95 % chance range of all layers."""
     with canvas(path, (9, 4.8)) as axes:
         for place, (name, auc) in enumerate(directions.provenance.auc.items()):
             axes.plot(
@@ -42,8 +42,9 @@ def draw_auc(directions: DirectionSet, path: Path) -> None:
                 linewidth=1.8,
                 label="{} ({} + {} answers)".format(name, *directions.provenance.held_out[name]),
             )
-        low, high = min(chance_band(*counts) for counts in directions.provenance.held_out.values())
-        axes.axhspan(low, high, color="grey", alpha=0.15, label="chance, 95 % (widest)")
+        held_out, layers = directions.provenance.held_out.values(), len(directions.layers)
+        low, high = min(chance_band(*counts, best_of=layers) for counts in held_out)
+        axes.axhspan(low, high, color="grey", alpha=0.15, label="chance, 95 % of all layers (widest)")
         axes.axhline(0.5, color="grey", linewidth=1, linestyle="--")
         axes.set(
             title="How well each vector tells held-out answers apart",

@@ -172,7 +172,7 @@ def _table(directions: DirectionSet, results: Mapping[str, Outcome]) -> Iterator
         "\nPairs are *positive / negative*. Scores are means of all answers, 0 to 100. The length is the vector's, "
         "as a share of the rows' mean length at that layer.\n\n"
         "| trait | answers | without score | kept | mean score | best layer | AUC there, held out | from answers "
-        "| chance, 95 % | length |\n"
+        "| chance, 95 % of all layers | length |\n"
         "|---|---|---|---|---|---|---|---|---|---|\n"
     )
     for name, one in results.items():
@@ -182,7 +182,7 @@ def _table(directions: DirectionSet, results: Mapping[str, Outcome]) -> Iterator
                 f"| {_means(one)} | left out | | | | |\n"
             )
             continue
-        low, high = chance_band(*one.held_out)
+        low, high = chance_band(*one.held_out, best_of=len(directions.layers))
         yield (
             f"| {name} | {_pair(one.responses)} | {_pair(one.unscored)} | {_pair(one.kept)} "
             f"| {_means(one)} | {one.best_layer} "

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 
 from steercap.core.values import number_of, shown
 from steercap.errors import InvalidSetting
-from steercap.lab.measures.scores import Scored, Scorer, Trait
+from steercap.lab.measures.scores import Scored, Scorer, Trait, plain
 
 
 @dataclass(frozen=True)
 class Keywords(Scorer):
     """score = 100 (1 - exp(-n / (words * density))), for n of the trait's keywords and phrases among an answer's words.
 
-    Case is ignored, and whole words match. No keyword gives 0; the given density gives 63.
+    Whole words match, in any case, across line ends, and with typographic apostrophes too. No keyword gives 0; the
+    given density gives 63.
 
     Args:
         density: share of the words at which the score is 63, in (0, 1].
@@ -41,13 +42,13 @@ class Keywords(Scorer):
         words = len(re.findall(r"\w+(?:['’]\w+)*", answer))
         if not words:
             return None
-        found = len(pattern.findall(answer.replace("’", "'")))
+        found = len(pattern.findall(plain(answer)))
         return 100 * (1 - math.exp(-found / (words * self.density)))
 
 
 def _pattern(trait: Trait) -> re.Pattern[str]:
     # Longest first, so that a phrase counts once and not as the word it begins with.
-    wanted = sorted(trait.keywords, key=len, reverse=True)
+    wanted = sorted(map(plain, trait.keywords), key=len, reverse=True)
     return re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, wanted))})(?!\w)", re.IGNORECASE)
 
 

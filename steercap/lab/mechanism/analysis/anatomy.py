@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from steercap.core.display import brief
 from steercap.core.values import choices, shown
-from steercap.errors import UnknownName
+from steercap.errors import InvalidSpec, UnknownName
 from steercap.lab.mechanism.analysis.components import ends, scores, scree
 from steercap.lab.mechanism.analysis.geometry import cosines, merges
 from steercap.lab.mechanism.analysis.given import READ, Vectors, in_stream, named
@@ -104,7 +104,15 @@ def anatomy(
     }
     if unknown := [part for part in wanted if part not in how]:
         raise UnknownName(f"unknown part {shown(unknown[0])}; {choices(unknown[0], PARTS)}")
-    return Anatomy({part: how[part]() for part in wanted}, left_out)
+    tables = {}
+    for part in wanted:
+        try:
+            tables[part] = how[part]()
+        except InvalidSpec as error:  # of vectors on one line, or all the same, there are fewer components
+            if parts is not None or part not in SEVERAL:
+                raise
+            left_out[part] = str(error)
+    return Anatomy(tables, left_out)
 
 
 def draw_anatomy(tables: Mapping[str, pa.Table], folder: str | Path, *, suffix: str = ".png") -> list[Path]:

@@ -2,8 +2,8 @@
 
 By weights alone (Elhage et al. 2021, A Mathematical Framework for Transformer Circuits). The gains of norms are folded
 in; their scales, which depend on the row, are left out: they multiply all numbers of a block equally. Rotary embedding
-is left out: scores are those of a query and a key at one position. Biases are left out: they add the same to every
-vector.
+is left out: scores are those of a query and a key at one position. Biases are left out: they add the same to the
+queries, keys, values and outputs of every vector. A score also has terms of a bias and one vector, left out here.
 """
 
 from __future__ import annotations
@@ -264,6 +264,6 @@ def _table(rows: list[dict[str, Any]], columns: tuple[str, ...], made: dict[str,
     found = {name: [row[name] for row in rows] for name in columns}
     for column, key in (("z", "compared"), ("copied_z", "compared")):
         if column in found and key not in made:
-            heads = len({(row["layer"], row["head"]) for row in rows})
-            made = {**made, key: heads, "once": once(heads)}
+            numbers = len({(row.get("part"), row["layer"], row["head"]) for row in rows})
+            made = {**made, key: numbers, "once": once(numbers)}
     return table_of(found, **made)

@@ -83,7 +83,7 @@ class _FoundNeurons:
     def __init__(self, directions: DirectionSet, top: int | None) -> None:
         self._directions, self._top = directions, None if top is None else count_of(top, "top")
         self._rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
-        self._compared: dict[str, int] = {}
+        self._compared = 0
 
     def add(
         self,
@@ -98,7 +98,7 @@ class _FoundNeurons:
         cosines = torch.where(lengths > 0, products / lengths, 0.0)
         count = len(weight) if self._top is None else min(self._top, len(weight))
         best = cosines.abs().topk(count, dim=1).indices
-        self._compared[part] = self._compared.get(part, 0) + len(weight)
+        self._compared += len(weight)
         for number, name in enumerate(self._directions):
             self._rows.setdefault((name, part), []).extend(
                 {
@@ -122,8 +122,7 @@ class _FoundNeurons:
             for rows in self._rows.values()
             for row in sorted(rows, key=lambda row: -abs(row["z"]))[: self._top or len(rows)]
         ]
-        compared = max(self._compared.values())
-        made = origin(self._directions, at=at, compared=compared, once=once(compared))
+        made = origin(self._directions, at=at, compared=self._compared, once=once(self._compared))
         return table_of({name: [row[name] for row in kept] for name in columns}, **made)
 
 
@@ -175,7 +174,8 @@ def nearest_features(vectors: Vectors, sae: SAE, *, top: int = 10, layer: int | 
                      "cosine": cosine, "z": z}
                 )  # fmt: skip
     columns = ("name", "layer", "half", "place", "feature", "cosine", "z")
-    made = origin(directions, sae=sae.name or repr(sae), compared=sae.d_sae, once=once(sae.d_sae))
+    compared = sae.d_sae * len(fitting)
+    made = origin(directions, sae=sae.name or repr(sae), compared=compared, once=once(compared))
     return table_of({name: [row[name] for row in rows] for name in columns}, **made)
 
 

@@ -32,7 +32,7 @@ class CompareSettings(msgspec.Struct, frozen=True, kw_only=True):
             their mean and spread: with 20 its standard deviation is 8 % too large, with 200 it is 0.8 %.
         seed: seed of everything that is drawn.
         top: number of projections that the semantic decomposition lists.
-        correction: correction of the tests between groups.
+        correction: correction of the tests between groups, over all layers and groups of one measure.
 
     Raises:
         InvalidSpec: a count is too small.

@@ -214,7 +214,7 @@ def summed(
         parts: tables of each layer by name, as `compare` makes them.
         groups: groups to test against each other; none where there is no test.
         explained: as for `component_deltas`.
-        correction: as for `group_tests`; p is corrected over all layers of a measure.
+        correction: as for `group_tests`; p is corrected over all layers and groups of one measure.
     """
     with extra("analysis"):
         import pyarrow as pa

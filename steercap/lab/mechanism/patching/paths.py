@@ -285,14 +285,15 @@ async def _sent(runs: Runs, routes: Routes, frozen: Frozen, sender: Head) -> lis
     if points:
         layers, sites = {point.layer for point in points}, {point.site for point in points}
         spec = CaptureSpec(layers=sorted(layers), sites=sorted(sites), tokens="prompt", codec="raw")
-        value, seen = await runs.read(pair.number, pair.base, spec, first)
+        direct, seen = await runs.read(pair.number, pair.base, spec, first)
     else:
-        value, seen = await runs.value(pair.number, pair.base, first), PatchSource({}, ())
+        direct, seen = await runs.value(pair.number, pair.base, first), PatchSource({}, ())
     cell, found = PatchedPlace(Point(sender[0], "z"), sender[1], ()), []
     for one in reached:
         if isinstance(one, Receiver):
             second = routes.second_run(frozen, one, sender[0], seen)
-            value = await runs.value(pair.number, pair.base, second)
-        name = one.name if isinstance(one, Receiver) else LOGITS
+            value, name = await runs.value(pair.number, pair.base, second), one.name
+        else:
+            value, name = direct, LOGITS
         found.append(effect_of(pair, cell, value=value, base=base, source=source, receiver=name))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,10 +152,16 @@ class Effects:
 
         Raises:
             InvalidSpec: several sites or receivers, both heads and positions, or prompts of different lengths: choose
-                with `where`.
+                with `where`. Also several groups of tokens, each changed together, at one place.
         """
         quantity = self.quantity(of)
         axis, layers, columns = self.axis, self.layers, self.columns
+        groups = Counter((one.pair, one.layer, one.head) for one in self.records if one.position is None)
+        if any(count > 1 for count in groups.values()):
+            raise InvalidSpec(
+                "there are several runs of one place, of different groups of tokens that were changed together, which "
+                "no column tells apart; give each Grid(together=True) a call of its own"
+            )
         sums = np.zeros((3, len(layers), len(columns)))
         for record in self.records:
             column = columns.index(getattr(record, axis))

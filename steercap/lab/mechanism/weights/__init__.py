@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,10 +32,12 @@ class TensorFiles:
     Args:
         path: path of the checkpoint, or its name on the hub.
         held: file of each tensor, by name.
+        renamings: transformers' own, from names in the files to names in its model, in their order.
     """
 
     path: str
     held: Mapping[str, Path]
+    renamings: Sequence[Any] = ()
 
     @classmethod
     def find(cls, path: str, revision: str | None = None) -> TensorFiles:
@@ -56,6 +59,26 @@ class TensorFiles:
                 return cls(path, dict.fromkeys(tensors.keys(), whole))
         raise ModelNotLoaded(f"{path!r} has neither {WHOLE} nor {INDEX}; weights are read from safetensors files")
 
+    def of(self, model: Any) -> TensorFiles:
+        """Return the files with transformers' renamings for a model: it calls GPT-NeoX's "embed_out" "lm_head"."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming
+
+        known = get_model_conversion_mapping(model)
+        return replace(self, renamings=tuple(one for one in known if isinstance(one, WeightRenaming)))
+
+    @cached_property
+    def spellings(self) -> Mapping[str, str]:
+        """Name in the files of each tensor, by its name after transformers' renamings, where that is another one."""
+        found = {}
+        for name in self.held:
+            spelled = name
+            for renaming in self.renamings:
+                spelled, _ = renaming.rename_source_key(spelled)
+            if spelled != name:
+                found[spelled] = name
+        return found
+
     def read(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """Read one tensor by its name in transformers' model: float32, on CPU, of the shape that the configuration
         gives it.
@@ -69,7 +92,9 @@ class TensorFiles:
         """
         from safetensors import safe_open
 
-        spelled = next((known for known in (name, name.partition(".")[2]) if known in self.held), None)
+        short = name.partition(".")[2]
+        spelled = next((known for known in (name, short) if known in self.held), None)
+        spelled = spelled or self.spellings.get(name) or self.spellings.get(short)
         if spelled is None:
             raise InvalidFile(f"{self.path} holds no tensor {name!r}, which its configuration asks for")
         with safe_open(self.held[spelled], framework="pt") as tensors:

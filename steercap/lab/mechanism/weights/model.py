@@ -60,10 +60,10 @@ class ModelWeights:
         self.name, self._revision = files.path, revision
         self._config: Any = config
         self._architecture = ", ".join(config.architectures or ())
-        self._files = files
         self._layout = layout_of(config.architectures or ())
         self._family = family_of(config.architectures or ())
         self._model = skeleton(config)
+        self._files = files.of(self._model)
         self._decoder = self._model.get_submodule(self._family.layers)
         self.layers = len(self._decoder)
         self.width = int(config.hidden_size)

@@ -28,8 +28,8 @@ BLOCK_BYTES: Final = 64 << 20
 class Unembedding:
     """Map from rows of the last layer to logits.
 
-    It has the final norm, the unembedding (tied to the embedding or not), and the factor and soft-capping of logits if
-    the model has them, in float32.
+    It has the final norm, the unembedding (tied to the embedding or not, with or without a bias), and the factor and
+    soft-capping of logits if the model has them, in float32.
 
     Attributes:
         vocabulary: number of tokens with a logit.
@@ -88,6 +88,7 @@ class Unembedding:
         """
         family = family_of(config.architectures or ())
         norm, head, names = _modules(files.path, config, model)
+        files = files.of(model)
         for name, (module, parameter) in names.items():
             tensor = files.read(name, module.get_parameter(parameter).shape)
             setattr(module, parameter, nn.Parameter(tensor, requires_grad=False))
@@ -106,8 +107,8 @@ class Unembedding:
     def read(self, directions: Float[torch.Tensor, "n hidden"]) -> Float[torch.Tensor, "n vocabulary"]:
         """Return the contribution of directions to each token's logit, up to the row's positive scale: float32.
 
-        The gain of the final norm, its centring and the factor of logits are in it; the norm's constant and
-        soft-capping, which keeps the order of tokens, are not.
+        The gain of the final norm, its centring and the factor of logits are in it; the norm's constant, the
+        unembedding's bias, and soft-capping, which keeps the order of tokens, are not.
 
         Args:
             directions: directions in the stream, [n, hidden].
@@ -160,7 +161,8 @@ class Unembedding:
             token_ids: token id for each row.
 
         Returns:
-            The directions, float32 [rows, hidden], and the constants from the norm's bias, float32 [rows].
+            The directions, float32 [rows, hidden], and the constants from the biases of norm and unembedding, float32
+            [rows].
 
         Raises:
             InvalidRequest: the rows have another width, or a token has no logit.
@@ -173,7 +175,10 @@ class Unembedding:
             )
         with torch.inference_mode():
             weights = self.weight[token_ids] * self._factor
-            return self.norm.through(weights) * self.norm.scales(rows), weights @ self.norm.constant
+            constants, bias = weights @ self.norm.constant, dict(self._head.named_parameters()).get("bias")
+            if bias is not None:
+                constants += bias[token_ids] * self._factor
+            return self.norm.through(weights) * self.norm.scales(rows), constants
 
     def best(self, rows: Float[torch.Tensor, "rows hidden"], count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the most probable next tokens, most probable first, without holding the logits of all rows at once.
@@ -208,11 +213,9 @@ def _modules(
         )
     tied = bool(config.tie_word_embeddings)
     weight = model.get_input_embeddings().weight if tied else head.weight
-    head_name = next(
-        known for known, parameter in model.named_parameters(remove_duplicate=False) if parameter is weight
-    )
-    names = {head_name: (head, "weight")}
-    names |= {f"{family.final_norm}.{part}": (norm, part) for part, _ in norm.named_parameters()}
+    known = {id(parameter): name for name, parameter in reversed(list(model.named_parameters(remove_duplicate=False)))}
+    names = {known[id(weight)]: (head, "weight")}
     if head.bias is not None:
-        raise UnsupportedModel(f"{path}: its unembedding has a bias, which no known family has")
+        names[known[id(head.bias)]] = (head, "bias")
+    names |= {f"{family.final_norm}.{part}": (norm, part) for part, _ in norm.named_parameters()}
     return norm, head, names

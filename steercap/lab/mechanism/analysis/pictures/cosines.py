@@ -135,6 +135,8 @@ def plot_methods(table: pa.Table, path: str | Path) -> Path:
     return Path(path)
 
 
+#: Line of the mean susceptibility, by the group of the table that are not vectors of the user.
+DASHES: Final = {"components": ":", "random": "--"}
 #: Most components that a scree shows.
 COMPONENTS = 20
 
@@ -209,8 +211,9 @@ def _share(component: int, shares: dict[int, float]) -> str:
 def draw_comparison(tables: Mapping[str, pa.Table], folder: str | Path) -> list[Path]:
     """Draw the pictures of a comparison into a folder, from its tables alone.
 
-    "susceptibility" has the mean distance by layer, a line for each matrix; "altered" each vector's absolute against
-    its angular change at the focus layers, and their histograms; "components" the mean |delta| beside the variance.
+    "susceptibility" has the mean distance by layer for each matrix: a solid line of the vectors, a dotted one of the
+    components, a dashed one of the random vectors; "altered" each vector's absolute against its angular change at the
+    focus layers, and their histograms; "components" the mean |delta| beside the variance.
 
     Args:
         tables: tables of `comparison.compare`, or the same read from its folder; those missing are not drawn.
@@ -229,17 +232,24 @@ def draw_comparison(tables: Mapping[str, pa.Table], folder: str | Path) -> list[
 
 
 def _draw_susceptibility(table: pa.Table, path: Path) -> None:
-    found: dict[str, dict[int, list[float]]] = {}
+    found: dict[tuple[str, str], dict[int, list[float]]] = {}
     for row in table.to_pylist():
-        found.setdefault(row["matrix"], {}).setdefault(row["layer"], []).append(row["distance"])
+        of = row["group"] if row["group"] in DASHES else "vectors"
+        found.setdefault((row["matrix"], of), {}).setdefault(row["layer"], []).append(row["distance"])
+    colours = dict(zip(dict.fromkeys(matrix for matrix, _ in found), COLOURS, strict=False))
     with Picture(path, COLUMN, 2.4) as figure:
         axes = figure.subplots()
-        for (matrix, values), colour in zip(found.items(), COLOURS, strict=False):
+        for (matrix, of), values in found.items():
             layers = sorted(values)
             means = [np.mean(values[layer]) for layer in layers]
-            axes.plot(layers, means, label=matrix, color=colour, marker=".")
-        axes.set(xlabel="layer", ylabel="1 − cosine, mean over vectors")
-        axes.legend()
+            style: dict[str, Any] = {"color": colours[matrix], "linestyle": DASHES.get(of, "-"), "marker": "."}
+            axes.plot(layers, means, **style)
+        for matrix, colour in colours.items():
+            axes.plot([], [], color=colour, label=matrix)
+        for of in dict.fromkeys(of for _, of in found):
+            axes.plot([], [], color=GREY, linestyle=DASHES.get(of, "-"), label=of)
+        axes.set(xlabel="layer", ylabel="mean of 1 − cosine")
+        figure.legend(loc="outside right center")
         bare(axes)
 
 
@@ -272,7 +282,12 @@ def _draw_components(table: pa.Table, path: Path) -> None:
         for place, circuit in enumerate(("qk", "vo")):
             at = [number + 0.2 * (2 * place - 1) for number in range(len(rows))]
             axes.bar(at, [row[circuit] for row in rows], 0.4, color=COLOURS[place], label=circuit)
-        axes.set_xticks(range(len(rows)), [f"{row['component']}\n{row['explained']:.0%}" for row in rows])
+        axes.set_xticks(range(len(rows)), [_labelled(row) for row in rows])
         axes.set(ylabel="mean |Δz| over layers")
         axes.legend()
         bare(axes)
+
+
+def _labelled(row: Mapping[str, Any]) -> str:
+    """Return a component's name, and the variance that it explains unless the vectors do not vary."""
+    return row["component"] if row["explained"] is None else f"{row['component']}\n{row['explained']:.0%}"
