@@ -257,9 +257,9 @@ class VllmEngine:
         await self._wire.check(prompt.payload, params, ready)
         return ready
 
-    async def _load_adapter(self, *names: Any) -> list[str]:
-        answers = await self._connection.call_workers("steercap_load_adapter", *names)
-        return [reason for reasons in answers for reason in reasons]
+    async def _load_adapter(self, *names: Any) -> list[Sequence[str]]:
+        engines = await self._connection.call_workers("steercap_load_adapter", *names)
+        return [answer for answers in engines for answer in answers]
 
     def limit(self, prompt_len: int, params: SamplingParams | PoolingParams) -> int:
         """Return the maximum number of tokens that become inputs of the model: prompt + generated - 1."""
