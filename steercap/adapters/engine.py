@@ -24,6 +24,7 @@ from steercap.adapters.arguments import (
     CONFIG_KEY,
     check_heads,
     check_supported,
+    drafting,
     expected_family,
     overshoot,
     read_arguments,
@@ -151,6 +152,7 @@ class VllmEngine:
             needed: dict[str, Any] = attention_for(config)
             if unserved := torchvision.unserved_media(config):
                 needed["limit_mm_per_prompt"] = {**args.limit_mm_per_prompt, **dict.fromkeys(unserved, 0)}
+            needed |= drafting(args, config)
             if needed:
                 config = replace(args, **needed).create_engine_config()
         except Exception as error:
