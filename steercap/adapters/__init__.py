@@ -40,7 +40,7 @@ def hook_runners() -> None:
             _UNHOOKED[name] = str(error)
 
 
-def load_adapter(worker: Any, name: str, number: int, path: str) -> str:
+def load_adapter(worker: Any, name: str, number: int, path: str) -> list[str]:
     """Load a LoRA adapter in a worker; see `lora.load_adapter`."""
     from steercap.adapters import lora
 

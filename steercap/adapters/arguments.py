@@ -31,6 +31,8 @@ from steercap.worker.taps import Installed, TapSizes
 if TYPE_CHECKING:
     from steercap.architectures.families.base import Family
 
+#: Engine arguments, in newer releases, that vLLM writes into `speculative_config`.
+_SPECULATIVE: Final = ("spec_method", "spec_model", "spec_tokens")
 EXTENSION: Final = "steercap.adapters.extension.WorkerExtension"
 
 
@@ -49,16 +51,28 @@ def read_arguments(model: str, engine_args: Mapping[str, Any]) -> AsyncEngineArg
             own = [field.name for field in fields(Settings)]
             hint = choices(name, (*own, *sorted(known)))
             raise InvalidSetting(f"vLLM has no engine argument {name!r}, and steercap no setting; {hint}")
-    if engine_args.get("speculative_config"):
-        # A row's line and scopes follow from its position, which a scheduler that speculates knows only without async
-        # scheduling.
-        engine_args = {"async_scheduling": False, **engine_args}
     try:
         args = AsyncEngineArgs(model=model, worker_extension_cls=EXTENSION, **engine_args)
     except Exception as error:
         raise ModelNotLoaded(f"vLLM cannot load {model!r}: {error}") from error
     args.additional_config = dict(args.additional_config or {})
     return args
+
+
+def drafting(args: AsyncEngineArgs, config: Any) -> dict[str, Any]:
+    """Return the engine arguments that speculative decoding needs, however it was switched on; {} without it.
+
+    A row's line and scopes follow from its position, which a scheduler that speculates knows only without async
+    scheduling. vLLM has written `spec_method` and the like into `speculative_config`, and refuses to do so again.
+
+    Args:
+        args: engine arguments that `config` was made from.
+        config: vLLM's configuration.
+    """
+    if config.speculative_config is None:
+        return {}
+    written: dict[str, Any] = dict.fromkeys(name for name in _SPECULATIVE if hasattr(args, name))
+    return written if args.async_scheduling else {**written, "async_scheduling": False}
 
 
 def check_supported(config: Any) -> None:
@@ -97,15 +111,30 @@ def check_supported(config: Any) -> None:
             "adaptive verification arranges batches on the device, where steercap cannot follow them; set "
             "enable_adaptive_verification=False in speculative_config"
         )
-    if config.model_config.enable_sleep_mode:
-        raise UnsupportedRunner(
-            "sleep mode would discard the taps' tables along with the weights; switch enable_sleep_mode off"
-        )
+    _check_model(config.model_config)
     if config.cache_config.kv_sharing_fast_prefill:
         raise UnsupportedRunner("kv_sharing_fast_prefill leaves prompt rows out of the last layers; switch it off")
     if config.speculative_config is not None and config.scheduler_config.async_scheduling:
         raise UnsupportedRunner(
             "with speculative decoding, async_scheduling=True schedules positions before it knows them; leave it out"
+        )
+
+
+def _check_model(config: Any) -> None:
+    """Check the options of vLLM's configuration of the model; errors as of `check_supported`."""
+    if getattr(config, "is_diffusion", False):
+        raise UnsupportedRunner(
+            "a diffusion model computes its positions again and again until their tokens settle, and a captured row "
+            "belongs to one token at one position; use a model that generates one token after the other"
+        )
+    if config.logprobs_mode.endswith("_logits"):
+        raise UnsupportedRunner(
+            f"logprobs_mode={config.logprobs_mode!r} returns logits where logprobs are asked for, and "
+            "steercap's measures would take them for log-probabilities; leave it out"
+        )
+    if config.enable_sleep_mode:
+        raise UnsupportedRunner(
+            "sleep mode would discard the taps' tables along with the weights; switch enable_sleep_mode off"
         )
 
 

@@ -24,6 +24,7 @@ from steercap.adapters.arguments import (
     CONFIG_KEY,
     check_heads,
     check_supported,
+    drafting,
     expected_family,
     overshoot,
     read_arguments,
@@ -151,6 +152,7 @@ class VllmEngine:
             needed: dict[str, Any] = attention_for(config)
             if unserved := torchvision.unserved_media(config):
                 needed["limit_mm_per_prompt"] = {**args.limit_mm_per_prompt, **dict.fromkeys(unserved, 0)}
+            needed |= drafting(args, config)
             if needed:
                 config = replace(args, **needed).create_engine_config()
         except Exception as error:
@@ -257,9 +259,9 @@ class VllmEngine:
         await self._wire.check(prompt.payload, params, ready)
         return ready
 
-    async def _load_adapter(self, *names: Any) -> list[str]:
-        answers = await self._connection.call_workers("steercap_load_adapter", *names)
-        return [reason for reasons in answers for reason in reasons]
+    async def _load_adapter(self, *names: Any) -> list[Sequence[str]]:
+        engines = await self._connection.call_workers("steercap_load_adapter", *names)
+        return [answer for answers in engines for answer in answers]
 
     def limit(self, prompt_len: int, params: SamplingParams | PoolingParams) -> int:
         """Return the maximum number of tokens that become inputs of the model: prompt + generated - 1."""

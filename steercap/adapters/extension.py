@@ -35,6 +35,6 @@ class WorkerExtension:
         """Return the place of this worker's process, see `adapters.process_exit`."""
         return death.place()
 
-    def steercap_load_adapter(self, name: str, number: int, path: str) -> str:
-        """Load a LoRA adapter; return the reason why it cannot be used, or "". Never raises."""
+    def steercap_load_adapter(self, name: str, number: int, path: str) -> list[str]:
+        """Load a LoRA adapter; return what `load_adapter` does. Never raises."""
         return load_adapter(self, name, number, path)

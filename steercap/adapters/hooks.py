@@ -52,6 +52,10 @@ _OUTPUT_STREAMS: Final = ("output_copy_stream", "async_output_copy_stream")
 _PADDING: Final = 1024
 #: Name of a router's bias in a checkpoint that keeps it among the experts, as Laguna's do.
 _BIAS: Final = "e_score_correction_bias"
+#: Module of vLLM's `forward` of layers whose offloaded weights it copies to the device in each call.
+_COPYING: Final = "vllm.model_executor.offloader.uva"
+#: Attribute of a layer with the factor that vLLM multiplies its experts' output by.
+_SCALE: Final = "routed_scaling_factor"
 #: Module and name of vLLM's class that runs a layer's experts; absent in earlier releases.
 _RUNNER: Final = "vllm.model_executor.layers.fused_moe.runner.moe_runner", "MoERunner"
 
@@ -135,6 +139,38 @@ def require_whole_batches(layers: Iterable[Any]) -> None:
         )
 
 
+def require_one_call(layers: Iterable[Any]) -> None:
+    """Check that a pass calls each layer once.
+
+    Raises:
+        UnsupportedRunner: vLLM's offloading calls some within their own call, with weights that it copied.
+    """
+    if any(getattr(layer.forward, "__module__", "") == _COPYING for layer in layers):
+        raise UnsupportedRunner(
+            "cpu_offload_gb without unified addressing (VLLM_WEIGHT_OFFLOADING_DISABLE_UVA=1, or no pinned memory) "
+            "calls a layer within its own call, so that its taps run twice; unset the variable, or use "
+            "offload_group_size"
+        )
+
+
+def require_true_scale(layers: Iterable[Any], dtype: torch.dtype) -> None:
+    """Check that layers add their blocks' outputs to the stream, not a fraction of them.
+
+    Raises:
+        UnsupportedRunner: in float16 vLLM's layers of DeepSeek, A.X K1 and openPangu divide the stream by a factor
+            of their configuration, which the next norm hides: rows would be too small, and edits too strong.
+    """
+    if dtype != torch.float16:
+        return
+    for layer in layers:
+        factor = getattr(layer, _SCALE, None)
+        if factor not in {None, 1.0} and _SCALE in type(layer).forward.__code__.co_names:
+            raise UnsupportedRunner(
+                f"in float16 vLLM divides the residual stream of these layers by their {_SCALE}, {factor:g}, so that "
+                "rows and edits would have another scale than the model's; use dtype='bfloat16'"
+            )
+
+
 @contextmanager
 def finding_modules(runner: Any) -> Iterator[None]:
     """Look for armed modules in the first model that is built inside of the block, before its weights are read.
@@ -178,6 +214,8 @@ def attach(runner: Any) -> None:
     num_layers = model_config.get_total_num_hidden_layers()
     decoder = _decoder(runner.get_model(), config)
     require_whole_batches(decoder.layers.values())
+    require_one_call(decoder.layers.values())
+    require_true_scale(decoder.layers.values(), runner.dtype)
     families = families_of(list(decoder.layers.values()))
     # The layers of another pipeline stage may have more candidates.
     family = families[min(candidate_of(config.additional_config), len(families) - 1)]

@@ -11,7 +11,7 @@ refuses such adapters itself.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -51,10 +51,10 @@ class Adapters:
     Args:
         config: vLLM's configuration.
         load: coroutine function that loads an adapter in every worker, given its name, number and path, and returns
-            each worker's error, or "".
+            the answer of each, see `load_adapter`.
     """
 
-    def __init__(self, config: Any, load: Callable[[str, int, str], Awaitable[list[str]]]) -> None:
+    def __init__(self, config: Any, load: Callable[[str, int, str], Awaitable[list[Sequence[str]]]]) -> None:
         self._config = config
         self._load = load
         self._known: dict[int, LoadedAdapter] = {}
@@ -85,8 +85,8 @@ class Adapters:
             files = _files(request)
             if not self._is_known(request, files):
                 await asyncio.to_thread(self._check, request)
-                if failures := [failure for failure in await self._load(*_names(request)) if failure]:
-                    raise InvalidRequest(f"{_described(request)} cannot be loaded: {failures[0]}")
+                if reason := _refusal(await self._load(*_names(request))):
+                    raise InvalidRequest(f"{_described(request)} cannot be loaded: {reason}")
                 self._known[request.lora_int_id] = LoadedAdapter(request, files)
         return request
 
@@ -172,38 +172,45 @@ def _described(request: LoRARequest) -> str:
     return f"the LoRA adapter {request.lora_name!r} ({request.lora_int_id}, {request.lora_path})"
 
 
-def load_adapter(worker: Any, name: str, number: int, path: str) -> str:
-    """Load an adapter in a worker, and check that all of it fits the model.
+def _refusal(answers: Sequence[Sequence[str]]) -> str:
+    """Return the reason of the workers' answers why an adapter cannot be used; "" if it can."""
+    reasons = [reason for reason, *_ in answers if reason]
+    # A pipeline stage lacks the modules of the other stages.
+    nowhere = set[str].intersection(*(set(missing) for _, *missing in answers))
+    return next(iter([*reasons, *(f"the model has no {name}" for name in sorted(nowhere))]), "")
+
+
+def load_adapter(worker: Any, name: str, number: int, path: str) -> list[str]:
+    """Load an adapter in a worker, and check that all of it that is there fits the model.
 
     Returns:
-        The reason why it cannot be used, and then it is not kept; "" if it can.
+        The reason why it cannot be used, and then it is not kept, or ""; then the names of the adapter's modules that
+        the worker lacks.
     """
+    missing: list[str] = []
     try:
         worker.remove_lora(number)  # an earlier one that only this rank has kept
         worker.add_lora(LoRARequest(name, number, path))
-        stages = worker.vllm_config.parallel_config.pipeline_parallel_size
         manager = worker.model_runner.lora_manager._adapter_manager  # noqa: SLF001 -- vLLM shows it in no other way
-        reason = _misfit(manager, number, all_layers=stages == 1)
+        missing = [name for name in manager.get_adapter(number).loras if manager.modules.get(name) is None]
+        reason = _misfit(manager, number)
     except Exception as error:  # noqa: BLE001 -- at the RPC boundary: other ranks' answers would stay unread
         reason = str(error) or type(error).__name__
     if reason:
         with suppress(Exception):  # it may have been refused before it was kept
             worker.remove_lora(number)
-    return reason
+    return [reason, *missing]
 
 
-def _misfit(manager: Any, number: int, *, all_layers: bool) -> str:
+def _misfit(manager: Any, number: int) -> str:
     """Return the first mismatch between an adapter's weights and the model, or "".
 
     Args:
         manager: the worker's LoRA manager, which has loaded the adapter.
         number: number of the adapter.
-        all_layers: True if all layers are on this rank.
     """
     for name, weights in manager.get_adapter(number).loras.items():
         module = manager.modules.get(name)
-        if module is None and all_layers:
-            return f"the model has no {name}"
         if not hasattr(module, "lora_a_stacked") or not hasattr(module, "slice_lora_a"):
             continue
         matrices_of = [weights.lora_a, weights.lora_b]

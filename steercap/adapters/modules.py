@@ -98,6 +98,8 @@ def choosing(layers: Mapping[int, nn.Module], family: Family, dtype: torch.dtype
         rows = _as_given(layer.get_submodule(located(layer, family.router)), logits)
         if family.router_rounded:
             rows = rows.to(dtype)
+        if cap := _cap(layer, family):
+            rows = torch.tanh(rows.float() / cap) * cap
         # Routers use only the number of hidden states. One that used their values would return weights of NaN.
         hidden = rows.new_full((1, 1), torch.nan, dtype=dtype).expand(len(rows), runner.moe_config.hidden_dim)
         weights, ids = runner.router._compute_routing(hidden, rows, None)  # noqa: SLF001 -- others record it
@@ -156,10 +158,16 @@ def _as_given(gate: Any, logits: torch.Tensor) -> torch.Tensor:
     return rows
 
 
+def _cap(layer: nn.Module, family: Family) -> float:
+    """Return the bound of the logits that a block squashes behind its gate, as Laguna's may; 0 if there is none."""
+    block = layer.get_submodule(located(layer, family.router).rpartition(".")[0])
+    return float(getattr(getattr(block, "config", None), "moe_router_logit_softcapping", None) or 0)
+
+
 def _factor(runner: Any, dtype: torch.dtype) -> float:
     """Return the factor of the weights if the router has not applied it.
 
-    It is 1 where DeepSeek's layers, in float16, divide the stream and the shared experts' output instead.
+    It is 1 where, in float16, the shared experts' output is divided by it instead.
     """
     one = torch.ones(1, dtype=dtype)
     shared = None if runner.shared_experts is None else one.clone()

@@ -116,10 +116,12 @@ def rendered(payload: Any) -> Rendered:
         payload: vLLM's engine input.
 
     Raises:
-        InvalidPrompt: it has no token ids, as a prompt of embeddings, so that its rows cannot be labelled.
+        InvalidPrompt: it is a prompt of embeddings, or has no token ids, so that its rows cannot be labelled.
     """
-    if not isinstance(payload, Mapping) or not payload.get("prompt_token_ids"):
-        raise InvalidPrompt("rows of this prompt cannot be labelled: it has no token ids")
+    if not isinstance(payload, Mapping) or payload.get("type") == "embeds" or not payload.get("prompt_token_ids"):
+        raise InvalidPrompt(
+            "rows of this prompt cannot be labelled: it has no token ids, or embeddings in place of some of them"
+        )
     return Rendered(payload, tuple(payload["prompt_token_ids"]), media_of(payload))
 
 

@@ -78,6 +78,7 @@ NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
         "model_config.hf_config",
         "model_config.hf_text_config",
         "model_config.is_multimodal_model",
+        "model_config.logprobs_mode",
         "model_config.max_logprobs",
         "model_config.rswa_window",
         "model_config.runner_type",

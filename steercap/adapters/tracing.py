@@ -7,7 +7,6 @@ streams: queries, keys, values and `mlp_out` must then be the same too.
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -21,7 +20,7 @@ from torch import nn
 from steercap.adapters.observing import TOKENS, attends, run_pass
 from steercap.architectures.decoder import Decoder
 from steercap.architectures.derivation import Layer
-from steercap.architectures.families.base import Family, located
+from steercap.architectures.families.base import Family, arguments_of, located
 from steercap.architectures.families.derived import FIELDS, Traced, TracedCall, joined, reading_more
 from steercap.architectures.sites.base import of_input, read_by
 from steercap.architectures.sites.residual import stream_and_residual, taken_by
@@ -140,7 +139,7 @@ class _TracedPass:
 
     def _watch(self, layer: nn.Module, layer_trace: _LayerTrace, hooks: ExitStack) -> None:
         """Put hooks on a layer and all modules in it."""
-        terms, names = taken_by(layer, self._family), list(inspect.signature(layer.forward).parameters)
+        terms, names = taken_by(layer, self._family), arguments_of(layer)
         replaced = [self._family.hidden_input, self._family.residual_input]
 
         def begin(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

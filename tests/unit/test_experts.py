@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from transformers.models.laguna.configuration_laguna import LagunaConfig
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 from vllm.model_executor.layers.fused_moe.router.routing_simulator_router import RoutingSimulatorRouter
@@ -96,6 +97,18 @@ def test_logits_are_rounded_where_the_block_rounds_them() -> None:
         ids, weights = choose(5, near)
         assert set(ids[0].tolist()) == {0, 1}
         assert weights[0].sort().values.allclose(torch.tensor(wanted).softmax(0).sort().values, atol=1e-5)
+
+
+def test_logits_are_squashed_where_the_block_squashes_them() -> None:
+    """Laguna's block may bound them behind the gate, which flattens the weights of its experts."""
+    layer = a_layer()
+    layer.mlp = nn.Module()
+    layer.mlp.gate = layer.gate
+    for cap in (0.0, 2.0):
+        layer.mlp.config = LagunaConfig(moe_router_logit_softcapping=cap)
+        ids, weights = choosing({5: layer}, Family(router="mlp.gate"), torch.float32)(5, LOGITS)
+        bounded = torch.tanh(LOGITS / cap) * cap if cap else LOGITS
+        assert weights.allclose(bounded.gather(1, ids).softmax(1))
 
 
 def test_shared_experts_that_a_router_names_are_left_out() -> None:

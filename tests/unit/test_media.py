@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from handles import a_handle
+from vllm.inputs.engine import embeds_input, tokens_input
 from vllm.multimodal.inputs import PlaceholderRange
 
 from steercap import CaptureHandle
-from steercap.adapters.prompts import media_of, prompt_dict
+from steercap.adapters.prompts import media_of, prompt_dict, rendered
 from steercap.architectures.families import architectures_within, family_of
 from steercap.core.chat import MediaSpan, types_at
 from steercap.core.prompts import without_media
@@ -60,6 +61,15 @@ def test_what_would_be_dropped_is_refused(prompt, message) -> None:
     """Options that may come to nothing, names in place of pictures, and keys that are misspelt."""
     with pytest.raises(InvalidPrompt, match=message):
         prompt_dict(prompt)
+
+
+def test_embeddings_among_tokens_are_refused() -> None:
+    """vLLM's server puts a placeholder's id in their place: rows would bear it as if it had been read."""
+    assert rendered(tokens_input([5, 6])).token_ids == (5, 6)
+    mixed = embeds_input(torch.zeros(2, 4), prompt_token_ids=[5, 0], is_token_ids=torch.tensor([True, False]))
+    for payload in (mixed, embeds_input(torch.zeros(2, 4))):
+        with pytest.raises(InvalidPrompt, match="rows of this prompt cannot be labelled"):
+            rendered(payload)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -173,6 +174,17 @@ normed = partial(
     attn_in="self_attn",
     mlp_in="mlp",
 )
+
+
+def arguments_of(module: nn.Module) -> list[str]:
+    """Return the names of the arguments of a module's `forward`.
+
+    A replacement that takes any, such as that of layers whose weights vLLM offloads, passes them on to the class's.
+    """
+    bare = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    own = [one.name for one in inspect.signature(module.forward).parameters.values() if one.kind not in bare]
+    whole = inspect.signature(type(module).forward).parameters.values()
+    return own or [one.name for one in whole if one.kind not in bare][1:]
 
 
 def located(layer: nn.Module, path: str) -> str:

@@ -5,12 +5,11 @@ The paths of their sites come from traced passes, see `architectures.derivation`
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from steercap.architectures.families.base import Family, located
+from steercap.architectures.families.base import Family, arguments_of, located
 from steercap.errors import UnsupportedModel
 
 if TYPE_CHECKING:
@@ -127,7 +126,7 @@ def candidates(layers: Sequence[nn.Module], *, transformers: bool) -> tuple[Fami
     Raises:
         UnsupportedModel: no argument carries a stream, or its name differs between layers.
     """
-    arguments = [list(inspect.signature(layer.forward).parameters) for layer in layers]
+    arguments = [arguments_of(layer) for layer in layers]
     first = [names[0] if transformers else "" for names in arguments]
     hidden = {
         next((name for name in _HIDDEN if name in names), one) for names, one in zip(arguments, first, strict=True)

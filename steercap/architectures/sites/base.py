@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol, TypeAlias
 
-from steercap.architectures.families.base import located, rows_of
+from steercap.architectures.families.base import arguments_of, located, rows_of
 
 if TYPE_CHECKING:
     import torch
@@ -227,13 +227,8 @@ def read_by(module: nn.Module) -> tuple[int, str]:
 
 def _arguments(module: Any) -> list[str]:
     """Return the names of a module's arguments; for an operator of vLLM's, those of its implementation in PyTorch."""
-    for forward in (module.forward, getattr(module, "forward_native", None)):
-        if forward is not None:
-            found = inspect.signature(forward).parameters.values()
-            names = [one.name for one in found if one.kind in {one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD}]
-            if names:
-                return names
-    return []
+    native = getattr(module, "forward_native", None)
+    return arguments_of(module) or ([] if native is None else list(inspect.signature(native).parameters))
 
 
 def input_tap(layer: nn.Module, path: str, name: str, tap: Tap, argument: int = 0) -> RemovableHandle:

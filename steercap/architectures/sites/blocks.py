@@ -92,11 +92,15 @@ class Z(Site):
         return bool(family.attn_proj)
 
     def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
-        width, shards = part_of(layer.get_submodule(located(layer, family.attn_proj)))
+        path = located(layer, family.attn_proj)
+        width, shards = part_of(layer.get_submodule(path))
         head_dim = sizes.head_dim
-        if family.attention:
+        if family.attention:  # layers of some models differ in it
             attention: Any = layer.get_submodule(located(layer, family.attention))
-            head_dim = int(attention.head_size_v)  # layers of some models differ in it
+            head_dim = int(attention.head_size_v)
+        elif not family.derived:  # a derived family's layers all have this one
+            block = layer.get_submodule(path.rpartition(".")[0])
+            head_dim = int(getattr(block, "v_head_dim", None) or getattr(block, "head_dim", None) or head_dim)
         return RowShape((width // head_dim, head_dim), shards)
 
     def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:

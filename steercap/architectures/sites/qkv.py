@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from steercap.architectures.families.base import located
 from steercap.architectures.sites.base import RowShape, Site, Sizes, Tap, Visit, input_tap
 from steercap.core.extras import extra
+from steercap.errors import UnsupportedModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,11 +40,20 @@ class AttentionInput(Site):
         return bool(family.attention)
 
     def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
-        attention: Any = layer.get_submodule(located(layer, family.attention))
+        path = located(layer, family.attention)
+        attention: Any = layer.get_submodule(path)
         if self.per_key_head and attention.kv_sharing_target_layer_name is not None:
             raise AttributeError("it reads the keys and values of another layer, and computes none itself")
         heads, head_dim = self.heads(attention)
-        whole = self.per_key_head and sizes.kv_heads == 1  # every rank has a copy of it
+        total = int(
+            getattr(layer.get_submodule(path.rpartition(".")[0]), "total_num_kv_heads", sizes.kv_heads)
+        )  # layers of some models differ in it
+        if self.per_key_head and 1 < total < sizes.ranks:
+            raise UnsupportedModel(
+                f"this layer has {total} key heads, so that some of the {sizes.ranks} tensor-parallel ranks hold "
+                f"copies of one; leave k and v out of SteerModel(..., sites=), or use tensor_parallel_size={total}"
+            )
+        whole = self.per_key_head and total == 1  # every rank has a copy of it
         shards = 1 if whole else sizes.ranks
         return RowShape((heads * shards, head_dim), shards)
 

@@ -7,12 +7,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from steercap.architectures.families.base import located, rows_of
+from steercap.architectures.families.base import arguments_of, located, rows_of
 from steercap.architectures.sites.base import (
     RowShape,
     Site,
@@ -62,7 +61,7 @@ def taken_by(layer: nn.Module, family: Family) -> Terms:
     Returns:
         Function that returns the layer's hidden states and its residual, None if not passed.
     """
-    names = list(inspect.signature(layer.forward).parameters)
+    names = arguments_of(layer)
     hidden_name, residual_name = family.hidden_input, family.residual_input
     hidden_at = names.index(hidden_name)
     residual_at = names.index(residual_name) if residual_name else len(names)
