@@ -91,7 +91,7 @@ class Sketching:
     def __init__(self, workers: Workers, ranks: Ranks, most_bytes: int) -> None:
         self._workers, self._ranks, self._most_bytes = workers, ranks, most_bytes
         self._preparing: Batcher[Joining, Found] = Batcher(self._prepare)
-        self._committing: Batcher[tuple[Joining, tuple[SketchRecord, ...]], int] = Batcher(self._commit)
+        self._committing: Batcher[tuple[tuple[Joining, ...], tuple[SketchRecord, ...]], int] = Batcher(self._commit)
         self._turn = asyncio.Lock()  # so that no reader sees a request half entered
         self._records: list[SketchRecord] = []
 
@@ -149,15 +149,21 @@ class Sketching:
         """Prepare a finished request for its sketches: return its rows, or why it cannot enter; see `PrepareSketch`."""
         return await self._preparing.ask(joining)
 
-    async def commit(self, joining: Joining, records: Sequence[SketchRecord]) -> int:
-        """Add the rows of a request after `prepare` to its sketches; returns their number.
+    async def commit(self, samples: Sequence[Joining], records: Sequence[SketchRecord]) -> int:
+        """Add the rows of all samples of a request after `prepare` to its sketches; return their number, -1 for none.
 
-        Once asked, they are added even if the caller stops waiting.
+        Once asked, they are added even if the caller stops waiting, and the sketches cannot be trusted any more: their
+        caller cannot know what they hold.
 
         Raises:
             SketchIncomplete: they were not added, or not everywhere.
         """
-        return await self._committing.ask((joining, tuple(records)))
+        try:
+            return await self._committing.ask((tuple(samples), tuple(records)))
+        except asyncio.CancelledError:
+            for record in records:
+                record.broken = record.broken or "a request was cancelled while its rows entered"
+            raise
 
     async def states(self, record: SketchRecord, points: Sequence[Point]) -> tuple[dict[Point, SketchState], int]:
         """Read the statistics of points, merged over all engines, in one consistent state.
@@ -175,41 +181,40 @@ class Sketching:
         engines = await self._workers.ask(PrepareSketch(tuple(joining)), Collected)
         return [[[answer.shares[at] for answer in answers] for answers in engines] for at in range(len(joining))]
 
-    async def _commit(self, joinings: Sequence[tuple[Joining, tuple[SketchRecord, ...]]]) -> list[int]:
-        records = {record.name: record for _, known in joinings for record in known}
+    async def _commit(self, requests: Sequence[tuple[tuple[Joining, ...], tuple[SketchRecord, ...]]]) -> list[int]:
+        records = {record.name: record for _, known in requests for record in known}
+        joinings = tuple(joining for samples, _ in requests for joining in samples)
         async with self._turn:
             try:
-                engines = await self._workers.ask(
-                    CommitSketch(tuple(joining for joining, _ in joinings)), SketchCommitted
-                )
+                engines = await self._workers.ask(CommitSketch(joinings), SketchCommitted)
             except BaseException as error:
                 for record in records.values():
                     record.broken = record.broken or f"it is unknown whether rows of a request entered it: {error!r}"
                 raise
-            return [
-                self._count(known, [[answer.rows[at] for answer in answers] for answers in engines])
-                for at, (_, known) in enumerate(joinings)
-            ]
+            added = iter(
+                [[answer.rows[at] for answer in answers] for answers in engines] for at in range(len(joinings))
+            )
+            return [self._count(known, [next(added) for _ in samples]) for samples, known in requests]
 
     @staticmethod
-    def _count(records: Sequence[SketchRecord], answers: Sequence[Sequence[int]]) -> int:
+    def _count(records: Sequence[SketchRecord], samples: Sequence[Sequence[Sequence[int]]]) -> int:
         """Add a request to the counts of its sketches, and return its number of rows; -1 if no engine added any.
 
-        All workers of one engine must have added equally many, and the others none; otherwise the records are marked as
-        broken, and nothing is raised.
+        All workers of one engine must have added equally many of each sample, and the others none; otherwise the
+        records are marked as broken, and nothing is raised.
 
         Args:
             records: the records of its sketches.
-            answers: rows that each worker added, by engine; -1 for none.
+            samples: for each sample, the rows that each worker added, by engine; -1 for none.
         """
-        ran = [set(ranks) for ranks in answers if set(ranks) != {-1}]
-        if not ran:
+        ran = [[set(ranks) for ranks in answers if set(ranks) != {-1}] for answers in samples]
+        if not any(ran):
             return -1
-        (rows, *others), more = ran[0], ran[1:]
+        rows = sum(min(engines[0]) for engines in ran if engines)
         for record in records:
-            if others or more:
-                record.broken = f"the workers took in {answers} rows of a request"
-            record.requests += 1
+            if any(len(engines) != 1 or len(engines[0]) != 1 for engines in ran):
+                record.broken = f"the workers took in {samples} rows of a request"
+            record.requests += len(samples)
             record.rows += rows
         return rows
 

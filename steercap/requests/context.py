@@ -9,8 +9,10 @@ import enum
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeAlias, TypeVar
 
 from steercap.core.hints import Hinting
 from steercap.core.prompts import CallArguments
@@ -22,6 +24,9 @@ from steercap.steering.spec import SteeringSpec, spec_of
 
 if TYPE_CHECKING:
     from steercap.requests.sketching import RunningSketch
+
+
+Value = TypeVar("Value")
 
 
 class FromContext(enum.Enum):
@@ -36,8 +41,52 @@ class FromContext(enum.Enum):
 
 FROM_CONTEXT: Final = FromContext.token
 
+
+@dataclass(eq=False)
+class _Entry(Generic[Value]):
+    """What a block puts in force for the calls of one model.
+
+    Args:
+        model: the model.
+        value: the block's own spec or sketch.
+        outer: specs of the blocks around it, outermost first, for which `combined` is kept.
+        combined: `outer` and `value` as one spec, the same object for all calls: each spec is compiled once.
+        ended: True if the block was left in another context than it was entered in, and so is still in that one.
+    """
+
+    model: object
+    value: Value
+    outer: Sequence[Value] = ()
+    combined: Value | None = None
+    ended: bool = False
+
+
+_Entries: TypeAlias = ContextVar[tuple[_Entry[Value], ...]]
+
+
+@contextmanager
+def _entered(variable: _Entries[Value], model: object, value: Value) -> Iterator[None]:
+    """Keep an entry in a context variable while a block runs; then remove it alone, whatever began meanwhile.
+
+    Blocks of asynchronous generators overlap in the context of their reader. The event loop closes a generator that is
+    dropped in another context, from where the entry cannot be removed.
+    """
+    entry = _Entry(model, value)
+    token = variable.set((*(one for one in variable.get() if not one.ended), entry))
+    try:
+        yield
+    finally:
+        left = tuple(one for one in variable.get() if one is not entry)
+        try:
+            variable.reset(token)
+        except ValueError:  # this is another context
+            entry.ended = True
+        else:
+            variable.set(left)
+
+
 #: The specs in force, innermost last, each for one model.
-_steered: ContextVar[tuple[tuple[object, SteeringSpec], ...]] = ContextVar("steercap steered", default=())
+_steered: _Entries[SteeringSpec] = ContextVar("steercap steered", default=())
 
 
 @contextmanager
@@ -50,20 +99,21 @@ def steered(model: object, steering: Any) -> Iterator[SteeringSpec]:
     Raises:
         InvalidSpec: not a spec.
     """
-    spec = spec_of(steering)
-    outer = in_force(model)
-    combined = spec if outer is None else outer + spec
-    token = _steered.set((*_steered.get(), (model, combined)))
-    try:
+    with _entered(_steered, model, spec_of(steering)):
+        combined = in_force(model)
+        assert combined is not None
         yield combined
-    finally:
-        _steered.reset(token)
 
 
 def in_force(model: object) -> SteeringSpec | None:
     """Return the spec that steers calls of this model which do not pass their own; None if there is none."""
-    own = [spec for owner, spec in _steered.get() if owner is model]
-    return own[-1] if own else None
+    own = [one for one in _steered.get() if one.model is model and not one.ended]
+    if not own:
+        return None
+    outer, last = [one.value for one in own[:-1]], own[-1]
+    if last.combined is None or last.outer != outer:
+        last.outer, last.combined = outer, reduce(add, [*outer, last.value])
+    return last.combined
 
 
 def effective_steering(model: object, steering: Any) -> Any:
@@ -72,7 +122,7 @@ def effective_steering(model: object, steering: Any) -> Any:
 
 
 #: The sketches that calls join, each of one model.
-_sketches: ContextVar[tuple[tuple[object, RunningSketch], ...]] = ContextVar("steercap sketches", default=())
+_sketches: _Entries[RunningSketch] = ContextVar("steercap sketches", default=())
 
 
 @contextmanager
@@ -84,11 +134,8 @@ def joining(model: object, sketch: RunningSketch) -> Iterator[None]:
     """
     for other in sketches_in_force(model):
         require_nested(other, sketch)
-    token = _sketches.set((*_sketches.get(), (model, sketch)))
-    try:
+    with _entered(_sketches, model, sketch):
         yield
-    finally:
-        _sketches.reset(token)
 
 
 class SketchBackend(Protocol):
@@ -160,7 +207,7 @@ def require_nested(outer: RunningSketch, inner: RunningSketch) -> None:
 
 def sketches_in_force(model: object) -> tuple[RunningSketch, ...]:
     """Return the sketches that calls of this model join if made here, even if awaited elsewhere."""
-    return tuple(sketch for owner, sketch in _sketches.get() if owner is model)
+    return tuple(one.value for one in _sketches.get() if one.model is model and not one.ended)
 
 
 def in_context(model: object, call: CallArguments) -> CallArguments:

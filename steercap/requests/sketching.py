@@ -248,11 +248,10 @@ async def enter(engine: Engine, sketches: Sequence[RunningSketch], samples: Sequ
         found = await engine.sketching.prepare(one)
         require()
         _check(engine, expected, points, found)
-    for (_, expected), one in zip(samples, joining, strict=True):
+    require()
+    if await engine.sketching.commit(joining, records) < 0:
         require()
-        if await engine.sketching.commit(one, records) < 0:
-            require()
-            raise SketchIncomplete(f"{expected.name}: the workers no longer have its rows, so it is in no sketch")
+        raise SketchIncomplete(f"{samples[0][1].name}: the workers no longer have its rows, so it is in no sketch")
 
 
 def _check(engine: Engine, expected: Expected, points: Sequence[Point], found: Any) -> None:

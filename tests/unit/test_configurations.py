@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractContextManager, AsyncExitStack
+from typing import Any
 
 import pytest
 from support.specs import spec
@@ -11,12 +13,22 @@ from workers import known_schemas
 
 from steercap.config import Settings
 from steercap.core.messages import Configure, Configured
-from steercap.core.spec import Point
+from steercap.core.spec import CaptureSpec, Point
 from steercap.engine.configurations import Configurations
+from steercap.engine.sketching import SketchRecord
 from steercap.engine.workers import Batcher
 from steercap.errors import ModelClosed, SteeringSlotsFull, TooManyEdits, WorkerFailure
-from steercap.requests.context import FROM_CONTEXT, effective_steering, in_force, steered
+from steercap.requests.context import (
+    FROM_CONTEXT,
+    effective_steering,
+    in_force,
+    joining,
+    sketches_in_force,
+    steered,
+)
+from steercap.requests.sketching import RunningSketch
 from steercap.steering.lowering import lower
+from steercap.steering.spec import SteeringSpec
 
 WIDTH = 8
 ARMED = {Point(0, "resid_post"): 0}
@@ -223,3 +235,79 @@ async def test_what_is_in_force_is_that_of_the_model_and_the_place() -> None:
             assert effective_steering(one, None) is None
         assert in_force(one) is a
     assert in_force(one) is None
+
+
+class Opened:
+    """Blocks that asynchronous generators hold open between two values, and the values in force there."""
+
+    def __init__(self, enter: Callable[[object], AbstractContextManager[Any]]) -> None:
+        self.enter = enter
+
+    async def values(self, value: object) -> AsyncGenerator[None, None]:
+        with self.enter(value):
+            yield
+            yield
+
+
+@pytest.mark.parametrize("kind", ["steering", "sketch"])
+async def test_a_generator_that_is_left_takes_its_block_with_it(kind) -> None:
+    """The event loop closes it in a task of its own, whose context is not that of the block."""
+    model, caught = object(), []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: caught.append(context))
+    opened, now, values = blocks(kind, model)
+    for _ in range(3):
+        async for _ in opened.values(values[0]):
+            assert now() == [values[0]]
+            break
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert now() == []
+    with opened.enter(values[1]):
+        assert now() == [values[1]]
+    assert now() == []
+    assert caught == []
+
+
+@pytest.mark.parametrize("kind", ["steering", "sketch"])
+async def test_blocks_that_overlap_end_by_themselves(kind) -> None:
+    """Whichever ends first: what began meanwhile stays."""
+    model = object()
+    opened, now, values = blocks(kind, model)
+    first, second = opened.values(values[0]), opened.values(values[1])
+    await anext(first)
+    await anext(second)
+    assert now() == values
+    await first.aclose()
+    assert now() == [values[1]]
+    await second.aclose()
+    assert now() == []
+
+
+async def test_a_task_keeps_the_steering_of_the_block_that_it_was_made_in() -> None:
+    """As any context variable, after the block as well."""
+    model, a, b = object(), spec("add", WIDTH, layer=0), spec("cap", WIDTH, layer=0)
+    ended = asyncio.Event()
+
+    async def later() -> tuple[SteeringSpec | None, SteeringSpec | None]:
+        await ended.wait()
+        return in_force(model), in_force(model)
+
+    with steered(model, a), steered(model, b) as both:
+        task = asyncio.create_task(later())
+    ended.set()
+    assert await task == (both, both)  # one object, which is compiled once
+
+
+def blocks(kind: str, model: object) -> tuple[Opened, Callable[[], list[Any]], list[Any]]:
+    """Return blocks of a kind, a function that returns the values in force, and two values."""
+    if kind == "steering":
+        specs = [spec("add", WIDTH, layer=0), spec("cap", WIDTH, layer=0)]
+        edits = {spec.flat()[0]: spec for spec in specs}
+
+        def now() -> list[Any]:
+            found = in_force(model)
+            return [] if found is None else [edits[edit] for edit in found.flat()]
+
+        return Opened(lambda value: steered(model, value)), now, specs
+    kept: Any = [RunningSketch(SketchRecord(name, "moments", 0, {}), CaptureSpec(), Any) for name in "ab"]
+    return Opened(lambda value: joining(model, value)), lambda: [*sketches_in_force(model)], kept

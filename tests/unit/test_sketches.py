@@ -581,7 +581,7 @@ JOINING = Joining(Wanted(Owner("r", 0), 5), ("s",))
 async def test_a_request_enters_on_all_workers_of_one_engine_or_breaks_the_sketch(answers, rows, broken) -> None:
     """What nobody can vouch for is never handed out."""
     made, record = Sketching(Backend(answers), (), 1 << 20), a_book()
-    found = await made.commit(JOINING, [record])
+    found = await made.commit([JOINING], [record])
     assert bool(record.broken) == broken
     if not broken:
         assert found == rows
@@ -591,11 +591,40 @@ async def test_a_request_enters_on_all_workers_of_one_engine_or_breaks_the_sketc
             await made.states(record, [Point(0, "z")])
 
 
+SAMPLES = [Joining(Wanted(Owner("r", index), 5), ("s",)) for index in range(4)]
+
+
+async def test_all_samples_of_a_request_enter_by_one_message_or_the_sketch_breaks() -> None:
+    """A reader never sees some of them; those of requests that wait go with it, and are told apart."""
+    backend = Backend([[SketchCommitted((5, 5, 5, 5, 7))] * 2], [[SketchCommitted((5, -1, 5, 5))]])
+    made, record = Sketching(backend, (), 1 << 20), a_book()
+    assert await asyncio.gather(made.commit(SAMPLES, [record]), made.commit([JOINING], [record])) == [20, 7]
+    assert (record.requests, record.rows, len(backend.asked), record.broken) == (5, 27, 1, None)
+    await made.commit(SAMPLES, [record])
+    with pytest.raises(SketchIncomplete, match="begin another"):
+        record.require()
+
+
+async def test_a_request_cancelled_while_its_rows_enter_breaks_the_sketch() -> None:
+    """They enter all the same, and whoever repeats the request would count them twice."""
+    made, record = Sketching(Backend([[SketchCommitted((5,) * 4)]]), (), 1 << 20), a_book()
+    entering = asyncio.create_task(made.commit(SAMPLES, [record]))
+    await asyncio.sleep(0)
+    entering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await entering
+    async with asyncio.timeout(10):
+        while record.requests < 4:
+            await asyncio.sleep(0)
+    with pytest.raises(SketchIncomplete, match="cancelled while its rows entered"):
+        record.require()
+
+
 async def test_an_answer_that_never_came_breaks_the_sketch() -> None:
     """Whether rows entered is not known, so nothing that was added up is either."""
     made, record = Sketching(Backend(SketchIncomplete("lost")), (), 1 << 20), a_book()
     with pytest.raises(SketchIncomplete, match="lost"):
-        await made.commit(JOINING, [record])
+        await made.commit([JOINING], [record])
     with pytest.raises(SketchIncomplete, match="it is unknown whether rows"):
         record.require()
 
