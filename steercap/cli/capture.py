@@ -90,7 +90,8 @@ class RowOptions:
 def table_of(captured: list[Captured]) -> Table:
     """Return a table with one row per captured file."""
     total = sum(one.bytes for one in captured)
-    table = Table(expand=True, caption=f"{len(captured)} files, {total / 1e6:,.1f} MB of rows")
+    size = f"{total / 1e6:,.1f} MB" if total >= 1e5 else f"{total:,} bytes"
+    table = Table(expand=True, caption=f"{len(captured)} {'file' if len(captured) == 1 else 'files'}, {size} of rows")
     table.add_column("file", style="cyan", no_wrap=True)
     table.add_column("prompt", ratio=2, no_wrap=True)
     table.add_column("answer", ratio=2, no_wrap=True)

@@ -19,6 +19,7 @@ from steercap.cli.parsing import refuse
 from steercap.cli.preflight import preflight, reached
 from steercap.cli.tables import facts
 from steercap.cli.terminal import Terminal
+from steercap.concurrency.heartbeat import watching
 from steercap.core.spec import CaptureSpec
 from steercap.errors import InvalidRequest, InvalidSpec
 
@@ -82,7 +83,10 @@ def register(app: typer.Typer) -> None:
     async def train(
         rows: Annotated[
             str,
-            typer.Argument(metavar="ROWS", help="Data set of `steercap collect` or its URL, or a corpus, as for it."),
+            typer.Argument(
+                metavar="ROWS",
+                help="Data set that `steercap collect` wrote, or its URL; or a corpus, such as collect reads.",
+            ),
         ],
         how: SAEOptions,
         model: ReachOptions,
@@ -109,7 +113,7 @@ def register(app: typer.Typer) -> None:
             def tell(at: SAEProgress) -> None:
                 if stopped.is_set():
                     raise KeyboardInterrupt  # ends the thread
-                said = f"training: loss {at.loss:.4g}, {at.explained:.1%} explained; rows"
+                said = f"training on rows, loss {at.loss:.4g}, {at.explained:.1%} explained"
                 bars.update(task, description=said, completed=at.rows, total=at.total)
 
             held = None
@@ -129,7 +133,13 @@ def register(app: typer.Typer) -> None:
                 if layer is None:
                     raise typer.BadParameter("a corpus needs the layer to read", param_hint="--layer")
                 training, report, known = await train_on_corpus(
-                    rows, (layer, site or "resid_post"), how, model, terminal, tell
+                    rows,
+                    (layer, site or "resid_post"),
+                    how,
+                    model,
+                    terminal,
+                    tell,
+                    lambda said: bars.update(task, description=said),
                 )
         sae = training.sae(name=out.name if name is None else name, model=known)
         save_sae(sae, out)
@@ -213,8 +223,9 @@ async def train_on_corpus(
     model: ReachOptions,
     terminal: Terminal,
     tell: Callable[[SAEProgress], None],
+    show: Callable[[str], None],
 ) -> tuple[SAETraining, dict[str, Any], str]:
-    """Train on a corpus that a model reads, once.
+    """Train on a corpus that a model reads, once; `show` is told how much was read before the first step.
 
     Returns:
         The training, the report on it, and the model's name.
@@ -230,6 +241,11 @@ async def train_on_corpus(
     spec = CaptureSpec(layers=[point[0]], sites=point[1], tokens=slice(how.skip, None))
     preflight(model, sites=(point[1],)).check_capture(spec)
     training = None
+
+    def under_way() -> str:
+        read = f", {batches.tokens:,} tokens" if batches.tokens else ""
+        return "" if training else f"reading the corpus{read}"
+
     reading: dict[str, Any] = {
         "batch_size": how.batch_size,
         "buffer": max(SAMPLED_ROWS, how.batch_size),
@@ -238,6 +254,7 @@ async def train_on_corpus(
     async with (
         reached(model, terminal, sites=(point[1],)) as open_model,
         activations(open_model, source, capture=spec, normalise="standard", drop_last=True, **reading) as batches,
+        watching(under_way, lambda stage, _: show(stage)),
     ):
         rows: Any  # of one point: a tensor
         async for rows in batches:

@@ -62,7 +62,11 @@ class ServeOptions:
         _kept(metavar="NAME=FILE", help="File of vectors or steering that every client may use; repeatable."),
     ] = None
     sae: Annotated[
-        list[str] | None, _kept(metavar="NAME=FOLDER", help="SAE whose features the explorer shows; repeatable.")
+        list[str] | None,
+        _kept(
+            metavar="NAME=FOLDER",
+            help="SAE whose features requests capture by this name, and the explorer shows; repeatable.",
+        ),
     ] = None
     preset: Annotated[
         list[str] | None,

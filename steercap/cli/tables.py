@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 #: Bar segments of 0 to 8 eighths of a character cell.
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉█"
+#: Slice as `TokenSelection` shows it.
+_SLICE: Final = re.compile(r"slice\((None|-?\d+), (None|-?\d+), (None|-?\d+)\)")
 #: Width of a bar in cells.
 BAR: Final = 20
 
@@ -197,13 +200,19 @@ def origin(directions: DirectionSet) -> dict[str, Any]:
         "revision": known.revision,
         "dtype": known.dtype,
         "method": known.method,
-        "tokens": known.tokens,
+        "tokens": _SLICE.sub(_as_flag, known.tokens),
         "reduce": known.reduce,
         "seed": known.seed if known.method else "",
         "made from": "; ".join(f"{name}: {said}" if len(counts) > 1 else said for name, said in counts.items()),
         "held out": "; ".join(f"{name}: {said}" if len(held) > 1 else said for name, said in held.items()),
         "prompts": "; ".join(f"SHA-256 {digest[:16]}…" for digest in known.prompts.values()),
     }
+
+
+def _as_flag(found: re.Match[str]) -> str:
+    """Return the text of a slice as `--tokens` takes it: "1:" for "slice(1, None, 1)"."""
+    start, stop, step = ("" if part == "None" else part for part in found.groups())
+    return f"{start}:{stop}" + (f":{step}" if step not in {"", "1"} else "")
 
 
 def document_of(directions: DirectionSet) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -161,6 +162,16 @@ class Terminal:
             task = bar.add_task(message, total=None)
             with heartbeat(bar, self.err):
                 yield lambda said: bar.update(task, description=said)
+
+    @contextmanager
+    def warned(self) -> Iterator[None]:
+        """Print the user warnings of the block on stderr, also where `alone` redirects it."""
+        with warnings.catch_warnings(record=True) as found:
+            try:
+                yield
+            finally:
+                for text in dict.fromkeys(str(one.message) for one in found if issubclass(one.category, UserWarning)):
+                    self.err.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
 
     @contextmanager
     def alone(self) -> Iterator[None]:

@@ -143,7 +143,7 @@ async def extract_from(
     """
     from steercap.lab.directions.extraction import extract
 
-    with terminal.progress() as bar:
+    with terminal.progress() as bar, terminal.warned():
         task = bar.add_task("reading texts", total=len(texts.positive) + len(texts.negative))
         return await extract(
             model,

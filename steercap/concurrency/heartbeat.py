@@ -54,11 +54,12 @@ def heartbeat(bar: Progress, console: Console, *, seconds: float = SECONDS) -> I
 
 
 def line_of(tasks: list[Task]) -> str:
-    """Return the progress line of the last unfinished task: name, seconds elapsed, steps done; "" if there is none."""
+    """Return the progress line of the last unfinished task: name, seconds, steps done if any; "" if there is none."""
     # Finished tasks are skipped; a task without a total never counts as finished.
     for task in reversed(tasks):
         if not task.finished:
-            done = "" if task.total is None else f", {task.completed:,.0f} of {task.total:,.0f}"
+            done = f", {task.completed:,.0f} so far" if task.completed else ""
+            done = done if task.total is None else f", {task.completed:,.0f} of {task.total:,.0f}"
             return f"{task.description}: {task.elapsed or 0:.0f} s{done}"
     return ""
 

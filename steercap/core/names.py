@@ -55,11 +55,16 @@ _OTHERS: Final[Mapping[str, str]] = MappingProxyType(
         "attn.hook_k": "it comes before rotary embedding, and 'k' (attn.hook_rot_k) after it",
         "hook_attn_in": "it comes before the norm, for each head, and 'attn_in' after it; 'resid_pre' comes before it",
         "hook_mlp_in": "it comes before the norm, and 'mlp_in' after it; 'resid_mid' comes before it",
+        "attn.hook_attn_scores": "'q' and 'k' are captured, and handle.attention(layer) computes weights from them",
+        "attn.hook_pattern": "'q' and 'k' are captured, and handle.attention_pattern(layer) computes it from them",
+        "mlp.hook_pre": "it comes before the activation function, and 'neurons' (mlp.hook_post) after it",
         "ln1.hook_normalized": "it leaves out the norm's weights, which 'attn_in' holds",
         "ln2.hook_normalized": "it leaves out the norm's weights, which 'mlp_in' holds",
         "ln_final.hook_normalized": "it leaves out the norm's weights, which 'final_norm' holds",
     }
 )
+#: Sites with the rows of a whole layer's input and output.
+_WHOLE: Final[Mapping[str, str]] = MappingProxyType({"input": "resid_pre", "output": "resid_post"})
 _BLOCK: Final = re.compile(r"blocks\.(\d+|\*)\.(.+)", re.ASCII)
 _SHOWN: Final = re.compile(r"(.+)\[(-?\d+)\]", re.ASCII)
 _MODULE: Final = re.compile(r"(?:[A-Za-z_]\w*|\d+|\*)(?:\.(?:[A-Za-z_]\w*|\d+|\*))*\.(?:input|output)", re.ASCII)
@@ -91,15 +96,15 @@ def read_name(name: str) -> Name:
     """Parse a name; it is not checked that the site exists.
 
     Raises:
-        UnknownName: a name of TransformerLens's whose rows differ from every site's, a path with several layers, a
-            name that gives its layer twice, or brackets around something other than one layer.
+        UnknownName: a name of TransformerLens's whose rows differ from every site's, a path with several layers or of a
+            whole layer, a name that gives its layer twice, or brackets around something other than one layer.
     """
     if "[" in name or "]" in name:
         return _bracketed(name)
     block = _BLOCK.fullmatch(name)
     layer, within = (block[1], block[2]) if block else (EVERY, name)
     if within in _OTHERS:
-        raise UnknownName(f"{shown(name)} is not the same here: {_OTHERS[within]}")
+        raise UnknownName(f"{shown(name)} has no site of the same rows: {_OTHERS[within]}")
     if block and within not in TRANSFORMER_LENS:
         raise UnknownName(f"unknown name {shown(name)}; after 'blocks.<layer>.': {choices(within, TRANSFORMER_LENS)}")
     if within in TRANSFORMER_LENS:
@@ -111,7 +116,11 @@ def read_name(name: str) -> Name:
         raise UnknownName(f"{shown(name)}: the first number in a path is the layer, and only the layer may be '*'")
     if not layers:
         return Name(name)
-    return Name(_LAYER.sub(f".{EVERY}.", name, count=1), None if layers[0] == EVERY else _number(layers[0], name))
+    found = Name(_LAYER.sub(f".{EVERY}.", name, count=1), None if layers[0] == EVERY else _number(layers[0], name))
+    if whole := _WHOLE.get(found.site.rpartition(f".{EVERY}.")[2]):
+        same = whole if found.layer is None else f"{whole}[{found.layer}]"
+        raise UnknownName(f"{shown(name)} is a whole layer, not a module in one; the same rows are {same!r}")
+    return found
 
 
 def _bracketed(name: str) -> Name:

@@ -426,7 +426,8 @@ def check_armed(
                 )
             raise PointNotArmed(
                 f"{point} has no tap in this engine, where {where}; arm it at the start: "
-                f"SteerModel(..., sites=[..., {point.site!r}], layers=[..., {point.layer}])"
+                f"SteerModel(..., sites=[..., {point.site!r}], layers=[..., {point.layer}]), or --sites of "
+                "`steercap up` and `serve`"
             )
 
 

@@ -38,6 +38,7 @@ from steercap.cli.parsing import SteerOptions, layers_of, tokens_of
 from steercap.cli.persona import ScoreOptions, SizeOptions, settings_of
 from steercap.cli.prompts import PromptOptions, records_of
 from steercap.cli.sweep_file import measure_of, read_settings, sweep_of
+from steercap.cli.tables import origin
 from steercap.cli.vectors import texts_in
 from steercap.config import CPU
 from steercap.core.spec import CaptureSpec, resolve_layers
@@ -49,6 +50,7 @@ from steercap.kernels.sketches import SKETCHES
 from steercap.lab.datasets.collecting.samples import Selected
 from steercap.lab.personas import PersonaSettings, traits
 from steercap.steering import DirectionSet, LayerVectors
+from steercap.steering.directions import Provenance
 from steercap.steering.formats import load_control_vector, load_layers_pt
 
 __all__ = ["directions"]  # a fixture
@@ -256,7 +258,7 @@ def test_json_stands_alone_on_stdout(directions) -> None:
 def test_only_we_write_to_the_terminal_while_an_engine_runs(tmp_path) -> None:
     """What other code and processes print goes to a log, which is kept if the engine fails; our lines come through."""
     code = """
-import os, subprocess, sys
+import os, subprocess, sys, warnings
 from steercap.cli.terminal import Output, Terminal
 from steercap.errors import EngineFailure
 terminal = Terminal(Output(json=True, verbose=%s))
@@ -265,6 +267,8 @@ try:
         print("python"); os.write(1, b"descriptor\\n"); os.write(2, b"error\\n")
         subprocess.run([sys.executable, "-c", "print('child')"])
         terminal.show({"a": 1})
+        with terminal.warned():
+            warnings.warn("odd")
         raise EngineFailure("gone")
 except EngineFailure as error:
     terminal.fail(error)
@@ -279,7 +283,7 @@ print("after")
     assert after == "after"
     (log,) = tmp_path.iterdir()
     assert sorted(log.read_text().split()) == ["child", "descriptor", "error", "python"]
-    assert quiet.stderr.splitlines() == ["EngineFailure: gone", f"vLLM's log: {log}"]
+    assert quiet.stderr.splitlines() == ["warning: odd", "EngineFailure: gone", f"vLLM's log: {log}"]
     loud = subprocess.run(
         [sys.executable, "-c", code % "True"], capture_output=True, text=True, check=True, env=environment
     )
@@ -448,6 +452,12 @@ def test_a_line_ends_at_its_newline_alone(tmp_path, monkeypatch) -> None:
     assert list(records_of(str(records))) == [(1, {"prompt": "three\u2028\u0085"}), (2, "four")]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(plain.read_bytes()), encoding="utf-8"))
     assert list(records_of("-")) == [(1, f"one{INSIDE}"), (3, "two")]
+
+
+@pytest.mark.parametrize("text", ["1:", ":-2", "-5:-1", "2:9:3", "last_prompt"])
+def test_tokens_are_shown_as_the_flag_takes_them(text) -> None:
+    known = Provenance(tokens=str(TokenSelection.parse(tokens_of(text))))
+    assert origin(DirectionSet({"a": LayerVectors({1: torch.ones(3)})}, known))["tokens"].strip("'") == text
 
 
 def test_texts_to_extract_from(tmp_path) -> None:

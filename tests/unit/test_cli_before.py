@@ -595,6 +595,10 @@ def test_off_a_terminal_what_is_under_way_is_said_now_and_then() -> None:
     assert "s, 1 of 4" in written.getvalue()
     bar.update(bar.tasks[0].id, completed=4)
     assert line_of(bar.tasks) == ""
+    bar.add_task("training", total=None)
+    assert line_of(bar.tasks) == "training: 0 s"
+    bar.update(bar.tasks[1].id, completed=1200)
+    assert line_of(bar.tasks) == "training: 0 s, 1,200 so far"
     loud = Console(file=io.StringIO(), force_terminal=True, force_interactive=True)
     with Progress(console=loud, disable=True) as bar, heartbeat(bar, loud, seconds=0.01):
         bar.add_task("reading", total=4)

@@ -154,6 +154,21 @@ def test_a_set_comes_back_from_its_file(tmp_path) -> None:
         DirectionSet({})
 
 
+def test_a_text_whose_row_decides_the_direction_is_named() -> None:
+    """At the layers where its row is far longer than the others'; not where many are, as with `tokens="all"`."""
+    whole, _ = contrast(8, 4.0)
+    rows = whole.negative.clone()
+    rows[5, 1] *= 40
+    given = Contrast(whole.positive, rows, range(8), range(8))
+    with pytest.warns(UserWarning, match=rf"x: at layers {LAYERS[1]} the rows of negative\[5\] .*attention sink"):
+        directions_of("x", given, LAYERS, held_out=0)
+    rows[::2, 1] *= 40
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        directions_of("x", whole, LAYERS, held_out=0)
+        directions_of("x", Contrast(whole.positive, rows, range(8), range(8)), LAYERS, held_out=0)
+
+
 @pytest.mark.parametrize(("positive", "negative", "left"), [(16, 13, 3), (13, 16, 3), (12, 12, 0)])
 def test_texts_without_a_partner_are_named_where_pairs_are_compared(positive, negative, left) -> None:
     """Methods that compare pairs say how many texts they leave out; those that compare means leave none out."""

@@ -94,11 +94,14 @@ def _write(vectors: LayerVectors, path: Path, hint: str) -> None:
 
 
 def _check_writable(vectors: LayerVectors, hint: str) -> None:
+    named = f"the vectors {vectors.name}".rstrip()
     if vectors.site != "resid_post":
-        raise InvalidSpec(f"{vectors!r} is not at resid_post, the one site that GGUF control vectors have")
+        raise InvalidSpec(
+            f"{named} are at {vectors.site}, not at resid_post, the one site that GGUF control vectors have"
+        )
     if 0 in vectors:
         raise InvalidSpec(
-            f"{vectors!r} has a vector at layer 0, and llama.cpp refuses files with direction.0; leave it out "
+            f"{named} have a vector at layer 0, and llama.cpp refuses files with direction.0; leave it out "
             "with --layers 1: of `steercap vectors convert`, or vectors.at_layers(list(vectors)[1:]) in Python"
         )
     if not hint:
