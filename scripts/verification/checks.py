@@ -338,7 +338,7 @@ async def check_lora(run: Run, show: Show) -> None:
 
 async def check_stress(run: Run, show: Show) -> None:
     """Chunks, cache hits, preemption, one-token prompts, cancellation, samples, 64 staggered requests, 40 specs."""
-    model, reference = await run.engines.get("cramped"), run.engines.reference(tiny_checkpoint("qwen3"))
+    model, reference = await run.engines.get("cramped alone"), run.engines.reference(tiny_checkpoint("qwen3"))
     seconds = 0.2 if run.machine.cuda else 1.0
     staggered = {"preemptions": 1, "cached_tokens": 1, "captures": 40, "cancelled": 1}
     scenarios: list[tuple[stress.Scenario, dict[str, int]]] = [
@@ -707,7 +707,7 @@ CHECKS: dict[str, Check] = {
     "quantised": Check(check_quantised, lambda run: [QUANTISED + kind for kind in _fit_kinds(run.machine)]),
     "lora": Check(check_lora, lambda _run: ["lora"]),
     "graphs": Check(check_graphs, lambda run: [name for pair in _pairs(run.machine) for name in pair]),
-    "stress": Check(check_stress, lambda _run: ["cramped"]),
+    "stress": Check(check_stress, lambda _run: ["cramped alone"]),
     "bias": Check(check_bias, _bias_engines),
     "overflow": Check(check_overflow, _overflow_engines),
     "bad": Check(check_bad, lambda _run: ["qwen3"]),

@@ -113,6 +113,7 @@ class Machine:
             # vLLM's LoRA kernels for CUDA take 16 bits only.
             "lora": {**little, **LORA_ENGINE, "dtype": "bfloat16" if self.cuda else "float32"},
             "cramped": little,
+            "cramped alone": little,  # whose cache nobody else fills
             "cramped float16": {**little, "dtype": "float16"},
             "cramped bfloat16": {**little, "dtype": "bfloat16"},
             "pooling": {"runner": "pooling", "convert": "embed", "max_num_batched_tokens": 64, "max_num_seqs": 16},

@@ -44,7 +44,7 @@ FROM_CONTEXT: Final = FromContext.token
 
 @dataclass(eq=False)
 class _Entry(Generic[Value]):
-    """What a block puts in force for the calls of one model.
+    """Spec or sketch that a block puts in force for the calls of one model.
 
     Args:
         model: the model.

@@ -13,7 +13,7 @@ import torch
 
 from steercap.core.program import NONE
 from steercap.core.rows import Ints
-from steercap.kernels.bits import BEFORE, LAYOUT, MASK, REPORT, SLOT, TOKEN_COLUMNS
+from steercap.kernels.bits import BEFORE, LAYOUT, MASK, SLOT, TOKEN_COLUMNS
 from steercap.worker.arena import Layouts
 
 #: Columns of a step's table. From ASKED on they are those of the device's table, which `kernels.bits` names; of these,
@@ -244,72 +244,3 @@ class StepReport:
     def of(self, tokens: slice) -> StepReport:
         """Return the report on some of the tokens, such as those of one pass."""
         return replace(self, **{one.name: getattr(self, one.name)[tokens] for one in fields(self)[:-1]})
-
-
-@dataclass
-class Pattern:
-    """Tables shared by all steps of a series; only the lines of rows differ.
-
-    Args:
-        series: identity of the series.
-        table: instructions for each token of the pass, LINE still NONE: int32 [tokens, columns].
-        places: places of the tracked tokens in it: int64 [tracked], or a slice of all.
-        records: first line of each raw record, relative to that of the first, NONE if nothing is kept: int64 [tracked].
-        kept: True for the tracked tokens that are kept: bool [tracked]; None if all are.
-        encoded: True where the record is stored in another form than it is computed in: bool [tracked].
-        drains, encodes: True if any record goes to the arena, and if any of those is encoded.
-        raw_lines: total lines of the raw records.
-        lines: total lines of the raw and the encoded records.
-    """
-
-    series: object
-    table: npt.NDArray[np.int32]
-    places: Ints | slice
-    records: Ints
-    kept: npt.NDArray[np.bool_] | None
-    encoded: npt.NDArray[np.bool_]
-    drains: bool
-    encodes: bool
-    raw_lines: int
-    lines: int
-
-    @staticmethod
-    def of(step: Step, num_tokens: int) -> Pattern:
-        """Create the pattern of a step among `num_tokens` tokens, padding not counted."""
-        raw, encoded = step.raw_lines, step.encoded
-        table = step.asked.T.astype(np.int32, order="C")
-        places: Ints | slice = slice(num_tokens)
-        table[:, REPORT] = np.arange(len(step))
-        if len(step) < num_tokens:
-            asked, places = table, step.tokens
-            table = np.full((num_tokens, asked.shape[1]), NONE, dtype=np.int32)
-            table[places] = asked
-        ends = raw.cumsum()
-        total = lines = int(ends[-1])
-        if encodes := bool(encoded.any()):
-            lines += int(step.strides[encoded != 0].sum())
-        kept, drains = None if raw.all() else raw != 0, bool(step.strides.any())
-        records = ends - raw if total else np.full(len(step), NONE, dtype=np.int64)
-        return Pattern(step.series, table, places, records, kept, encoded != 0, drains, encodes, total, lines)
-
-    def sources(self, line: int | Ints) -> Ints:
-        """Return the first line of each raw record, NONE for none: int64 [tracked], or [passes, tracked].
-
-        Args:
-            line: line of the first raw record, or int64 [passes, 1].
-        """
-        if not self.raw_lines:
-            return self.records
-        sources = self.records + line
-        return sources if self.kept is None else np.where(self.kept, sources, NONE)
-
-    def targets(self, line: int, strides: Ints) -> Ints:
-        """Return the first line of each encoded record: int64 [encoded].
-
-        Args:
-            line: line of the first raw record.
-            strides: lines of each stored record: int64 [tracked].
-        """
-        stored = strides[self.encoded]
-        targets: Ints = line + self.raw_lines + np.cumsum(stored) - stored
-        return targets

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import islice
 from math import inf
 from typing import Any, Final
 
@@ -33,17 +32,24 @@ from steercap.kernels.codecs import record_of
 from steercap.worker.accumulators import Updates
 from steercap.worker.arena import LAYOUTS, RecordLayout
 from steercap.worker.programs import ENTRY_NUMBERS
-from steercap.worker.step import BatchRows, Pattern, Step, StepReport
+from steercap.worker.step import BatchRows, Step, StepReport
 from steercap.worker.taps import Installed, RowKind, Taps, TapSizes
-from steercap.worker.taps.cuda_rows import DeviceAccumulators, DeviceEncoder, overlap, pieces, runs, typed
+from steercap.worker.taps.cuda_rows import (
+    DeviceAccumulators,
+    DeviceEncoder,
+    overlap,
+    pieces,
+    ring,
+    ring_bytes,
+    runs,
+    typed,
+)
 from steercap.worker.taps.large import LargePass, LayerRows, RowMemory
+from steercap.worker.taps.passes import Bundle, Pass, Pattern
 from steercap.worker.taps.transfers import GRID_COLUMNS, Ring, Transfers
 
 #: Maximum passes that are running or being copied to the host.
 AHEAD: Final = 64
-#: Maximum device memory for the ring of rows, as a share and in bytes, unless a CUDA graph or one layer needs more.
-SHARE: Final = 0.1
-RING_BYTES: Final = 5 << 29
 #: Share of the ring that a pass, or a part of a large one, may have.
 PART: Final = 1 / 8
 #: Failure of a large pass whose taps ran again after their rows had left, or did not say their point.
@@ -67,56 +73,6 @@ BESIDE_BYTES: Final = 64 << 20
 BESIDE_SHARE: Final = 1.25
 
 
-@dataclass(eq=False)
-class _Pass:
-    """One pass, from the time its tables are filled until it is completed.
-
-    Args:
-        step: step of its tracked tokens.
-        pattern: tables of its taps.
-        token_ids, positions: the model's inputs.
-        number: index of its reports, and of its buffers, among those of AHEAD passes.
-        line: first line of its rows in the ring.
-        sources: first line in the ring of the rows to copy for each tracked token, NONE if it is not kept: int64
-            [tracked]; None until somebody needs it.
-        updates: number of requests whose accumulators it updates.
-        encoded: layouts with an encoding, and the slice of the encoder's upload with the records of each.
-        large: its rows, if they leave while it runs.
-        failure: reason why it cannot be trusted.
-        closed: event at its end on the device.
-        copied: event after the last copy of its rows to the host; None until all are queued.
-    """
-
-    step: Step
-    pattern: Pattern
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    number: int
-    line: int
-    sources: Ints | None = None
-    updates: int = 0
-    encoded: Sequence[tuple[RecordLayout, slice]] = ()
-    large: LargePass | None = None
-    failure: str | None = None
-    closed: Any = None
-    copied: Any = None
-
-
-@dataclass
-class _Bundle:
-    """Rows of closed passes that are copied to the host together.
-
-    Args:
-        passes: the passes, in their order.
-        copies: targets, sources and sizes of the copies.
-        queued: number of these copies that are queued.
-    """
-
-    passes: Sequence[_Pass]
-    copies: tuple[Ints, Ints, Ints]
-    queued: int = 0
-
-
 class CudaTaps(Taps):
     """Taps of a rank that computes on CUDA.
 
@@ -136,7 +92,11 @@ class CudaTaps(Taps):
         #: First point of each layer, and the number of points; and each point by the address of its number.
         self._layers = [*np.unique(installed.layers, return_index=True)[1].tolist(), len(installed.points)]
         self._addresses = {at.data_ptr(): number for number, at in enumerate(installed.at)}
-        lines = max(self._ring_bytes(device) // LINE_BYTES, 1) if installed.captures else 1
+        lines = (
+            max(ring_bytes(installed, sizes, self._layers if self._addresses else (), device) // LINE_BYTES, 1)
+            if installed.captures
+            else 1
+        )
 
         def table(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -150,7 +110,7 @@ class CudaTaps(Taps):
         self._replacements = table(sizes.tokens * MAX_REPLACEMENTS)
         self._checksums = table(sizes.tokens, 2, dtype=torch.int64)
         head = record if self._addresses else 0
-        self._rows = _ring(head + lines, device)
+        self._rows = ring(head + lines, device)
         self._launchers = [self._launcher(kind) for kind in self._kinds]
         self._sums = DeviceAccumulators(installed, self.accumulators, self._layouts, transfers, AHEAD)
         self._encoder = DeviceEncoder(
@@ -162,18 +122,18 @@ class CudaTaps(Taps):
         self._uploads = [transfers.pinned(self._tokens.shape, torch.int32) for _ in range(AHEAD)]
         self._tables: list[npt.NDArray[np.int32]] = [upload.numpy() for upload in self._uploads]
         self._pattern: Pattern | None = None
-        self._lines: Ring[_Pass | LayerRows] = Ring(lines)
+        self._lines: Ring[Pass | LayerRows] = Ring(lines)
         # Of a small ring at most a quarter waits: the next passes need the rest.
         self._bundle_lines = min(BUNDLE_BYTES // LINE_BYTES, lines // 4)
-        self._passed: deque[_Pass] = deque()
-        self._waiting: list[_Pass] = []  # with rows that no bundle has yet
+        self._passed: deque[Pass] = deque()
+        self._waiting: list[Pass] = []  # with rows that no bundle has yet
         self._waiting_lines = 0
-        self._bundles: deque[_Bundle] = deque()  # that are not wholly queued
-        self._open: _Pass | None = None
+        self._bundles: deque[Bundle] = deque()  # that are not wholly queued
+        self._open: Pass | None = None
         self._closed: list[Any] = [None] * AHEAD  # events, by the number of their pass
         self._number = 0
         #: Last pass, whose tables were left for the next one, and the line of that one's rows.
-        self._stays: tuple[_Pass, int] | None = None
+        self._stays: tuple[Pass, int] | None = None
         self._filled = 0  # tokens whose entries on the device may not be idle
         self._dirty: set[int] = set()
         self._vectors: list[tuple[Sequence[int], torch.Tensor]] = []
@@ -211,10 +171,10 @@ class CudaTaps(Taps):
         if self._stays is not None:
             (before, line), self._stays = self._stays, None
             if step.series is before.step.series and step.ahead == before.step.ahead + 1 and updates is None:
-                self._open, self.open_step = _Pass(step, before.pattern, *read, number, line), step
+                self._open, self.open_step = Pass(step, before.pattern, *read, number, line), step
                 return None
         pattern, failure = self._pattern_of(step, batch), None
-        opened = _Pass(step, pattern, *read, number, 0)
+        opened = Pass(step, pattern, *read, number, 0)
         large = self._large(step, pattern, updates)
         if large is not None and large.lines <= self._lines.size:
             opened.large = large
@@ -237,7 +197,7 @@ class CudaTaps(Taps):
         arena = None if self.arena is None else self.arena.lines
         return LargePass(self._memory, step, pattern, updates, self.layouts, self._layers, most, arena)
 
-    def _place(self, opened: _Pass, updates: Updates | None) -> None:
+    def _place(self, opened: Pass, updates: Updates | None) -> None:
         """Give the rows of a pass their places in the ring, and fill the tables."""
         step, pattern = opened.step, opened.pattern
         if pattern.lines:
@@ -259,9 +219,9 @@ class CudaTaps(Taps):
             opened.encoded = self._encoder.upload(self._number, layouts, of, records)
             sources[encoded] = targets
 
-    def _leave(self, done: _Pass | LayerRows) -> None:
+    def _leave(self, done: Pass | LayerRows) -> None:
         """Make the model's stream wait until rows are copied away."""
-        if isinstance(done, _Pass):
+        if isinstance(done, Pass):
             self._copy_away(through=done)
         self._transfers.hold(done.copied)
 
@@ -311,7 +271,7 @@ class CudaTaps(Taps):
             self._tokens[: self._filled].fill_(NONE)
             self._filled = 0
 
-    def _moved(self, done: _Pass) -> int | None:
+    def _moved(self, done: Pass) -> int | None:
         """Keep the tables of a pass for the next one, if its series is likely to go on.
 
         Returns:
@@ -326,7 +286,7 @@ class CudaTaps(Taps):
         self._stays = done, line
         return line - done.line
 
-    def _bundle(self, through: _Pass | None = None) -> None:
+    def _bundle(self, through: Pass | None = None) -> None:
         """Bundle the rows that wait, those of passes after `through` excepted."""
         count = len(self._waiting) if through is None else self._waiting.index(through) + 1
         passes, self._waiting = self._waiting[:count], self._waiting[count:]
@@ -335,17 +295,17 @@ class CudaTaps(Taps):
             return
         targets, sources, sizes = self._pieces(passes)
         if overlap(targets, sizes):  # rows computed again, or another request's page; copies of a call have no order
-            self._bundles += [_Bundle([one], self._pieces([one])) for one in passes]
+            self._bundles += [Bundle([one], self._pieces([one])) for one in passes]
         else:
-            self._bundles.append(_Bundle(passes, (targets, sources, sizes)))
+            self._bundles.append(Bundle(passes, (targets, sources, sizes)))
 
-    def _copy_away(self, through: _Pass | None = None) -> None:
+    def _copy_away(self, through: Pass | None = None) -> None:
         """Queue the copies of all closed passes, or of those up to `through`."""
         if through is None or through in self._waiting:
             self._bundle(through)
         self._queue(through=through)
 
-    def _queue(self, most: float = inf, *, through: _Pass | None = None) -> None:
+    def _queue(self, most: float = inf, *, through: Pass | None = None) -> None:
         """Queue copies of bundles, in their order.
 
         Args:
@@ -410,7 +370,7 @@ class CudaTaps(Taps):
             (edits, overflowed), (copies, nonfinite) = map(split_checksum, checksums)
             yield steps, StepReport(token_ids, positions, edits, copies, overflowed, nonfinite, last.failure)
 
-    def _together(self, through: Step | None) -> Sequence[_Pass]:
+    def _together(self, through: Step | None) -> Sequence[Pass]:
         """Return the oldest passes whose reports are read together, none after `through`; one that failed is alone.
 
         All of them have rows on their way, or none: the event of the last follows those of the others.
@@ -424,21 +384,6 @@ class CudaTaps(Taps):
                 break
             found.append(done)
         return found
-
-    def _ring_bytes(self, device: torch.device) -> int:
-        """Return the bytes of the ring: `arena_bytes`, or as many as passes need.
-
-        A pass that runs a CUDA graph has all its rows in the ring, and any other one those of a layer.
-        """
-        if self.sizes.arena_bytes is not None:
-            return self.sizes.arena_bytes
-        tokens, whole = self.sizes.tokens, _token_bytes(self.installed, 0, len(self.points))
-        least = tokens * whole
-        if self._addresses:
-            layer = max(_token_bytes(self.installed, *layer) for layer in pairwise(self._layers))
-            least = max(min(self.sizes.graph_tokens, tokens) * whole, tokens * layer)
-        share = int(torch.cuda.mem_get_info(device)[1] * SHARE)
-        return max(least, min(2 * tokens * whole, share, RING_BYTES))
 
     def _launcher(self, kind: RowKind) -> kernel.TapLauncher:
         bank, ring = self._bank[:, kind.first : kind.first + kind.width], typed(self._rows, kind.schema)
@@ -548,7 +493,7 @@ class CudaTaps(Taps):
     def _to_device(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
         return self._transfers.to_device(torch.from_numpy(np.ascontiguousarray(values)))
 
-    def _pieces(self, passes: Sequence[_Pass]) -> tuple[Ints, Ints, Ints]:
+    def _pieces(self, passes: Sequence[Pass]) -> tuple[Ints, Ints, Ints]:
         """Return the copies of passes to the host: target and source addresses, and sizes in bytes."""
         assert self.arena is not None
         records = Step.records([one.step for one in passes])
@@ -565,19 +510,3 @@ class CudaTaps(Taps):
         to, start, lines = runs(records[0], sources, records[1])
         targets, sources = self.arena.lines.data_ptr() + to * LINE_BYTES, self._rows.data_ptr() + start * LINE_BYTES
         return pieces(targets, sources, lines * LINE_BYTES, PIECE_BYTES)
-
-
-def _token_bytes(installed: Installed, first: int, stop: int) -> int:
-    """Return the bytes of a token's raw rows at some points, and of their encoded form: half as much, 8 bits of 16."""
-    points = zip(installed.schemas[first:stop], installed.kept[first:stop], strict=True)
-    return record_of([schema for schema, keeps in points if keeps]).lines * LINE_BYTES * 3 // 2
-
-
-def _ring(lines: int, device: torch.device) -> torch.Tensor:
-    try:
-        return torch.empty((lines, LINE_BYTES), dtype=torch.uint8, device=device)
-    except torch.OutOfMemoryError as error:
-        raise torch.OutOfMemoryError(
-            f"the device has no room for {lines * LINE_BYTES:,} bytes of rows on their way to shared memory; "
-            f"lower SteerModel(..., arena_bytes=) or gpu_memory_utilization=: {error}"
-        ) from error

@@ -9,7 +9,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import pairwise
+from typing import Any, Final
 from weakref import ref
 
 import numpy as np
@@ -25,8 +26,12 @@ from steercap.worker.accumulators import Accumulators, Updates
 from steercap.worker.arena import RecordLayout
 from steercap.worker.programs import Programs
 from steercap.worker.step import Step
-from steercap.worker.taps import Installed, RowKind
+from steercap.worker.taps import Installed, RowKind, TapSizes
 from steercap.worker.taps.transfers import Transfers
+
+#: Maximum device memory for the ring of rows, as a share and in bytes, unless a CUDA graph or one layer needs more.
+SHARE: Final = 0.1
+RING_BYTES: Final = 5 << 29
 
 
 def runs(targets: Ints, sources: Ints, records: Ints) -> tuple[Ints, Ints, Ints]:
@@ -408,3 +413,43 @@ def _copies(
         return
     for at, size, local in zip(part.offsets, part.sizes, locals_, strict=True):
         yield target + at, source + record.offsets[local], size
+
+
+def ring_bytes(installed: Installed, sizes: TapSizes, layers: Sequence[int], device: torch.device) -> int:
+    """Return the bytes of the ring of rows: `arena_bytes`, or as many as passes need.
+
+    A pass that runs a CUDA graph has all its rows in the ring, and any other one those of a layer.
+
+    Args:
+        layers: first point of each layer, and the number of points; empty if rows cannot leave layer by layer.
+    """
+    if sizes.arena_bytes is not None:
+        return sizes.arena_bytes
+    tokens, whole = sizes.tokens, _token_bytes(installed, 0, len(installed.points))
+    least = tokens * whole
+    if layers:
+        layer = max(_token_bytes(installed, *layer) for layer in pairwise(layers))
+        least = max(min(sizes.graph_tokens, tokens) * whole, tokens * layer)
+    share = int(torch.cuda.mem_get_info(device)[1] * SHARE)
+    return max(least, min(2 * tokens * whole, share, RING_BYTES))
+
+
+def _token_bytes(installed: Installed, first: int, stop: int) -> int:
+    """Return the bytes of a token's raw rows at some points, and of their encoded form: half as much, 8 bits of 16."""
+    points = zip(installed.schemas[first:stop], installed.kept[first:stop], strict=True)
+    return record_of([schema for schema, keeps in points if keeps]).lines * LINE_BYTES * 3 // 2
+
+
+def ring(lines: int, device: torch.device) -> torch.Tensor:
+    """Allocate the ring of rows: uint8 [lines, LINE_BYTES].
+
+    Raises:
+        torch.OutOfMemoryError: the device has no room for it.
+    """
+    try:
+        return torch.empty((lines, LINE_BYTES), dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(
+            f"the device has no room for {lines * LINE_BYTES:,} bytes of rows on their way to shared memory; "
+            f"lower SteerModel(..., arena_bytes=) or gpu_memory_utilization=: {error}"
+        ) from error

@@ -27,8 +27,9 @@ from steercap.core.schema import LINE_BYTES
 from steercap.kernels.bits import LINE
 from steercap.worker.accumulators import Updates
 from steercap.worker.arena import Layouts, RecordLayout
-from steercap.worker.step import Pattern, Step
+from steercap.worker.step import Step
 from steercap.worker.taps.cuda_rows import DeviceAccumulators, DeviceEncoder, grids
+from steercap.worker.taps.passes import Pattern
 from steercap.worker.taps.transfers import Ring, Transfers
 
 

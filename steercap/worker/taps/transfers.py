@@ -85,11 +85,7 @@ class Transfers(Protocol):
         """
 
     def now(self, again: Any = None) -> Any:
-        """Return an event after all work on the model's stream so far.
-
-        Args:
-            again: an earlier event that nobody waits for, to be used again.
-        """
+        """Return an event after all work on the model's stream so far: `again`, no longer waited for, or a new one."""
 
     def fetch(self, after: Any, targets: Ints, sources: Ints, sizes: Ints, *, urgent: bool) -> Any:
         """Copy `sizes` bytes from addresses on the device to pinned addresses, once `after` was reached.
