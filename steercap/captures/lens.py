@@ -29,6 +29,7 @@ from steercap.core.spec import Point
 from steercap.core.values import count_of, index_of, parts_of, shown, truth_of
 from steercap.errors import InvalidFile, InvalidRequest
 from steercap.files.fingerprint import nearest_path
+from steercap.kernels.bits import exact_products
 
 if TYPE_CHECKING:
     from steercap.engine.engine import Engine
@@ -100,7 +101,8 @@ class TunedLens:
         if index not in self._translators:
             raise InvalidRequest(f"this tuned lens has translators for {len(self)} layers, and none for {point}")
         weight, bias = self._translators[index]
-        return rows.float() + rows.float() @ weight.T + bias
+        with exact_products():
+            return rows.float() + rows.float() @ weight.T + bias
 
     def __len__(self) -> int:
         return len(self._translators)

@@ -105,7 +105,7 @@ class Sketch:
         """Return the variance of each element, over rows - 1: float64 [width]; for "moments" and "variances".
 
         Raises:
-            InvalidRequest: fewer than two rows have come yet.
+            InvalidRequest: fewer than two rows have come yet, or "moments" of rows so small that products are zero.
             LayerOutOfRange, InvalidSpec: the point is not in the sketch, or the kind does not know it.
         """
         return self._kind.variance(self._state(layer, site))
@@ -114,7 +114,7 @@ class Sketch:
         """Return the covariance of the elements, over rows - 1: float64 [width, width]; for "moments".
 
         Raises:
-            InvalidRequest: fewer than two rows have come yet.
+            InvalidRequest: fewer than two rows have come yet, or "moments" of rows so small that products are zero.
             LayerOutOfRange, InvalidSpec: the point is not in the sketch, or the kind does not know it.
         """
         return self._kind.covariance(self._state(layer, site))

@@ -14,7 +14,7 @@ are checked again at every point that follows.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from math import inf
 from typing import Final
 
@@ -108,10 +108,16 @@ def stray_rows(rows: Float[torch.Tensor, "rows width"], most: float = inf) -> Bo
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Compute float32 matrix products at full precision, not in TF32 or bfloat16, whatever the process has set."""
+    """Compute float32 matrix products at full precision, not in TF32 or bfloat16, whatever the process has set.
+
+    Autocast is off inside. Also a decorator.
+    """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        yield
+        with ExitStack() as stack:
+            for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+                stack.enter_context(torch.autocast(device, enabled=False))
+            yield
     finally:
         torch.set_float32_matmul_precision(before)

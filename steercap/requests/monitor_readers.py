@@ -18,8 +18,9 @@ from steercap.steering.directions import DirectionSet
 from steercap.steering.layers import LayerVectors
 from steercap.steering.monitor import Monitor, labels_of
 
-#: For each monitor its point, and the index of its projection among those kept there; None where rows are kept.
-ReadAt: TypeAlias = Sequence[tuple[Point, int | None]]
+#: For each monitor its point, the index of its projection among those kept there, None where rows are kept, and the
+#: factor by which that projection is multiplied.
+ReadAt: TypeAlias = Sequence[tuple[Point, int | None, float]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +33,7 @@ class MonitorReader:
         point: the point of its rows.
         ranges: positions that it scores.
         column: index of its own projection among those kept at the point; None if rows are kept.
+        factor: length of the probe over that of the direction projected on.
     """
 
     monitor: Monitor
@@ -39,19 +41,20 @@ class MonitorReader:
     point: Point
     ranges: tuple[Range, ...]
     column: int | None
+    factor: float = 1.0
 
     def scores(self, captures: Captures) -> torch.Tensor:
         """Return the score of each row: float64 [rows]."""
         rows = captures[self.point].double()
         if self.column is None:
             return rows.flatten(1) @ self.monitor.weights.double() + self.monitor.bias
-        return rows[:, self.column] * self.monitor.length + self.monitor.bias
+        return rows[:, self.column] * self.factor + self.monitor.bias
 
 
 def reader_for(
     spec: CaptureSpec, coding: Coding, points: Sequence[Point], monitors: Sequence[Monitor], places: Sequence[Point]
 ) -> ReadAt:
-    """Return, for each monitor, the point and the projection column to read its scores from.
+    """Return, for each monitor, the point, projection column and factor to read its scores from.
 
     Args:
         spec: the user's capture spec.
@@ -63,7 +66,7 @@ def reader_for(
     Raises:
         InvalidSpec: the scores of a monitor cannot be computed from the capture.
     """
-    found: list[tuple[Point, int | None]] = []
+    found: list[tuple[Point, int | None, float]] = []
     for monitor, place in zip(monitors, places, strict=True):
         column = None if spec.project is None else _column(spec.project, place, monitor)
         raw = coding == RAW and spec.keeps_rows and spec.gather
@@ -72,7 +75,7 @@ def reader_for(
                 f"{monitor} cannot be computed from {spec}: capture unchanged rows of {place}, or give project= the "
                 "probe itself, or capture in a separate request"
             )
-        found.append((place, column))
+        found.append((place, column, monitor.length))
     return found
 
 
@@ -95,7 +98,7 @@ def monitor_readers_of(monitors: Sequence[Monitor], read_at: ReadAt, plan: Plan)
     capture = plan.capture
     assert capture is not None
     kept, found = selected(capture.ranges, plan.limit), []
-    for monitor, label, (point, column) in zip(monitors, labels_of(monitors), read_at, strict=True):
+    for monitor, label, (point, column, factor) in zip(monitors, labels_of(monitors), read_at, strict=True):
         ranges = monitor.selection.ranges(plan.prompt_len, plan.limit)
         wanted = selected(ranges, plan.limit)
         if (wanted & ~kept).any():
@@ -108,5 +111,5 @@ def monitor_readers_of(monitors: Sequence[Monitor], read_at: ReadAt, plan: Plan)
                 f"{monitor} reads tokens={monitor.selection}, but do='stop' can end a text only at a generated token; "
                 "give tokens='generated'"
             )
-        found.append(MonitorReader(monitor, label, point, ranges, column))
+        found.append(MonitorReader(monitor, label, point, ranges, column, factor))
     return found

@@ -205,7 +205,7 @@ def _kept(engine: Engine, own: Any, sketches: Sequence[RunningSketch], monitors:
             tuple(engine.armed[point] for point in projected.points),
             projected,
             coding=Coding("projected", len(projected.names)),
-            read_at=tuple(zip(places, columns, strict=True)),
+            read_at=tuple(zip(places, columns, (one.power for one in monitors), strict=True)),
         )
     if sketches:
         spec, points, indices = joint_capture(engine, own, sketches)

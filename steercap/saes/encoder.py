@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import msgspec
 import torch
@@ -23,10 +23,10 @@ from jaxtyping import Float, Int
 
 from steercap.core.display import brief
 from steercap.core.messages import EncoderShape
-from steercap.core.values import shown
+from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSpec
 from steercap.kernels.bits import exact_products
-from steercap.kernels.codecs.coded import CodedRows
+from steercap.kernels.codecs.coded import CodedRows, row_index
 
 #: Normalisation of a row before it is encoded, by SAELens's names.
 Normalisation: TypeAlias = Literal["none", "layer_norm", "constant_norm_rescale"]
@@ -168,6 +168,20 @@ class Encoder:
         return Encoder(weight, bias, threshold, shift, self.k, self.normalisation, self.centred)
 
 
+def floats_of(given: Any, name: str, width: int, hint: str) -> torch.Tensor:
+    """Return rows that a user gave, flattened to [rows, width].
+
+    Raises:
+        InvalidSpec: anything but floating-point rows of that width.
+    """
+    known = isinstance(given, torch.Tensor) and given.dim() > 1 and given.is_floating_point()
+    if not known or given.flatten(1).shape[1] != width:
+        had = f"{tuple(given.shape)} of {given.dtype}" if isinstance(given, torch.Tensor) else shown(given)
+        raise InvalidSpec(f"{name}={had}; give floats [rows, {width}]; {hint}")
+    flat: torch.Tensor = given.flatten(1)
+    return flat
+
+
 def layout(shape: EncoderShape) -> Iterator[tuple[int, int]]:
     """Yield (start, size) in bytes of each tensor of `Encoder.write`'s image: weight, bias, then those it has."""
     start = 0
@@ -221,9 +235,10 @@ class Features:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def __getitem__(self, rows: slice | torch.Tensor) -> Features:
-        """Return the features of some rows: a slice, or indices or a mask as a tensor."""
-        return Features(self.ids[rows], self.values[rows], self.active[rows], self.rest[rows], self.width)
+    def __getitem__(self, rows: int | slice | torch.Tensor) -> Features:
+        """Return the features of some rows: one index, a slice, or indices or a mask as a tensor."""
+        kept = row_index(rows)
+        return Features(self.ids[kept], self.values[kept], self.active[kept], self.rest[kept], self.width)
 
     def __repr__(self) -> str:
         rows, k = self.ids.shape
@@ -246,7 +261,8 @@ class Features:
         Raises:
             InvalidSpec: the SAE has no such feature.
         """
-        if isinstance(feature, bool) or not isinstance(feature, int) or not 0 <= feature < self.width:
+        index = index_of(feature)
+        if index is None or not 0 <= index < self.width:
             raise InvalidSpec(f"feature {shown(feature)}; this SAE has features 0 to {self.width - 1}")
-        found = self.values.where(self.ids == feature, 0.0).sum(dim=1)
+        found = self.values.where(self.ids == index, 0.0).sum(dim=1)
         return found.masked_fill(self.active < 0, torch.nan)

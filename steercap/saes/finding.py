@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from steercap.core.extras import extra
+from steercap.core.values import flag_of
 from steercap.errors import InvalidFile
 from steercap.files.fingerprint import nearest_path
 from steercap.saes import formats, layouts
-from steercap.saes.layouts import SAEPlace
-from steercap.saes.reading import SAESettings
+from steercap.saes.layouts import SAEPlace, named
+from steercap.saes.reading import SAEParts, SAESettings, parts_of
+from steercap.saes.tensors import read_npz, read_pt_tensors, read_safetensors
 
 
 class SAEFormat(NamedTuple):
@@ -159,3 +161,22 @@ def _from_hub(repository: str, name: str, revision: str | None) -> Path | None:
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise InvalidFile(f"{repository}/{name} cannot be fetched from the hub: {reason}") from error
+
+
+def read_found(files: SAEFiles, source: str, scale: float | None, centred: bool | None) -> tuple[SAESettings, SAEParts]:
+    """Return the settings and the parts of an SAE, read from its files.
+
+    Raises:
+        InvalidFile: see `SAE.load`.
+    """
+    layout, path = files.layout, files.weights
+    assert layout.recipe is not None
+    reader = {".npz": read_npz, ".safetensors": read_safetensors}.get(path.suffix, read_pt_tensors)
+    tensors = named(reader(path), layout.turned)
+    recipe = layout.recipe(SAEPlace(path, files.configuration, source, tensors, scale, flag_of(centred)))
+    if layout is not SAE_LENS and (centred or (scale is not None and recipe.scale != scale)):
+        raise InvalidFile(
+            f"{path}: files of {layout.name} already say how rows are scaled, and none takes centred rows; leave "
+            "activation_scale= and centred= out"
+        )
+    return recipe, parts_of(tensors, recipe)

@@ -11,14 +11,12 @@ from jaxtyping import Float
 
 from steercap.core.spec import Point
 from steercap.core.tokens import Tokens, TokenSelection
-from steercap.core.values import flag_of, index_of, shown
+from steercap.core.values import flag_of, index_of, number_of, shown
 from steercap.errors import InvalidFile, InvalidSpec
+from steercap.kernels.bits import exact_products
 from steercap.kernels.codecs.topk import read, rows_at_once
-from steercap.saes.encoder import Encoder, Features
-from steercap.saes.finding import SAE_LENS, SAEFiles, find
-from steercap.saes.layouts import SAEPlace, named
-from steercap.saes.reading import SAEParts, SAESettings, parts_of
-from steercap.saes.tensors import read_npz, read_pt_tensors, read_safetensors
+from steercap.saes.encoder import Encoder, Features, floats_of
+from steercap.saes.finding import find, read_found
 from steercap.steering.edits.add import Add, SAEFeature
 
 
@@ -87,7 +85,7 @@ class SAE:
         if centred is not None and flag_of(centred) is None:
             raise InvalidSpec(f"centred={shown(centred)}; give True, False, or None for what the file says")
         found = find(source, folder, revision)
-        recipe, parts = _read(found, os.fspath(source), activation_scale, centred)
+        recipe, parts = read_found(found, os.fspath(source), activation_scale, centred)
         reads = recipe.input if input is None else point_of("input", input)
         writes = (recipe.output if recipe.transcodes else reads) if output is None else point_of("output", output)
         for point, name, hook in zip((reads, writes), ("input", "output"), recipe.hooks, strict=True):
@@ -141,7 +139,7 @@ class SAE:
         Raises:
             InvalidSpec: rows of another width.
         """
-        with torch.inference_mode():
+        with torch.no_grad():
             return self.encoder.activations(self._flat(rows))
 
     def strongest(self, rows: torch.Tensor, k: int = 32) -> Features:
@@ -158,32 +156,34 @@ class SAE:
             raise InvalidSpec(f"k={shown(k)}; this SAE has {self.d_sae} features")
         flat, coding = self._flat(rows), Coding(FEATURES, k)
         schema = PointSchema((self.d_sae,), "float32")
-        with torch.inference_mode():
+        with torch.no_grad():
             blocks = flat.split(rows_at_once(self.encoder, self.d_in))
             stored = torch.cat([read(block, self.encoder, k) for block in blocks])
         return Features.of(CodedRows(coding, schema, STRONGEST.parts(stored, schema, coding)))
 
-    def decode(
-        self, activations: Float[torch.Tensor, "rows d_sae"], rows: torch.Tensor | None = None
-    ) -> Float[torch.Tensor, "rows d_out"]:
+    def decode(self, activations: torch.Tensor, rows: torch.Tensor | None = None) -> Float[torch.Tensor, "rows d_out"]:
         """Return the rows that activations reconstruct: float32 [rows, d_out].
 
         Args:
-            activations: activations of all features.
-            rows: rows that were encoded, needed for a normalised SAE, whose reconstruction is scaled back, for one of
-                centred rows, whose means are added again, and for a skip transcoder.
+            activations: [rows, d_sae], any floating dtype, such as `encode` or `Features.dense` returns.
+            rows: rows that were encoded, as many as there are activations; needed for a normalised SAE, whose
+                reconstruction is scaled back, for one of centred rows, whose means are added again, and for a skip
+                transcoder.
 
         Raises:
-            InvalidSpec: rows are needed, or are of another width.
+            InvalidSpec: activations of another shape, rows that are needed, of another width, or of another number.
         """
-        with torch.inference_mode():
-            found = activations.float() @ self.decoder + self.decoder_bias
+        with torch.no_grad(), exact_products():
+            codes = floats_of(activations, "activations", self.d_sae, "encode() and Features.dense() return such")
+            found = codes.float() @ self.decoder + self.decoder_bias
             adds_means = self.encoder.normalisation == "layer_norm" or (self.encoder.centred and not self.transcodes)
             if self.encoder.normalisation == "none" and self.skip is None and not adds_means:
                 return found
             if rows is None:
                 raise InvalidSpec("the reconstruction also needs the rows that were encoded; give rows=")
             flat = self._flat(rows).float()
+            if len(flat) != len(found):
+                raise InvalidSpec(f"{len(found)} activations and {len(flat)} rows; give each activation its own row")
             means = flat.mean(dim=1, keepdim=True)
             if self.skip is not None:
                 return found + (flat - means if self.encoder.centred else flat) @ self.skip.T
@@ -195,20 +195,32 @@ class SAE:
     def add_feature(
         self, feature: int, amount: float, *, tokens: Tokens | TokenSelection = "all", relative: bool = False
     ) -> Add:
-        """Return the edit that adds a feature: its decoder row times `amount`, at `output`.
+        """Return the edit that raises a feature's activation by `amount`, at `output`.
+
+        It adds its decoder row times `amount`; for an SAE with "constant_norm_rescale" also times the row's norm over
+        √d_in, by which `decode` scales back.
 
         Args:
             feature: index of the feature.
-            amount: factor in units of its activation; with `relative`, a fraction of each row's norm.
+            amount: amount in units of its activation; with `relative`, a fraction of each row's norm.
             tokens, relative: see `Add`.
 
         Raises:
-            InvalidSpec: no such feature.
-            InvalidVector: a feature that writes nothing, with `relative`.
+            InvalidSpec: no such feature; or, without `relative`, an SAE that scales back by more than the norm of the
+                row at `output`: with "layer_norm", or of centred rows or a transcoder with "constant_norm_rescale".
+            InvalidVector: a feature that writes nothing, with `relative` or "constant_norm_rescale".
         """
         layer, site = self.output
-        row = self.decoder[self._feature(feature)]
-        return Add(row, scale=amount, relative=relative, layer=layer, site=site, tokens=tokens, model=self.model)
+        row, scale = self.decoder[self._feature(feature)], amount
+        if flag_of(relative) is False and self.encoder.normalisation != "none":
+            if self.encoder.normalisation != "constant_norm_rescale" or self.encoder.centred or self.transcodes:
+                raise InvalidSpec(
+                    "add_feature: this SAE scales what a feature writes by a spread of each row, which no edit of a "
+                    "row can follow; give relative=True, and amount= as a fraction of each row's norm"
+                )
+            number, relative = number_of(amount), True
+            scale = amount if number is None else number * float(row.double().norm()) / self.d_in**0.5
+        return Add(row, scale=scale, relative=relative, layer=layer, site=site, tokens=tokens, model=self.model)
 
     def set_feature(self, feature: int, value: float, *, tokens: Tokens | TokenSelection = "all") -> SAEFeature:
         """Return the edit that sets a feature's activation; the part of a row that the SAE does not explain stays.
@@ -259,30 +271,8 @@ class SAE:
 
     def _flat(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows as [rows, d_in]; raise InvalidSpec if they have another width, or are not floats."""
-        flat = rows.flatten(1) if isinstance(rows, torch.Tensor) and rows.dim() > 1 else None
-        if flat is None or flat.shape[1] != self.d_in or not flat.is_floating_point():
-            had = f"{tuple(rows.shape)} of {rows.dtype}" if isinstance(rows, torch.Tensor) else shown(rows)
-            raise InvalidSpec(f"rows={had}; this SAE reads rows of {self.d_in} floats")
-        return flat
-
-
-def _read(files: SAEFiles, source: str, scale: float | None, centred: bool | None) -> tuple[SAESettings, SAEParts]:
-    """Return the settings and the parts of an SAE, read from its files.
-
-    Raises:
-        InvalidFile: see `SAE.load`.
-    """
-    layout, path = files.layout, files.weights
-    assert layout.recipe is not None
-    reader = {".npz": read_npz, ".safetensors": read_safetensors}.get(path.suffix, read_pt_tensors)
-    tensors = named(reader(path), layout.turned)
-    recipe = layout.recipe(SAEPlace(path, files.configuration, source, tensors, scale, flag_of(centred)))
-    if layout is not SAE_LENS and (centred or (scale is not None and recipe.scale != scale)):
-        raise InvalidFile(
-            f"{path}: files of {layout.name} already say how rows are scaled, and none takes centred rows; leave "
-            "activation_scale= and centred= out"
-        )
-    return recipe, parts_of(tensors, recipe)
+        hint = "one row as row[None], batches of rows as .flatten(0, 1)"
+        return floats_of(rows, "rows", self.d_in, hint)
 
 
 def point_of(name: str, given: Any) -> Point:

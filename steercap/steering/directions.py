@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import torch
 from jaxtyping import Float
 
 from steercap.core.display import brief, html_table
-from steercap.core.values import choices, parts_of, shown
+from steercap.core.values import choices, shown
 from steercap.errors import InvalidSpec, InvalidVector, UnknownName
 from steercap.files import native
 from steercap.files.native import FileKind
-from steercap.steering.edits.inputs import FrozenMapping, Mark, marks_of
+from steercap.kernels.bits import exact_products
+from steercap.steering.edits.inputs import FrozenMapping, Mark, marks_of, several
 from steercap.steering.layers import LayerVectors
 
 
@@ -145,7 +147,8 @@ class DirectionSet(Mapping[str, LayerVectors]):
             raise InvalidVector(f"rows={shown(rows)}; give a tensor of real numbers, [rows, hidden]")
         if not rows.dim() or rows.shape[-1] != self.width:
             raise InvalidVector(f"rows are {list(rows.shape)}, and the directions have width {self.width}")
-        return rows.to(device="cpu", dtype=torch.float32) @ units.T
+        with exact_products():
+            return rows.to(device="cpu", dtype=torch.float32) @ units.T
 
     def marks(self, layer: int) -> tuple[Mark, ...]:
         """Return the fingerprints of the directions of one layer, in the order of the names; see `marks_of`."""
@@ -162,7 +165,7 @@ class DirectionSet(Mapping[str, LayerVectors]):
         Raises:
             UnknownName: a name that is not here.
         """
-        wanted = [names] if isinstance(names, str) else _parts(names, "names")
+        wanted = [names] if isinstance(names, str) else several(names, "names")
         return replace(self, directions={name: self[name] for name in wanted})
 
     def at_layers(self, layers: Iterable[int]) -> DirectionSet:
@@ -171,7 +174,7 @@ class DirectionSet(Mapping[str, LayerVectors]):
         Raises:
             LayerOutOfRange: a layer they have no vectors for.
         """
-        wanted = _parts(layers, "layers")
+        wanted = several(layers, "layers")
         return self._each(lambda vectors: vectors.at_layers(wanted))
 
     def unit(self) -> DirectionSet:
@@ -183,21 +186,28 @@ class DirectionSet(Mapping[str, LayerVectors]):
         return self._each(LayerVectors.unit)
 
     def orthogonal(self) -> DirectionSet:
-        """Return each direction less its part in the span of those before it; the order of the names counts."""
+        """Return each direction less its part in the span of those before it; the order of the names counts.
+
+        The AUC of all but the first, which was measured before, is left out of the provenance.
+        """
         done: dict[str, LayerVectors] = {}
         for name, vectors in self.items():
             done[name] = vectors.without(*(self[other] for other in done))
-        return replace(self, directions=done)
+        measured = _of_names(self.provenance.auc, [next(iter(self))])
+        return replace(self, directions=done, provenance=replace(self.provenance, auc=measured))
 
     def __or__(self, other: DirectionSet) -> DirectionSet:
         """Return the directions of `self` and `other`, the latter's for equal names. Their provenances must agree.
+
+        What they say by name, such as `auc`, stays with the direction that is kept.
 
         Raises:
             InvalidSpec: they differ in model, site, width, layers or how they were made.
         """
         if not isinstance(other, DirectionSet):
             return NotImplemented
-        return DirectionSet({**self, **other}, _joined(self.provenance, other.provenance))
+        kept = [name for name in self if name not in other]
+        return DirectionSet({**self, **other}, _joined((self.provenance, kept), (other.provenance, list(other))))
 
     def save(self, path: str | Path) -> Path:
         """Write directions and provenance to one safetensors file; see `steercap.files.native`."""
@@ -258,29 +268,23 @@ class DirectionSet(Mapping[str, LayerVectors]):
         return f"DirectionSet({list(self)}, layers={list(self.layers)}, width={self.width}, {about})"
 
 
-def _parts(given: object, what: str) -> list[Any]:
-    found = parts_of(given, what)
-    if found is None:
-        raise InvalidSpec(f"{what}={shown(given)}; give several in a list")
-    return found
-
-
-def _joined(first: Provenance, second: Provenance) -> Provenance:
-    """Return the joint provenance of two sets of directions."""
+def _joined(*parts: tuple[Provenance, list[str]]) -> Provenance:
+    """Return the joint provenance of two sets, of each by the names of the directions that are kept of it."""
+    (first, _), (second, _) = parts
     for name in ("revision", "dtype", "tokens", "reduce", "method", "seed"):
         mine, theirs = getattr(first, name), getattr(second, name)
         if mine != theirs:
             raise InvalidSpec(
                 f"these directions were made in different ways: {name} is {mine!r} for some, {theirs!r} for others"
             )
-    return replace(
-        first,
-        prompts={**first.prompts, **second.prompts},
-        rows={**first.rows, **second.rows},
-        held_out={**first.held_out, **second.held_out},
-        auc={**first.auc, **second.auc},
-        row_norms={**first.row_norms, **second.row_norms},
-    )
+    found: dict[str, Any] = {name: {} for name in ("prompts", "rows", "held_out", "auc", "row_norms")}
+    for name, (one, kept) in product(found, parts):
+        found[name] |= _of_names(getattr(one, name), kept)
+    return replace(first, **found)
+
+
+def _of_names(given: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name in names}
 
 
 def _kind() -> FileKind:

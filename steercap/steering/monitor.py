@@ -35,6 +35,9 @@ class Monitor:
     A row is scored when its token has been read, which is when the next one has been sampled. The last token of a text
     is never read, and has no score.
 
+    A score is computed from float32 products on the worker, or in float64 where the request keeps the rows; rounding
+    decides where it would equal the threshold.
+
     Args:
         probe: [hidden], used without normalisation, such as the weights of a linear probe.
         threshold: value that the score must lie beyond, itself excluded.
@@ -117,13 +120,18 @@ class Monitor:
 
     @property
     def unit(self) -> torch.Tensor:
-        """Probe at length 1, the direction that rows are projected on: float32 [hidden]."""
+        """Probe at length 1: float32 [hidden]."""
         return (self.weights.double() / float(self.weights.double().norm())).float()
 
     @property
     def length(self) -> float:
         """Norm of the probe."""
         return float(self.weights.double().norm())
+
+    @property
+    def power(self) -> float:
+        """Power of two, at most twice the norm; rows are projected on the probe over it, which is exact."""
+        return math.ldexp(1.0, math.frexp(self.length)[1])
 
     @property
     def selection(self) -> TokenSelection:
@@ -194,7 +202,7 @@ def compile_probes(
     """Compile the capture of a request that keeps only its monitors' scores: projections of rows on their probes.
 
     Returns:
-        Directions at length 1, equally many at each point, and for each monitor the index of its own direction.
+        Probes over their `power`, equally many at each point, and for each monitor the index of its own.
 
     Raises:
         InvalidSpec: probes of different widths.
@@ -206,7 +214,7 @@ def compile_probes(
     for monitor, point in zip(monitors, points, strict=True):
         found = at.setdefault(point, [])
         columns.append(len(found))
-        found.append(monitor.unit)
+        found.append((monitor.weights.double() / monitor.power).float())
     ordered = sorted(at, key=armed.__getitem__)
     count = max(map(len, at.values()))
     vectors = [vector for point in ordered for vector in (at[point] * count)[:count]]  # as many numbers of each

@@ -111,7 +111,7 @@ class Reference:
         edits = self._edits(steering, prompt_len)
         keeps: list[Visited] = [(point, partial(_keep, point, found)) for point in points]
         instead = [(point, partial(_change, partial(_instead, rows))) for point, rows in (given or {}).items()]
-        with self._hooked, ExitStack() as hooks, torch.inference_mode():
+        with self._hooked, ExitStack() as hooks, torch.no_grad():
             # Hooks of a module run in the order in which they are put in.
             self.hooked.visit(hooks, firsts([*edits, *keeps], first=True))
             self.hooked.visit(hooks, firsts(edits, first=False))
@@ -132,7 +132,7 @@ class Reference:
         Args:
             token_ids, steering, prompt_len: as for `rows`.
         """
-        with self._hooked, ExitStack() as hooks, torch.inference_mode():
+        with self._hooked, ExitStack() as hooks, torch.no_grad():
             edits = self._edits(steering, prompt_len)
             self.hooked.visit(hooks, [*firsts(edits, first=True), *firsts(edits, first=False)])
             found = self.model(torch.tensor([list(token_ids)]), use_cache=False, output_attentions=True).attentions
@@ -155,7 +155,7 @@ class Reference:
         """
         found: dict[int, Chosen] = {}
         instead = [(point, partial(_change, partial(_instead, rows))) for point, rows in (given or {}).items()]
-        with self._hooked, ExitStack() as hooks, torch.inference_mode():
+        with self._hooked, ExitStack() as hooks, torch.no_grad():
             self.hooked.visit(hooks, self._edits(steering, prompt_len))
             self.hooked.visit(hooks, instead)
             for index, layer in self.layers.items():
@@ -191,7 +191,7 @@ class Reference:
             output_scores=True,
         )
         processors = LogitsProcessorList([biasing(steering, prompt_len, tokens)])
-        with self._hooked, ExitStack() as hooks, torch.inference_mode():
+        with self._hooked, ExitStack() as hooks, torch.no_grad():
             self.hooked.visit(hooks, self._edits(steering, prompt_len))
             found = self.model.generate(
                 torch.tensor([list(token_ids)], device=self.model.device),

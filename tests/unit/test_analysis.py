@@ -221,6 +221,29 @@ def test_a_tokens_own_row_is_nearest_to_it(llama, tensors) -> None:
         np.testing.assert_allclose(column(table, "cosine"), known, atol=1e-6)
 
 
+def test_tables_are_of_float32_whatever_the_process_has_set(llama, tmp_path) -> None:
+    """Under autocast, whose products of bfloat16 are off by hundredths, they are what they are without."""
+    vectors, sae = drawn(2), SAE.load(RandomSAE("standard", WIDTH, 300).write(tmp_path))
+
+    def tables() -> list[pa.Table]:
+        return [
+            analysis.vector_lens(vectors, llama),
+            analysis.nearest_tokens(vectors, llama),
+            analysis.nearest_features(vectors, sae),
+            analysis.neuron_reads(vectors, llama, 1),
+            analysis.neuron_writes(vectors, llama, 1),
+            analysis.head_reads(vectors, llama, 1),
+            analysis.qk_circuit(vectors, llama, 1),
+            analysis.ov_circuit(vectors, llama, 1),
+            analysis.ov_tokens(vectors, llama, 1, [(1, 0)]),
+        ]
+
+    plain = tables()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        again = tables()
+    assert [one.equals(other) for one, other in zip(again, plain, strict=True)] == [True] * 9
+
+
 def test_a_features_own_rows_are_nearest_to_it(tmp_path) -> None:
     """Decoder and encoder; a vector of another point is refused, unless its layer is named."""
     sae = SAE.load(RandomSAE("standard", WIDTH, 300).write(tmp_path / "sae"))

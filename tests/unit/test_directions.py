@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -125,6 +126,31 @@ def test_a_set_projects_and_compares_as_its_vectors_do() -> None:
         found.select("d0c")
     with pytest.raises(InvalidSpec, match=r"layers \[3\]"):
         found.at_layers([3])
+
+
+def test_products_are_of_float32_whatever_the_process_has_set() -> None:
+    """Not of bfloat16, as under autocast."""
+    found, rows = some_set(), torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(9))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        products = found.project(rows, 5)
+    known = np.stack([found[name][5].double().numpy() for name in found])
+    known /= np.linalg.norm(known, axis=1, keepdims=True)
+    np.testing.assert_allclose(products.numpy(), rows.double().numpy() @ known.T, atol=1e-5)
+
+
+def test_what_was_measured_of_a_direction_goes_with_it() -> None:
+    """The AUC of another direction is nobody's: not of one made orthogonal, nor of one that took its name."""
+    measured = {"d0a": {2: 0.9}, "d0b": {2: 0.98}}
+    mine = some_set(0, auc=measured, prompts={"d0a": "a", "d0b": "b"}, rows={"d0a": (5, 5)}, held_out={"d0a": (2, 2)})
+    assert mine.orthogonal().provenance == dataclasses.replace(mine.provenance, auc={"d0a": {2: 0.9}})
+    other = DirectionSet({"d0a": some_set(1)["d1a"]}, Provenance(prompts={"d0a": "other"}))
+    assert (mine | other)["d0a"] == other["d0a"]
+    joined = (mine | other).provenance
+    assert (joined.auc, joined.prompts) == ({"d0b": {2: 0.98}}, {"d0a": "other", "d0b": "b"})
+    assert (joined.rows, joined.held_out) == ({}, {})
+    # what a part of a set still says of the others does not reach directions of their names
+    assert (mine.select("d0b") | other).provenance.auc == {"d0b": {2: 0.98}}
+    assert (other | mine.select("d0b")).provenance.auc == {"d0b": {2: 0.98}}
 
 
 def test_sets_are_joined_only_if_they_were_made_alike() -> None:

@@ -414,6 +414,15 @@ def test_vectors_by_layer_that_lack_the_layer_say_what_they_have(scope, given, s
         assert says in str(raised.value)
 
 
+def test_layers_are_numbers_of_any_library() -> None:
+    """Of a dict by layer, as `LayerVectors` takes them; a truth value is no layer, and one layer is named once."""
+    for key in (5, np.int64(5), torch.tensor(5)):
+        assert torch.equal(Add({key: BY_LAYER[5], 3: BY_LAYER[3]}, layer=np.int64(5)).vector, BY_LAYER[5])
+    for wrong in ({True: BY_LAYER[5]}, {"5": BY_LAYER[5]}, {5: BY_LAYER[5], torch.tensor(5): BY_LAYER[3]}):
+        with pytest.raises(InvalidVector, match="is a mapping with keys"):
+            Add(wrong, layer=5)
+
+
 def test_a_spec_keeps_its_own_copies() -> None:
     """Changing a tensor afterwards does not change the edit."""
     mine, layers = torch.ones(WIDTH), [1]

@@ -332,6 +332,27 @@ def test_scalar_products_are_estimated_without_bias_at_the_rate_of_their_k(name)
         assert (rms <= ((1 + cosine.square()) / k).sqrt() * 1.15).all(), rms.max() * math.sqrt(k)
 
 
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_rows_are_encoded_alike_whatever_the_process_has_set(name) -> None:
+    """Under autocast products would be of bfloat16: of directions, and of random signs."""
+    schema, coding = PointSchema((256,), "float32"), coding_of(name, 8)
+    rows, vectors = torch.randn(5, 256), vectors_of(schema, coding)
+    plain = ENCODINGS[name].encode(rows, schema, coding, vectors)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(ENCODINGS[name].encode(rows, schema, coding, vectors), plain)
+
+
+def test_one_row_in_a_codec_is_a_row() -> None:
+    """By its number, of any library, as by a slice."""
+    rows = torch.randn(4, 256)
+    kept = coded("full8", rows)
+    for one in (2, -2, np.int64(2), torch.tensor(2)):
+        assert torch.equal(kept[one].decoded(), kept[2:3].decoded())
+    assert len(list(kept)) == 4
+    with pytest.raises(IndexError):
+        kept[4]
+
+
 def test_rows_of_other_matrices_are_not_compared() -> None:
     """Another k, seed, width, or none at all."""
     rows = torch.randn(3, 16)

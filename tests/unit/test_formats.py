@@ -394,12 +394,13 @@ def test_a_base_is_given_and_a_gap_is_not_filled(tmp_path) -> None:
     torch.save(torch.ones(3, WIDTH), tmp_path / "x.pt")
     with pytest.raises(TypeError, match="base"):
         load_layers_pt(tmp_path / "x.pt")
-    for base in (2, None, True):
+    for base in (2, None, True, [0], 1.0, "1"):
         with pytest.raises(InvalidSpec, match="base="):
             load_layers_pt(tmp_path / "x.pt", base=base)
     with pytest.raises(InvalidSpec, match=r"layers \[0, 2, 3\]"):
         save_layers_pt(some_vectors(), tmp_path / "y.pt", base=0)
     assert not (tmp_path / "y.pt").exists()
+    assert load_layers_pt(tmp_path / "x.pt", base=np.int64(1)) == load_layers_pt(tmp_path / "x.pt", base=1)
 
 
 @pytest.mark.parametrize(
@@ -475,8 +476,9 @@ def test_the_published_cap_is_an_upper_bound(tmp_path) -> None:
     torch.save(experiments(), tmp_path / "x.pt")
     (cap,) = load_capping(tmp_path / "x.pt")["one"].edits
     assert (cap.low, cap.high, cap.layer, cap.site) == (None, 1.5, 2, "resid_post")
-    with pytest.raises(InvalidSpec, match="bound='cap'"):
-        load_capping(tmp_path / "x.pt", bound="cap")
+    for wrong in ("cap", ["high"]):
+        with pytest.raises(InvalidSpec, match="bound="):
+            load_capping(tmp_path / "x.pt", bound=wrong)
 
 
 def test_only_the_experiments_wanted_are_read(tmp_path) -> None:
@@ -488,6 +490,12 @@ def test_only_the_experiments_wanted_are_read(tmp_path) -> None:
         load_capping(tmp_path / "x.pt")
     with pytest.raises(UnknownName, match=r"'three'.*known: 'one', 'two', 'bare'"):
         load_capping(tmp_path / "x.pt", experiments=["three"])
+    assert list(load_capping(tmp_path / "x.pt", experiments=iter(["two"]))) == ["two"]
+    for wrong in (1, "two"):
+        with pytest.raises(InvalidSpec, match=r"experiments=.*in a list"):
+            load_capping(tmp_path / "x.pt", experiments=wrong)
+    with pytest.raises(UnknownName, match="unknown experiment"):
+        load_capping(tmp_path / "x.pt", experiments=[["two"]])
 
 
 @pytest.mark.parametrize(

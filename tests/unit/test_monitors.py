@@ -17,10 +17,11 @@ from steercap import Add, Monitor
 from steercap.captures.fetching import Arrived
 from steercap.captures.rows import Captures
 from steercap.core.program import SteeringPlan, scope_masks
-from steercap.core.schema import PointSchema
+from steercap.core.schema import Coding, PointSchema
 from steercap.core.spec import Point
 from steercap.core.tokens import Range, TokenSelection
 from steercap.errors import CaptureNotFinite, InvalidSpec, InvalidVector, UnknownName
+from steercap.kernels.codecs import ENCODINGS
 from steercap.requests.monitor_readers import MonitorReader
 from steercap.requests.monitoring import STOPPED, Watch
 from steercap.server.call import Live, SteercapField, SteercapRequest
@@ -83,8 +84,8 @@ def test_points_keep_as_many_products_each() -> None:
     assert (columns, projected.points, projected.names) == ((0, 0, 1), (POINT, other), ("0", "1"))
     (data,) = projected.lowered.vectors.values()
     kept = torch.frombuffer(bytearray(data), dtype=torch.float32).view(2, 2, 2)
-    half = math.sqrt(0.5)
-    torch.testing.assert_close(kept, torch.tensor([[[0.0, 1.0], [0.0, 1.0]], [[1.0, 0.0], [half, half]]]))
+    # over the power of two above their norms: 4, 4 and 2
+    assert kept.tolist() == [[[0.0, 0.75], [0.0, 0.75]], [[0.5, 0.0], [0.5, 0.5]]]
 
 
 def test_probes_of_one_request_are_of_one_width() -> None:
@@ -273,11 +274,29 @@ async def test_a_row_without_a_score_is_an_error(value) -> None:
 
 
 async def test_products_are_scaled_to_the_probe() -> None:
-    """What is kept are products with a probe at length 1; scores are those with the probe itself, and its bias."""
+    """What `project=` keeps are products with a probe at length 1; scores are those with the probe, and its bias."""
     monitor = Monitor([3.0, 4.0], 0.0, 1, bias=0.5)
     captures = Captures({POINT: torch.tensor([[9.0, 2.0], [9.0, -1.0]])}, 4)
-    monitor_reader = MonitorReader(monitor, "0", POINT, (), 1)
+    monitor_reader = MonitorReader(monitor, "0", POINT, (), 1, monitor.length)
     assert monitor_reader.scores(captures).tolist() == pytest.approx([10.5, -4.5])
+
+
+@pytest.mark.parametrize("size", [1.0, 2.0**-100, 2.0**100])
+def test_a_score_is_the_same_whatever_else_is_kept(size) -> None:
+    """A row on the threshold: from products on the worker, and from rows. The products of probes are as exact as these."""
+    probe = np.array([3, 4, -1], np.float32) * np.float32(size)
+    rows = torch.tensor([[1.0, 1.0, 0.0], [-7.0, 2.5, 11.0]])
+    monitor = Monitor(probe, 0.0, 1)
+    projected, (column,) = compile_probes([monitor], [POINT], {POINT: 0})
+    (data,) = projected.lowered.vectors.values()
+    coding, schema = Coding("projected", 1), PointSchema((3,), "float32")
+    vectors = torch.frombuffer(bytearray(data), dtype=torch.float32).view(1, 3)
+    encoding = ENCODINGS["projected"]
+    products = encoding.decode(encoding.encode(rows, schema, coding, vectors), schema, coding)
+    kept = MonitorReader(monitor, "0", POINT, (), column, monitor.power).scores(Captures({POINT: products}, 4))
+    whole = MonitorReader(monitor, "0", POINT, (), None).scores(Captures({POINT: rows}, 4))
+    wanted = rows.double().numpy() @ probe.astype(np.float64)
+    assert kept.tolist() == whole.tolist() == wanted.tolist()
 
 
 # What goes into a stream

@@ -104,6 +104,15 @@ class TestFolders:
         assert beside.directions["a"][1].tolist() == (found["a"]["pos_3"] - rows(99))[1].tolist()
         with pytest.raises(LayerOutOfRange, match=r"\[4\]"):
             load_personas(tmp_path / "vectors", raw=True, layers=[4])
+        once = load_personas(tmp_path / "vectors", raw=True, layers=iter([2, 0]))
+        assert once.directions == load_personas(tmp_path / "vectors", raw=True, layers=[2, 0]).directions
+        levels = load_levels(tmp_path / "vectors" / "c.pt", layers=iter([1]))
+        assert levels == load_levels(tmp_path / "vectors" / "c.pt", layers=[1])
+        assert len(levels) > 1
+        for read in (load_levels, load_personas):
+            for wrong in (1, "1"):
+                with pytest.raises(InvalidSpec, match=r"layers=.*in a list"):
+                    read(tmp_path / "vectors" / "c.pt", layers=wrong)
 
     def test_one_file_is_read_as_in_its_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """With the defaults beside its folder, by a relative path too; `steercap compare --vectors` takes it."""

@@ -32,7 +32,7 @@ from steercap.core.plan import CapturePlan, Plan
 from steercap.core.schema import Coding, PointSchema
 from steercap.core.tokens import Range
 from steercap.engine.sae_readers import compile_readers
-from steercap.errors import InvalidFile, InvalidSpec, PointSplit
+from steercap.errors import InvalidEdit, InvalidFile, InvalidSpec, InvalidVector, PointSplit
 from steercap.kernels.codecs.coded import CodedRows
 from steercap.kernels.codecs.topk import HEAD
 from steercap.saes import formats
@@ -427,11 +427,111 @@ def test_features_stay_what_they_are_through_bytes() -> None:
     assert found.dense()[2].tolist() == [4, 3, 2, 0]
     assert found.dense()[3].isnan().all()
     assert found.of_feature(1)[:3].tolist() == [3, 0, 3]
+    assert found.of_feature(np.int64(1))[:3].tolist() == found.of_feature(torch.tensor(1))[:3].tolist() == [3, 0, 3]
     assert found[1:3].ids.shape == (2, 3)
+    for one in (2, -2, np.int64(2), torch.tensor(2)):
+        assert (found[one].ids.tolist(), len(found[one])) == ([[0, 1, 2]], 1)
+        assert "1 rows" in repr(found[one])
+    assert len(list(found)) == 4
     assert STRONGEST.row_bytes(schema, coding) == HEAD + 24
     for wrong in (4, -1, True, 1.0):
         with pytest.raises(InvalidSpec, match="features 0 to 3"):
             found.of_feature(wrong)
+
+
+# What they write
+
+
+NORMALISED = ("none", "constant_norm_rescale", "layer_norm")
+
+
+def in_numpy(own: RandomSAE) -> tuple[np.ndarray, np.ndarray]:
+    """Encoder and decoder weights in float64."""
+    return own.tensors["W_enc"].astype(np.float64), own.tensors["W_dec"].astype(np.float64)
+
+
+@pytest.mark.parametrize("normalisation", ["none", "constant_norm_rescale"])
+def test_a_feature_is_added_as_its_activation_is_decoded(normalisation, tmp_path) -> None:
+    """SAELens multiplies the reconstruction by the row's norm over √d_in; the edit is applied by its formula, in NumPy."""
+    own = some(normalize_activations=normalisation)
+    sae, rows = SAE.load(own.write(tmp_path)), ROWS.double().numpy()
+    written = 5.0 * in_numpy(own)[1][7]
+    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    wanted = written * (norms / np.sqrt(WIDTH) if normalisation != "none" else np.ones_like(norms))
+    edit = sae.add_feature(7, np.float32(5.0))
+    vector = edit.vector.double().numpy()
+    sizes = edit.scale * (norms / np.linalg.norm(vector) if edit.relative else np.ones_like(norms))
+    np.testing.assert_allclose(sizes * vector, wanted, rtol=1e-5, atol=1e-6)
+    acts = sae.encode(ROWS)
+    more = acts.clone()
+    more[:, 7] += 5
+    np.testing.assert_allclose((sae.decode(more, ROWS) - sae.decode(acts, ROWS)).numpy(), wanted, rtol=1e-3, atol=1e-3)
+    assert (sae.add_feature(7, 0.5, relative=True).scale, sae.add_feature(7, 0.5, relative=True).relative) == (
+        0.5,
+        True,
+    )
+
+
+def test_an_amount_that_no_edit_can_follow_is_refused(tmp_path) -> None:
+    """Where the scale of what a feature writes is not the norm of the row; a fraction of that norm always works."""
+    spread = SAE.load(some(normalize_activations="layer_norm").write(tmp_path / "ln"))
+    centred = SAE.load(some(normalize_activations="constant_norm_rescale").write(tmp_path / "c"), centred=True)
+    for sae in (spread, centred):
+        with pytest.raises(InvalidSpec, match=r"scales what a feature writes by a spread of each row.*relative=True"):
+            sae.add_feature(7, 5.0)
+        assert sae.add_feature(7, 0.5, relative=True).relative
+    plain = SAE.load(some(normalize_activations="constant_norm_rescale").write(tmp_path / "p"))
+    for wrong in ("5", True, float("nan")):
+        with pytest.raises(InvalidEdit, match="Add: scale="):
+            plain.add_feature(7, wrong)
+    plain.decoder[9] = 0
+    with pytest.raises(InvalidVector, match="zero"):
+        plain.add_feature(9, 5.0)
+
+
+@pytest.mark.parametrize("normalisation", NORMALISED)
+def test_what_is_decoded_is_checked(normalisation, tmp_path) -> None:
+    """A scale is never that of another token: as many rows as activations, each of all features."""
+    sae = SAE.load(some(normalize_activations=normalisation).write(tmp_path))
+    acts, features = sae.encode(ROWS), sae.strongest(ROWS, 400)
+    torch.testing.assert_close(sae.decode(features.dense(), ROWS), sae.decode(acts, ROWS))
+    for wrong in (acts[0], acts[:, :3], acts[None], acts.long(), features, acts.numpy()):
+        with pytest.raises(InvalidSpec, match=r"activations=.*give floats \[rows, 400\]"):
+            sae.decode(wrong, ROWS)
+    for few in (ROWS[:1], ROWS[:5]):
+        if normalisation != "none":
+            with pytest.raises(InvalidSpec, match=f"90 activations and {len(few)} rows"):
+                sae.decode(acts, few)
+    for wrong in (ROWS[0], ROWS[:, :3], ROWS.long(), ROWS.view(2, 45, WIDTH), [1.0]):
+        with pytest.raises(InvalidSpec, match=r"give floats \[rows, 48\]; one row as row\[None\], batches"):
+            sae.encode(wrong)
+
+
+@pytest.mark.parametrize("normalisation", NORMALISED)
+def test_sums_are_of_float32_whatever_the_process_has_set(normalisation, tmp_path) -> None:
+    """Autocast to bfloat16 would be off by hundredths, and give another dtype."""
+    own = some(normalize_activations=normalisation)
+    sae = SAE.load(own.write(tmp_path))
+    acts, back = sae.encode(ROWS), sae.decode(sae.encode(ROWS), ROWS)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, again, few = sae.encode(ROWS), sae.decode(acts, ROWS), sae.strongest(ROWS, 400)
+    assert (found.dtype, again.dtype) == (torch.float32, torch.float32)
+    assert (np.abs(found.numpy() - own.encode(ROWS)) <= own.slack(ROWS)).mean() > 0.999
+    assert torch.equal(found, acts)
+    assert torch.equal(again, back)
+    assert torch.equal(few.dense(), sae.strongest(ROWS, 400).dense())
+
+
+def test_what_an_sae_returns_can_be_changed_and_trained_on(tmp_path) -> None:
+    """Activations and reconstructions are tensors like any other."""
+    sae = SAE.load(some().write(tmp_path))
+    acts, back = sae.encode(ROWS), sae.decode(sae.encode(ROWS))
+    acts[:, 2] = 0
+    back += 1
+    sae.strongest(ROWS, 5).values[0] = 0
+    probe = torch.zeros(400, requires_grad=True)
+    (acts @ probe).sum().backward()
+    torch.testing.assert_close(probe.grad, acts.sum(0))
 
 
 # In a worker

@@ -166,6 +166,25 @@ def test_products_are_of_float32_whatever_the_process_has_set() -> None:
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision(before)
+    rows = some_rows(40)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with exact_products():
+            assert (rows @ rows.T).dtype == torch.float32
+        moments_agree(state_of("moments", rows, 7), rows)
+        assert (rows @ rows.T).dtype == torch.bfloat16
+
+
+def test_rows_too_small_for_their_products_are_refused() -> None:
+    """Their variances are not none: NumPy's, which "variances" has. Rows that do not differ have none, however small."""
+    rows = some_rows(20) * 1e-25
+    for take in (SKETCHES["moments"].variance, SKETCHES["moments"].covariance, SKETCHES["moments"].spectrum):
+        with pytest.raises(InvalidRequest, match="use the kind 'variances'"):
+            take(state_of("moments", rows))
+        take(state_of("moments", rows * 1e10))
+        take(state_of("moments", rows[:1].repeat(20, 1), 3))
+        take(state_of("moments", rows * 0))
+    known = rows.double().numpy().var(0, ddof=1)
+    assert SKETCHES["variances"].variance(state_of("variances", rows)).numpy() == pytest.approx(known, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", SKETCHES)

@@ -37,7 +37,10 @@ def test_a_row_is_moved_by_the_translator_of_the_layer_that_reads_it(tmp_path, s
     rows = torch.randn(5, WIDTH)
     places = {Point(0, "embed"): 0, Point(1, "resid_pre"): 1, Point(0, "resid_post"): 1, Point(1, "resid_post"): 2}
     for point, index in places.items():
-        assert torch.allclose(lens.translate(rows, point), rows + translators[index](rows), atol=1e-6), point
+        known = rows + translators[index](rows)
+        assert torch.allclose(lens.translate(rows, point), known, atol=1e-6), point
+        with torch.autocast("cpu", dtype=torch.bfloat16):  # of float32 whatever the process has set
+            assert torch.allclose(lens.translate(rows, point), known, atol=1e-6), point
     assert torch.equal(lens.translate(rows, Point(LAYERS - 1, "resid_post")), rows)
 
 

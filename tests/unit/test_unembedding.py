@@ -59,6 +59,24 @@ def test_logits_of_the_last_layer_are_the_models(family) -> None:
     agrees(tiny_checkpoint(family))
 
 
+def test_logits_are_of_float32_whatever_the_process_has_set() -> None:
+    """Under autocast too, against transformers without it; they are tensors that can be changed."""
+    path = tiny_checkpoint("qwen3")
+    reference, found = Reference(path), Unembedding.load(path)
+    point = Point(reference.model.config.num_hidden_layers - 1, "resid_post")
+    rows, tokens = reference.rows(IDS, [point])[point], torch.tensor(IDS)
+    with torch.no_grad():
+        known = reference.model(torch.tensor([IDS]), use_cache=False).logits[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits, (directions, constants), read = found.logits(rows), found.directions(rows, tokens), found.read(rows)
+    assert (logits - known).abs().max() < 1e-4 * known.abs().max()
+    own = (directions * rows).sum(dim=1) + constants
+    assert (own - known[torch.arange(len(IDS)), tokens]).abs().max() < 1e-4 * known.abs().max()
+    assert torch.equal(read, found.read(rows))
+    for one in (logits, directions, read, rows):
+        one.add_(1)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2", "cohere", "granite", "minicpm3", "stablelm", "phi"])
 def test_a_frozen_norm_is_the_derivative_less_that_of_its_scale(family) -> None:
     """Against autograd, which lets the scale move: d logit / d row = direction - row (direction · row) / ‖row‖²."""

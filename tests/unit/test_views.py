@@ -139,6 +139,7 @@ def test_a_lens_needs_rows_of_the_stream(lensed) -> None:
         ({"site": "mlp_out"}, "residual stream"),
         ({"site": "resid_pre"}, "no row of 'resid_pre'"),
         ({"top": 0}, "top=0"),
+        ({"top": True}, "top=True"),
         ({"top": 513}, "to 512"),
     ):
         with pytest.raises(errors.InvalidRequest, match=says):

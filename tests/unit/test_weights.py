@@ -208,6 +208,9 @@ def test_blocks_do_to_rows_what_the_modules_do(family, layer) -> None:
     near(block.forward(seen.read_by_mlp.repeat(3, 1))[2:], seen.mlp_adds)
     attention = model.attention_block(layer)
     near(attention.forward(seen.read_by_attention), seen.attention_adds)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # of float32 whatever the process has set
+        near(block.forward(seen.read_by_mlp), seen.mlp_adds)
+        near(attention.forward(seen.read_by_attention), seen.attention_adds)
     layout = model._layout
     for read, name, normed in (
         (attention.queries, layout.query, layout.query_norm),

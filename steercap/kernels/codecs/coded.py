@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 from steercap.core.schema import ATTENTION, RAW, Coding, PointSchema
 from steercap.core.spec import Point
-from steercap.core.values import shown
+from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSpec
 from steercap.kernels.codecs import ENCODINGS, MOST_INDEXED, Codec
 
@@ -70,9 +70,10 @@ class CodedRows:
     def __len__(self) -> int:
         return len(self.parts["q"])
 
-    def __getitem__(self, rows: slice | torch.Tensor) -> CodedRows:
-        """Select rows by a slice, or by a tensor of indices or a mask."""
-        return replace(self, parts={name: part[rows] for name, part in self.parts.items()})
+    def __getitem__(self, rows: int | slice | torch.Tensor) -> CodedRows:
+        """Select rows by one index, a slice, or a tensor of indices or a mask."""
+        kept = row_index(rows)
+        return replace(self, parts={name: part[kept] for name, part in self.parts.items()})
 
     def __repr__(self) -> str:
         return f"CodedRows({len(self)} rows of {self.schema} as {self.coding}, {self.nbytes:,} bytes)"
@@ -213,6 +214,12 @@ class CodedRows:
         vectors = vectors.double()
         matrix = self._codec.matrix(self.schema.width, self.coding)
         return vectors if matrix is None else vectors @ matrix.double().T * self.coding.k**-0.5
+
+
+def row_index(rows: int | slice | torch.Tensor) -> list[int] | slice | torch.Tensor:
+    """Return an index that keeps the axis of rows: the number of one row becomes a list of it."""
+    index = None if getattr(rows, "ndim", 0) else index_of(rows)
+    return cast("slice | torch.Tensor", rows) if index is None else [index]
 
 
 def _half_ulp(rows: torch.Tensor) -> torch.Tensor:

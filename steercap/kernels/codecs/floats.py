@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 import torch
 
 from steercap.core.schema import RAW, REDUCED
-from steercap.kernels.bits import FP8_HEAD, FP8_MOST
+from steercap.kernels.bits import FP8_HEAD, FP8_MOST, exact_products
 from steercap.kernels.codecs import Alike, Codec, Encoding, added, dtype_of, packed
 from steercap.kernels.codecs.uniform import floats, heads, restored, step_of
 
@@ -70,7 +70,8 @@ class ProjectionEncoding(Encoding):
         self, rows: torch.Tensor, schema: PointSchema, coding: Coding, vectors: torch.Tensor | None
     ) -> torch.Tensor:
         assert vectors is not None, "rows are projected on directions"
-        return (rows.float() @ vectors.T).contiguous().view(torch.uint8)
+        with exact_products():
+            return (rows.float() @ vectors.T).contiguous().view(torch.uint8)
 
     def decode(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> torch.Tensor:
         return stored.view(torch.float32).view(-1, coding.k)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 import numpy as np
 import torch
 
-from steercap.kernels.bits import GROUP
+from steercap.kernels.bits import GROUP, exact_products
 from steercap.kernels.codecs import Alike, Codec, added, dtype_of, packed
 from steercap.kernels.codecs.uniform import about_zero, floats, groups_of, heads, of_members, restored
 
@@ -77,7 +77,8 @@ class RandomProjection(Codec):
         self, rows: torch.Tensor, schema: PointSchema, coding: Coding, vectors: torch.Tensor | None
     ) -> torch.Tensor:
         assert vectors is not None, "rows are projected with a matrix"
-        numbers = rows.float() @ vectors.T * coding.k**-0.5
+        with exact_products():
+            numbers = rows.float() @ vectors.T * coding.k**-0.5
         scale, codes = about_zero(groups_of(numbers, GROUP), self._steps)
         whole = codes.flatten(1)[:, : coding.k].to(self._dtype).contiguous()
         return torch.cat([heads(scale), whole.view(torch.uint8)], dim=1)

@@ -78,6 +78,7 @@ class Kind(ABC):
 
         Raises:
             InvalidSpec: this kind holds no covariance.
+            InvalidRequest: the rows are so small that their products are zero.
         """
         raise InvalidSpec(f"a {name_of(self)} sketch holds no covariance; use the kind 'moments'")
 
@@ -86,6 +87,7 @@ class Kind(ABC):
 
         Raises:
             InvalidSpec: this kind holds no variances.
+            InvalidRequest: the rows are so small that their products are zero.
         """
         raise InvalidSpec(f"a {name_of(self)} sketch holds no variances; use the kind 'variances' or 'moments'")
 

@@ -14,17 +14,21 @@ from typing import ClassVar, Final
 import torch
 from jaxtyping import Float
 
+from steercap.errors import InvalidRequest
 from steercap.kernels.bits import exact_products
 from steercap.kernels.sketches import Kind, SketchState, move_mean, signed
 
 #: Bytes of the part of a covariance that is updated at once; temporaries take a few times as much.
 PART_BYTES: Final = 64 << 20
+#: Rounding of the sum of all squares, in float64, as a share of it.
+ALIKE: Final = 1e-9
 
 
 class Moments(Kind):
     """Mean, float64 [width], and sum of products of deviations from it, float32 [2, width, width].
 
-    The second half of the latter holds the rounding errors of the first (Neumaier).
+    The second half of the latter holds the rounding errors of the first (Neumaier). Deviations below 1e-19 lose bits,
+    since their products are below the least normal float32.
     """
 
     #: No element of the sum exceeds the sum of all squares.
@@ -52,15 +56,31 @@ class Moments(Kind):
             lost[part] += other.tensors["scatter"][1, part]
 
     def covariance(self, state: SketchState) -> Float[torch.Tensor, "width width"]:
+        _check_scatter(state)
         total = state.tensors["scatter"].sum(0, dtype=torch.float64)
         return total.add(total.T).div_(2 * (state.rows - 1))
 
     def variance(self, state: SketchState) -> Float[torch.Tensor, " width"]:
+        _check_scatter(state)
         return state.tensors["scatter"].diagonal(dim1=1, dim2=2).sum(0, dtype=torch.float64) / (state.rows - 1)
 
     def spectrum(self, state: SketchState) -> tuple[Float[torch.Tensor, " k"], Float[torch.Tensor, "k width"]]:
         values, vectors = torch.linalg.eigh(self.covariance(state))
         return values.flip(0).clamp_(min=0), signed(vectors.T.flip(0))
+
+
+def _check_scatter(state: SketchState) -> None:
+    """Check that the products of rows that differ have not all become zero.
+
+    Raises:
+        InvalidRequest: they have.
+    """
+    alike = state.rows * float(state.tensors["mean"].square().sum())
+    if state.squares - alike > ALIKE * state.squares and not bool(state.tensors["scatter"].any()):
+        raise InvalidRequest(
+            "the rows of a moments sketch differ by less than 1e-22, whose products are zero in float32; use the kind "
+            "'variances', or larger rows"
+        )
 
 
 def add_compensated(total: torch.Tensor, lost: torch.Tensor, term: torch.Tensor) -> None:

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float
 
 from steercap.core.display import described
-from steercap.core.values import shown
-from steercap.errors import InvalidVector
+from steercap.core.values import index_of, parts_of, shown
+from steercap.errors import InvalidSpec, InvalidVector
 from steercap.files.fingerprint import short_name
 
 #: User input for a vector, or for rows: a tensor, an array, or numbers; kept as a float32 copy. For a single layer also
@@ -68,20 +68,23 @@ def at_layer(value: Any, what: str, layer: int | None, site: str) -> Any:
     """
     if not isinstance(value, Mapping):
         return value
-    known = list(value)
-    if not known or not all(isinstance(key, int) for key in known):
-        hint = f", as in directions[{known[0]!r}]" if known else ""
-        raise InvalidVector(f"{what} is a mapping with keys {shown(known)}; give a vector, or vectors by layer{hint}")
+    keys = {index_of(key): key for key in value}
+    known = [index for index in keys if index is not None]
+    if not known or len(known) < len(value):
+        hint = f", as in directions[{next(iter(value))!r}]" if value else ""
+        raise InvalidVector(
+            f"{what} is a mapping with keys {shown(list(value))}; give a vector, or vectors by layer{hint}"
+        )
     if layer is None:
         raise InvalidVector(f"{what} has a vector for each of layers {known}; give layer=, one of these, to each edit")
-    if layer not in value:
+    if layer not in keys:
         near = min(known, key=lambda one: abs(one - layer))
         hint = f"the nearest is {near}" if layer >= 0 else "count from 0 here, as they do"
         raise InvalidVector(f"{what} has no vector for layer={layer}; it has them for layers {known}; {hint}")
     of = getattr(value, "site", site)  # a dict has none
     if of != site:
         raise InvalidVector(f"{what} is for site {of!r}, not for site={site!r}; give site={of!r}")
-    return value[layer]
+    return value[keys[layer]]
 
 
 def model_of(given: Mapping[str, Any], what: str) -> str:
@@ -102,6 +105,18 @@ def models_of(labels: Iterable[str]) -> list[str]:
     for label in filter(None, labels):
         known.setdefault(short_name(label), label)
     return list(known.values())
+
+
+def several(given: object, what: str) -> list[Any]:
+    """Return the items of a list, or of anything else that has some, as plain values.
+
+    Raises:
+        InvalidSpec: it has none, is text or has no end.
+    """
+    found = parts_of(given, what)
+    if found is None:
+        raise InvalidSpec(f"{what}={shown(given)}; give several in a list")
+    return found
 
 
 def float32_copy(value: Any, what: str, *shapes: str) -> Float[torch.Tensor, " ..."]:

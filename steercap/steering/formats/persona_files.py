@@ -25,6 +25,7 @@ from steercap.errors import InvalidFile, InvalidSpec, UnknownName
 from steercap.files.base import blame, check_extension, read_pt, require_file, write_whole
 from steercap.files.pickled import PickledArray, StandIn, read_pickled
 from steercap.steering.directions import DirectionSet
+from steercap.steering.edits.inputs import several
 from steercap.steering.layers import LayerVectors
 
 #: Levels that people use by default: of roles, of traits, of captures.
@@ -62,18 +63,17 @@ def load_levels(path: str | Path, *, model: str = "", layers: Iterable[int] | No
         layers: layers to keep; None for all.
 
     Returns:
-        Vectors at `resid_post` by level. A level whose rows are all zero is absent: some scripts write it for one
-        without answers.
+        Vectors at `resid_post` by level, without levels of zeros, which some scripts write where there are no answers.
 
     Raises:
         InvalidFile: damaged, not such a file, or with NaN or inf.
-        LayerOutOfRange: a layer that the file does not have.
+        LayerOutOfRange, InvalidSpec: a layer that the file does not have; layers that are no list.
     """
-    path = Path(path)
+    path, kept = Path(path), None if layers is None else several(layers, "layers")
     rows = {level: tensor for level, tensor in _tensors(path).items() if bool(tensor.any())}
     with blame(path):
         whole = {level: LayerVectors(dict(enumerate(own)), name=level, model=model) for level, own in rows.items()}
-    return whole if layers is None else {level: vectors.at_layers(layers) for level, vectors in whole.items()}
+    return whole if kept is None else {level: vectors.at_layers(kept) for level, vectors in whole.items()}
 
 
 def load_personas(
@@ -100,9 +100,9 @@ def load_personas(
     Raises:
         InvalidFile: no folder, no persona in it, no file of defaults, or a file is damaged or of another shape.
         UnknownName: no file has the level, or the defaults do not; the message lists those there are.
-        LayerOutOfRange: a layer that the files do not have.
+        LayerOutOfRange, InvalidSpec: a layer that the files do not have; layers that are no list.
     """
-    folder, kept = Path(folder), None if layers is None else list(layers)
+    folder, kept = Path(folder), None if layers is None else several(layers, "layers")
     wanted = DEFAULTS if level is None else (level,)
     found, vectors, lacking = Counter[str](), dict[str, dict[str, LayerVectors]](), dict[str, str]()
     paths, left_out = _listing(folder)

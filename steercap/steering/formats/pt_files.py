@@ -26,9 +26,10 @@ from typing import Any, Final, Literal
 import msgspec
 import torch
 
-from steercap.core.values import choices
+from steercap.core.values import choices, index_of, shown
 from steercap.errors import InvalidFile, InvalidSpec, UnknownName
 from steercap.files.base import blame, check_extension, read_pt, require_file, write_whole
+from steercap.steering.edits.inputs import several
 from steercap.steering.edits.replace import Cap
 from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec
@@ -52,15 +53,14 @@ def load_layers_pt(
         InvalidSpec: another base.
         InvalidFile: damaged, not such a tensor, or holding NaN or inf.
     """
-    _check_base(base)
-    path = Path(path)
+    first, path = _checked_base(base), Path(path)
     rows = read_pt(path)
     if not isinstance(rows, torch.Tensor) or rows.dim() != 2 or not rows.is_floating_point():
         raise InvalidFile(f"{path} holds {_shown(rows)}; expected one floating-point tensor [layers, hidden]")
-    if len(rows) <= base:
-        raise InvalidFile(f"{path} has {len(rows)} rows, which with base={base} leaves no layer; check base=")
+    if len(rows) <= first:
+        raise InvalidFile(f"{path} has {len(rows)} rows, which with base={first} leaves no layer; check base=")
     with blame(path):
-        return LayerVectors(dict(enumerate(rows[base:])), name=name, model=model, site=site)
+        return LayerVectors(dict(enumerate(rows[first:])), name=name, model=model, site=site)
 
 
 def save_layers_pt(vectors: LayerVectors, path: str | Path, *, base: Literal[0, 1]) -> Path:
@@ -70,14 +70,14 @@ def save_layers_pt(vectors: LayerVectors, path: str | Path, *, base: Literal[0, 
         InvalidSpec: another base, or a layer missing below the last, for which a row of zeros would be a lie.
         InvalidFile: the name has another extension.
     """
-    _check_base(base)
+    first = _checked_base(base)
     missing = sorted(set(range(max(vectors))) - set(vectors))
     if missing:
         raise InvalidSpec(
             f"{vectors!r} has no vector for layers {missing}, and a tensor has a row for each from 0; "
             "save it with LayerVectors.save, which keeps any layers"
         )
-    rows = torch.stack([torch.zeros(vectors.width)] * base + list(vectors.values()))
+    rows = torch.stack([torch.zeros(vectors.width)] * first + list(vectors.values()))
     path = Path(path)
     check_extension(path, ".pt")
     with write_whole(path) as scratch:
@@ -141,9 +141,12 @@ def save_steering_vector(vectors: LayerVectors, folder: str | Path, *, init_scal
     return path.parent
 
 
-def _check_base(base: object) -> None:
-    if base not in {0, 1} or isinstance(base, bool):
-        raise InvalidSpec(f"base={base!r}; give 0 if row 0 is layer 0, or 1 if row 0 is the embeddings")
+def _checked_base(base: object) -> int:
+    found = index_of(base)
+    if found not in {0, 1}:
+        raise InvalidSpec(f"base={shown(base)}; give 0 if row 0 is layer 0, or 1 if row 0 is the embeddings")
+    assert found is not None
+    return found
 
 
 def _shown(content: object) -> str:
@@ -164,20 +167,20 @@ def load_capping(
         experiments: ids to read; None for all.
 
     Raises:
-        InvalidSpec: another bound.
+        InvalidSpec: another bound, or experiments that are no list of ids.
         UnknownName: an experiment that the file does not have.
         InvalidFile: damaged, of another shape, or an experiment or vector that lacks something or holds NaN or inf.
     """
-    if bound not in {"high", "low"}:
-        raise InvalidSpec(f"bound={bound!r}; give 'high' for a greatest projection or 'low' for a least one")
-    path = Path(path)
+    if not isinstance(bound, str) or bound not in {"high", "low"}:
+        raise InvalidSpec(f"bound={shown(bound)}; give 'high' for a greatest projection or 'low' for a least one")
+    path, ids = Path(path), None if experiments is None else several(experiments, "experiments")
     found = read_pt(path)
     vectors = _item(path, "the file", found, "vectors", (dict,))
     by_id = _by_id(path, _item(path, "the file", found, "experiments", (list, tuple)))
-    wanted = list(by_id) if experiments is None else list(experiments)
+    wanted = list(by_id) if ids is None else ids
     for name in wanted:
-        if name not in by_id:
-            raise UnknownName(f"unknown experiment {name!r} of {path}; {choices(name, by_id)}")
+        if not isinstance(name, str) or name not in by_id:
+            raise UnknownName(f"unknown experiment {shown(name)} of {path}; {choices(name, by_id)}")
     return {name: _experiment(path, name, by_id[name], vectors, bound) for name in wanted}
 
 

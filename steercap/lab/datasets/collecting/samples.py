@@ -21,6 +21,7 @@ from steercap.core.spec import Point
 from steercap.core.tokens import Range, Tokens, TokenSelection, selected
 from steercap.core.values import Mask, index_of, mixed, mixed_all, number_of, shown
 from steercap.errors import EmptySelection, InvalidSelection, InvalidSpec
+from steercap.kernels.bits import exact_products
 from steercap.lab.datasets.collecting.documents import Window
 
 if TYPE_CHECKING:
@@ -256,7 +257,9 @@ class ByProbe(TokenSample):
         token_ids: Ints,  # noqa: ARG002
         captures: Any,
     ) -> Bools | None:
-        products = captures.elements((self.layer, self.probe.site)).flatten(1).float() @ self._vector
+        rows = captures.elements((self.layer, self.probe.site)).flatten(1).float()
+        with exact_products():
+            products = rows @ self._vector
         low = -np.inf if self.above is None else self.above
         high = np.inf if self.below is None else self.below
         found: Bools = ((products >= low) & (products <= high)).numpy()

@@ -19,6 +19,7 @@ from steercap.core.prompts import texts_of
 from steercap.core.spec import Layers
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSpec
+from steercap.kernels.bits import exact_products
 from steercap.lab.mechanism.analysis.given import (
     Vectors,
     in_stream,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 RANDOM = 1000
 
 
+@exact_products()
 def head_reads(
     vectors: Vectors,
     weights: ModelWeights,
@@ -81,6 +83,7 @@ def head_reads(
     return _table(rows, ("name", "layer", "part", "head", "strength", "z"), made)
 
 
+@exact_products()
 def qk_circuit(
     vectors: Vectors,
     weights: ModelWeights,
@@ -131,6 +134,7 @@ def qk_circuit(
     return _table(rows, ("query", "key", "layer", "head", "score", "z"), made)
 
 
+@exact_products()
 def ov_circuit(
     vectors: Vectors,
     weights: ModelWeights,
@@ -172,6 +176,7 @@ def ov_circuit(
     return _table(rows, columns, origin(directions, at=layer, random=random, seed=seed))
 
 
+@exact_products()
 def ov_tokens(
     vectors: Vectors, weights: ModelWeights, layer: int, heads: Sequence[tuple[int, int]], *, top: int = 10
 ) -> pa.Table:

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from steercap.core.spec import Layers, Point
 from steercap.core.values import count_of, shown
 from steercap.errors import InvalidSpec
+from steercap.kernels.bits import exact_products
 from steercap.lab.mechanism.analysis.given import Vectors, in_stream, named, origin, readers, units, writers
 from steercap.lab.mechanism.analysis.tables import once, table_of
 from steercap.lab.mechanism.weights.model import ModelWeights
@@ -85,6 +86,7 @@ class _FoundNeurons:
         self._rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
         self._compared = 0
 
+    @exact_products()
     def add(
         self,
         layer: int,
@@ -126,6 +128,7 @@ class _FoundNeurons:
         return table_of({name: [row[name] for row in kept] for name in columns}, **made)
 
 
+@exact_products()
 def nearest_features(vectors: Vectors, sae: SAE, *, top: int = 10, layer: int | None = None) -> pa.Table:
     """Find the features of an SAE whose decoder or encoder has the greatest cosine with a vector, of either sign.
 

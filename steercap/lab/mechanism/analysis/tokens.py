@@ -12,6 +12,7 @@ from steercap.core.prompts import texts_of
 from steercap.core.spec import Layers
 from steercap.core.values import count_of, shown
 from steercap.errors import InvalidSpec
+from steercap.kernels.bits import exact_products
 from steercap.lab.mechanism.analysis.given import Vectors, chosen_layers, in_stream, matrix, origin, units
 from steercap.lab.mechanism.analysis.tables import once, table_of
 from steercap.lab.mechanism.weights.model import ModelWeights
@@ -28,6 +29,7 @@ By: TypeAlias = Literal["logit", "z"]
 ENDS: Final = ("raised", "lowered")
 
 
+@exact_products()
 def vector_lens(
     vectors: Vectors,
     weights: ModelWeights,
@@ -87,6 +89,7 @@ def vector_lens(
     return _with_texts(rows, weights, ("name", "layer", "end", "place", "token_id", "token", "logit", "z"), made)
 
 
+@exact_products()
 def nearest_tokens(
     vectors: Vectors,
     weights: ModelWeights,

@@ -19,6 +19,7 @@ from jaxtyping import Float
 
 from steercap.core.extras import extra
 from steercap.errors import UnsupportedModel
+from steercap.kernels.bits import exact_products
 from steercap.lab.mechanism.analysis.given import LabelledRows, random_pairs
 from steercap.lab.mechanism.analysis.tables import table_of
 from steercap.lab.mechanism.comparison.layers import MODELS, AttentionPair, joined
@@ -109,6 +110,7 @@ class RelationNull:
         return (values - self.mean(angles)) / self.spread(angles)
 
 
+@exact_products()
 def scores(
     queries: Float[torch.Tensor, "n heads head_dim"], keys: Float[torch.Tensor, "m heads head_dim"]
 ) -> Float[torch.Tensor, "n m"]:

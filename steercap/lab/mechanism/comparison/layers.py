@@ -15,6 +15,7 @@ from jaxtyping import Float
 
 from steercap.core.display import brief
 from steercap.errors import InvalidFile, InvalidVector, UnsupportedModel
+from steercap.kernels.bits import exact_products
 from steercap.lab.mechanism.analysis.given import LabelledRows
 from steercap.lab.mechanism.analysis.tables import table_of
 from steercap.lab.mechanism.weights.applied import AttentionBlock, FeedForward
@@ -33,6 +34,7 @@ BLOCK_BYTES: Final = 64 << 20
 REINFORCED: Final = 5
 
 
+@exact_products()
 def susceptibility(pair: AttentionPair | FeedForwardPair, given: LabelledRows) -> pa.Table:
     """Measure how far training has turned what each matrix that reads the stream makes of vectors.
 

@@ -17,6 +17,7 @@ from steercap.core.prompts import texts_of
 from steercap.core.spec import Point
 from steercap.core.values import count_of, index_of, shown
 from steercap.errors import InvalidRequest
+from steercap.kernels.bits import exact_products
 from steercap.lab.mechanism.views.lens import checkpoint_of, tokenizer_of
 from steercap.lab.mechanism.weights.unembedding import Unembedding
 from steercap.saes.encoder import Features
@@ -147,10 +148,11 @@ def logit_attribution(
             f"logit_attribution: {sae} writes {sae.d_out} elements, and the stream has {read.shape[1]}"
         )
     scaled = read * (scales * factor)[:, None]
-    gave = dense * (scaled @ sae.decoder.T)
+    with exact_products():
+        gave, bias = dense * (scaled @ sae.decoder.T), scaled @ sae.decoder_bias
     order = gave.abs().topk(min(top, gave.shape[1]), dim=1).indices
     active = dense.gather(1, order)
-    contributions, bias = gave.gather(1, order), scaled @ sae.decoder_bias
+    contributions = gave.gather(1, order)
     whole, logits = gave.sum(dim=1), (read * last).sum(dim=1) + constants
     known = [*handle.token_ids.tolist(), *targets.tolist()]
     texts = texts_of(tokenizer, known)

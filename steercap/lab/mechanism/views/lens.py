@@ -12,6 +12,7 @@ import torch
 
 from steercap.core.extras import extra
 from steercap.core.prompts import FONT, drawn, lines_of, shortened, texts_of
+from steercap.core.values import count_of
 from steercap.errors import InvalidRequest
 from steercap.files.base import save_figure
 from steercap.lab.mechanism.views.heatmap import ABOVE, CENTRE, colour, ink
@@ -192,9 +193,8 @@ def logit_lens(
     checkpoint, revision = checkpoint_of(model)
     unembedding = unembedding or Unembedding.load(checkpoint, revision=revision)
     tokenizer = tokenizer_of(model)
-    if isinstance(top, bool) or not isinstance(top, int) or not 1 <= top <= unembedding.vocabulary:
-        raise InvalidRequest(f"logit_lens: top={top!r}; give a whole number from 1 to {unembedding.vocabulary}")
-    found = [unembedding.best(captures.elements((layer, site)), top) for layer in layers]
+    count = count_of(top, "logit_lens: top", 1, unembedding.vocabulary, wrong=InvalidRequest)
+    found = [unembedding.best(captures.elements((layer, site)), count) for layer in layers]
     token_ids = torch.stack([ids for ids, _ in found])
     distinct = token_ids.unique().tolist()
     known = dict(zip(distinct, texts_of(tokenizer, distinct), strict=True))

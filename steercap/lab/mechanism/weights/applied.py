@@ -18,6 +18,7 @@ from steercap.core.display import brief
 from steercap.core.spec import CaptureSpec
 from steercap.core.values import shown
 from steercap.errors import InvalidSpec
+from steercap.kernels.bits import exact_products
 from steercap.kernels.codecs import codec_of
 from steercap.kernels.codecs.random_projection import signs
 from steercap.lab.mechanism.weights import TensorFiles
@@ -117,8 +118,9 @@ class AttentionBlock:
             raise InvalidSpec(f"z={had}; give rows at the site z, [rows, {wanted[0]}, {wanted[1]}] of floats")
         coding = codec_of("rp8", CaptureSpec(codec="rp8", k=k).k, CaptureSpec(codec="rp8", seed=seed).seed)
         drawn = signs(coding.k, len(self.output[0]), coding.seed) * coding.k**-0.5
-        through = (drawn @ self.output[0]).unflatten(1, wanted)
-        found: torch.Tensor = torch.einsum("rnd,knd->rnk", z.float(), through)
+        with exact_products():
+            through = (drawn @ self.output[0]).unflatten(1, wanted)
+            found: torch.Tensor = torch.einsum("rnd,knd->rnk", z.float(), through)
         return found
 
     def folded(self) -> AttentionWeights:
@@ -183,7 +185,7 @@ class FeedForward:
         Args:
             rows: rows of the stream at the block's input, any dtype.
         """
-        with torch.inference_mode():
+        with torch.no_grad(), exact_products():
             found = _normed(self.post, self.inner(self.normed(rows)))
             return found * self.factor
 
@@ -241,6 +243,7 @@ def _normed(norm: FrozenNorm | None, rows: torch.Tensor) -> torch.Tensor:
     return rows if norm is None else norm(rows)
 
 
+@exact_products()
 def _projected(rows: torch.Tensor, linear: Linear) -> torch.Tensor:
     weight, bias = linear
     return torch.nn.functional.linear(rows, weight, bias)

@@ -20,6 +20,7 @@ from jaxtyping import Float
 
 from steercap.core.display import brief
 from steercap.errors import UnsupportedModel
+from steercap.kernels.bits import exact_products
 
 #: Maximum distance of a normed row from its linear form, relative to the row's length.
 LINEAR: Final = 1e-4
@@ -45,7 +46,7 @@ class FrozenNorm:
         self.module, self.width = module, width
         signs = torch.ones(1, width)
         signs[:, 1::2] = -1  # of mean 0 and length √width, where the width is even
-        with torch.inference_mode():
+        with torch.no_grad():
             self.constant = module(torch.zeros(1, width))[0]
             self.gain = (module(signs)[0] - self.constant) * signs[0]
         self.centred = False
@@ -58,7 +59,7 @@ class FrozenNorm:
 
     def __call__(self, rows: Float[torch.Tensor, "*any width"]) -> Float[torch.Tensor, "*any width"]:
         """Apply the norm itself to whole rows."""
-        with torch.inference_mode():
+        with torch.no_grad():
             found: torch.Tensor = self.module(rows)
             return found
 
@@ -162,6 +163,7 @@ class AttentionWeights:
         """Number of query heads that share a key and a value."""
         return self.heads // self.key.weight.shape[0]
 
+    @exact_products()
     def written(self, rows: Float[torch.Tensor, "rows hidden"]) -> Float[torch.Tensor, "heads rows hidden"]:
         """Return each head's output into the stream when it attends to a row with weight one, without constants.
 
@@ -235,7 +237,8 @@ def reading(
     weight, bias = linear
     constant = torch.zeros(len(weight)) if bias is None else bias
     if norm is not None:
-        constant = constant + weight @ norm.constant
+        with exact_products():
+            constant = constant + weight @ norm.constant
         weight = norm.through(weight)
     if behind is not None:
         parts = (-1, behind.width)

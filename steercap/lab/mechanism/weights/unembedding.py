@@ -15,6 +15,7 @@ from torch import nn
 
 from steercap.architectures.families import family_of
 from steercap.errors import InvalidRequest, UnsupportedModel
+from steercap.kernels.bits import exact_products
 from steercap.lab.mechanism.weights import TensorFiles, configuration, skeleton
 from steercap.lab.mechanism.weights.blocks import FrozenNorm
 
@@ -113,7 +114,7 @@ class Unembedding:
         Args:
             directions: directions in the stream, [n, hidden].
         """
-        with torch.inference_mode():
+        with torch.no_grad(), exact_products():
             return self.norm.linear(directions) @ self.weight.T * self._factor
 
     @cached_property
@@ -144,7 +145,7 @@ class Unembedding:
             raise InvalidRequest(
                 f"rows have width {rows.shape[-1]}, and this unembedding takes {self.width}; give rows of its model"
             )
-        with torch.inference_mode():
+        with torch.no_grad(), exact_products():
             found: torch.Tensor = self._head(self._norm(rows.float())) * self._factor
             return found if self._softcap is None else torch.tanh(found / self._softcap) * self._softcap
 
@@ -173,7 +174,7 @@ class Unembedding:
                 f"rows {tuple(rows.shape)} and tokens up to {int(token_ids.max())}; this unembedding takes rows of "
                 f"{self.width} and tokens below {self.vocabulary}"
             )
-        with torch.inference_mode():
+        with torch.no_grad(), exact_products():
             weights = self.weight[token_ids] * self._factor
             constants, bias = weights @ self.norm.constant, dict(self._head.named_parameters()).get("bias")
             if bias is not None:
