@@ -21,8 +21,9 @@ from steercap.core.prompts import tokens_of
 from steercap.core.protocols import NonCopyable
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Layers, Point
+from steercap.core.values import shown
 from steercap.engine.memory import MemoryNeed, check_memory
-from steercap.errors import UnsupportedModel
+from steercap.errors import InvalidSetting, UnsupportedModel
 from steercap.files.fingerprint import identity_of, model_name, tokenizer_of
 from steercap.requests.answers import LocalBackend
 from steercap.requests.calls import Calls
@@ -139,6 +140,12 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
             sae_bytes=sae_bytes,
             restart=restart,
         )
+        for name, value in (("spill_folder", spill_folder), ("spill_bytes", spill_bytes)):
+            if value is not None and self.settings.overflow != "spill":
+                raise InvalidSetting(
+                    f"{name}={shown(value)} has no effect with overflow={self.settings.overflow!r}; give "
+                    "overflow='spill' too, or leave it out"
+                )
         arguments, own = with_preset(preset, engine_args), "max_model_len" in engine_args
         self.serving: Serving = Serving(self.model, self.settings, arguments, cut=not own)
         self._backend = LocalBackend(self.serving)

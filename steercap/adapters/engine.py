@@ -44,6 +44,7 @@ from steercap.architectures.sites import SITES
 from steercap.config import LAYER_END, Settings
 from steercap.core.plan import EXTRA_ARGS_KEY, Plan
 from steercap.core.spec import Point
+from steercap.core.values import shown
 from steercap.errors import EngineDied, EngineFailure, InvalidRequest, ModelNotLoaded, SteercapError
 from steercap.kernels.bits import overflows_later
 
@@ -100,6 +101,8 @@ class VllmEngine:
         self._unserved: Final = unserved
         config = llm.vllm_config.model_config
         self.model_name: str = config.model
+        #: Commit of a model from the hub, "" if vLLM does not know it.
+        self.commit: Final = str(getattr(config.hf_config, "_commit_hash", None) or "")
         #: transformers' names of the architecture, which files may have for the model's.
         self.model_types: Final[tuple[str, str]] = (config.hf_config.model_type, config.hf_text_config.model_type)
         self.num_layers: int = config.get_total_num_hidden_layers()
@@ -108,6 +111,7 @@ class VllmEngine:
         self.vocabulary: int = config.get_vocab_size()
         self.config: Final = config.hf_text_config
         self.max_logprobs: int = config.max_logprobs
+        self._policy: Final = llm.vllm_config.scheduler_config.policy
         self._verifies_on_v2 = llm.vllm_config.use_v2_model_runner and llm.vllm_config.speculative_config is not None
         #: Number of requests that were aborted, or never ran: their first pass may still be on its way to a worker.
         self.aborted = 0
@@ -255,6 +259,11 @@ class VllmEngine:
             EngineFailure: the engine has died.
         """
         self._connection.require_alive(FRESH_SECONDS)
+        if (priority := options.get("priority")) and self._policy != "priority":
+            raise InvalidRequest(
+                f"priority={shown(priority)}: this engine serves requests in order of arrival; start it with "
+                "scheduling_policy='priority', or leave it out"
+            )
         ready = {**options, "lora_request": await self._adapters.ready(options.get("lora_request"), params)}
         await self._wire.check(prompt.payload, params, ready)
         return ready

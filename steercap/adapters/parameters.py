@@ -71,21 +71,20 @@ def read_params(given: Any) -> SamplingParams:
 
 
 class ParamsReader:
-    """Reader of users' sampling parameters that converts the last object again only if it has changed."""
+    """Reader of users' sampling parameters that converts them again only if they differ from the last ones."""
 
     def __init__(self) -> None:
-        self._given: Any = self  # nothing yet
-        self._copied: Any = None
+        self._copied: Any = self  # nothing yet
         self._types: tuple[Any, ...] = ()
         self._params = SamplingParams()
 
     def read(self, given: Any) -> SamplingParams:
         """Convert sampling parameters; see `read_params`."""
         types = (*(given if type(given) is dict else ()), *map(type, _values(given)))
-        if given is not self._given or types != self._types or given != self._copied:
-            self._params, self._given = read_params(given), self
+        if types != self._types or given != self._copied:
+            self._params, self._copied = read_params(given), self
             if all(type(one) in _ATOMS or (type(one) is list and not one) for one in _values(given)):
-                self._given, self._copied, self._types = given, copy.deepcopy(given), types
+                self._copied, self._types = copy.deepcopy(given), types
         return copy.copy(self._params)
 
 

@@ -108,6 +108,7 @@ class Connection:
         self._timeout = timeout
         self._transport = transport
         self._home: OwnerLoop | None = None
+        self._starting = asyncio.Lock()
         self._http: httpx.AsyncClient | None = None
         self._broken: type[Exception] = OSError  # httpx's own, once it is imported
         self._described: Described | None = None
@@ -127,31 +128,40 @@ class Connection:
             InvalidRequest: it has no model of the name.
         """
         with extra("client"):
-            import httpx
+            import httpx  # noqa: F401 -- or the error names the extra
 
         self._require_not_closed()
         self._home = self._home or OwnerLoop("this connection")
         self._home.require()
-        if self._described is not None:
-            return
+        async with self._starting:
+            self._require_not_closed()
+            if self._described is None:
+                await within(self.running, self._open, self._ended)
+
+    async def _open(self) -> None:
+        """Open the connection and describe the server; if that fails, close it."""
+        import httpx
+
         self._broken = httpx.TransportError
         headers = {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
         limits = httpx.Limits(max_connections=None, keepalive_expiry=IDLE_SECONDS)
+        transport = self._transport
         if self.socket:
             self._require_own_socket()
-            self._transport = self._transport or httpx.AsyncHTTPTransport(uds=self.socket, limits=limits)
-        self._http = self._http or httpx.AsyncClient(
+            transport = transport or httpx.AsyncHTTPTransport(uds=self.socket, limits=limits)
+        http = self._http = httpx.AsyncClient(
             base_url=BY_SOCKET if self.socket else self.url,
             headers=headers,
             timeout=httpx.Timeout(self._timeout, connect=CONNECT_SECONDS, pool=None),
             limits=limits,
-            transport=self._transport,
+            transport=transport,
         )
         try:
             self._described = await self._describe()
         except BaseException:
-            http, self._http = self._http, None
-            await scoped(http.aclose)
+            if self._http is http:  # else closing the connection closes it
+                self._http = None
+                await scoped(http.aclose)
             raise
 
     def _require_own_socket(self) -> None:

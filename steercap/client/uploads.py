@@ -67,9 +67,9 @@ class Uploads:
         try:
             async with one.turn:
                 if not one.there:
+                    self._connection.hold(f"{VECTORS}/{one.name}")  # the server may have it if this is cancelled
                     await self.put(one.name, data)
                     one.there = True
-                    self._connection.hold(f"{VECTORS}/{one.name}")
             yield one.name
         except InvalidSpec as error:
             if one.name in str(error):  # somebody deleted it there, or the server is another one by now

@@ -204,19 +204,24 @@ class Budget:
         return reservations
 
     def hopeless(self) -> Reservation | None:
-        """Return the head of the queue if it can never be admitted, because handles of its own call take the room.
+        """Return the head of the queue if it can never be admitted, because handles of waiting calls take the room.
 
-        Handles of a call that still runs have not reached the user, so nobody can release them.
+        Handles of a call that still runs have not reached the user, so nobody can release them; and no call that waits
+        in the queue ends before its head is admitted.
         """
         if not self.stalled:
             return None
-        head = self._queue[0]
-        own = [0] * len(self._reserved)
+        head, calls = self._queue[0], {id(waiting.call) for waiting in self._queue}
+        stuck = [0] * len(self._reserved)
         for held in self._held:
-            if held.call is head.call and held.engine is not None:
-                own[held.engine] += held.pages
-        in_the_way = min(own) if head.engine is None else own[head.engine]
+            if id(held.call) in calls and held.engine is not None:
+                stuck[held.engine] += held.pages
+        in_the_way = min(stuck) if head.engine is None else stuck[head.engine]
         return head if head.pages > self.pages - in_the_way else None
+
+    def waiting_of(self, call: object) -> list[Reservation]:
+        """Return the reservations of a call that wait for room."""
+        return [reservation for reservation in self._queue if reservation.call is call]
 
     @property
     def stalled(self) -> bool:

@@ -114,11 +114,14 @@ class Admission:
         self._wake(admitted)
         if self.relief is not None:
             self.relief.begin()
-        while self.relief is None and (reservation := self.budget.hopeless()) is not None:
-            self._refuse(
-                reservation,
-                "the memory is held by handles of the same call, which cannot be released before the call ends",
-            )
+        while self.relief is None and (head := self.budget.hopeless()) is not None:
+            # The call ends and gives back its handles. The head is refused last: until then nothing is admitted.
+            for reservation in reversed(self.budget.waiting_of(head.call)):
+                self._refuse(
+                    reservation,
+                    "the memory is held by handles of calls that wait, this one among them, which cannot be released "
+                    "before these calls end",
+                )
         if not self.budget.stalled and self._watch:
             self._watch.cancel()
             self._watch = None

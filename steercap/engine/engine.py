@@ -153,7 +153,11 @@ class Engine:
         Raises:
             InvalidSetting, ModelNotLoaded, UnsupportedModel, UnsupportedRunner: see `VllmEngine.start`.
         """
-        require_place(settings)
+        try:
+            require_place(settings)
+        except BaseException:
+            launch.end()
+            raise
         starting = on_thread(lambda: launch.run(model, settings, engine_args, candidate), "steercap start")
         try:
             vllm = await asyncio.wrap_future(starting)
@@ -161,6 +165,7 @@ class Engine:
             await finished(on_thread(launch.give_up, "steercap end"))
             # It ends after its current import, which can take many seconds, and then does nothing more.
             await end_within(starting, patience=GIVE_UP_SECONDS)
+            await finished(on_thread(launch.end, "steercap end"))  # one that had just started
             raise
         return await cls.attach(vllm, settings)
 

@@ -104,14 +104,19 @@ def template_digest(tokenizer: Any) -> str:
     return _digest(getattr(tokenizer, "chat_template", None))
 
 
-def weights_digest(path: str | Path) -> str:
+def weights_digest(path: str | Path, *, dated: bool = False) -> str:
     """Return a SHA-256, in hexadecimal, that identifies the weights in a folder, or in one file.
 
     It covers the configuration files, and the name, size and first and last 64 KiB of each weight file. Copies have the
     same hash, whenever they were made.
+
+    Args:
+        path: the folder or file.
+        dated: True to cover the time of change of each weight file too: copies differ, and files that were written
+            anew.
     """
     found = hashlib.sha256()
-    for part in _parts(Path(path)):
+    for part in _parts(Path(path), dated=dated):
         found.update(hashlib.sha256(part).digest())  # digests are of one length, so no two lists of parts are alike
     return found.hexdigest()
 
@@ -194,20 +199,23 @@ def _folder(path: str) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else path
 
 
-def _parts(path: Path) -> Iterator[bytes]:
+def _parts(path: Path, *, dated: bool) -> Iterator[bytes]:
     if path.is_file():
-        yield from _ends(path)
+        yield from _ends(path, dated=dated)
         return
     for name in CONFIGS:
         yield (path / name).read_bytes() if (path / name).is_file() else b""
     for file in sorted(file for pattern in WEIGHTS for file in path.glob(pattern)):
         yield file.name.encode()
-        yield from _ends(file)
+        yield from _ends(file, dated=dated)
 
 
-def _ends(file: Path) -> Iterator[bytes]:
-    size = file.stat().st_size
+def _ends(file: Path, *, dated: bool) -> Iterator[bytes]:
+    found = file.stat()
+    size = found.st_size
     yield str(size).encode()
+    if dated:
+        yield str(found.st_mtime_ns).encode()
     with file.open("rb") as content:
         yield content.read(ENDS)
         content.seek(max(0, size - ENDS))

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from steercap.captures.pooled import require_kind
 from steercap.core.chat import MessageSpan
@@ -35,6 +35,9 @@ from steercap.requests.serving import Serving
 from steercap.requests.sketching import RunningSketch, open_sketch
 from steercap.requests.stream import Chunk, stream
 
+#: Prompts of a call that are prepared before those that are ready run: nothing of token ids is waited for.
+TOGETHER: Final = 32
+
 
 @dataclass(frozen=True)
 class LocalBackend:
@@ -44,7 +47,7 @@ class LocalBackend:
 
     async def run(self, prompts: Sequence[Any], call: CallArguments) -> list[Generation]:
         """Run prompts and conversations; return their results in order."""
-        engine = self.serving.here()
+        engine = await self.serving.alive()
         if call.name != "read":
             require_kind(engine, call.name, pools=call.encoding)
         elif engine.vllm.pools:
@@ -58,10 +61,11 @@ class LocalBackend:
         whole = object()
 
         async def jobs() -> AsyncIterator[Coroutine[Any, Any, Generation]]:
+            last = engine
             for (prompt, spans), param, spec, steering in zip(rendered, params, specs, edits, strict=True):
                 recipe = Recipe(
                     serving=self.serving,
-                    prompt=_tokenized(engine, prompt, call),
+                    prompt=await _tokenized(self.serving, prompt, call),
                     params=param,
                     spec=spec,
                     steering=steering,
@@ -73,9 +77,12 @@ class LocalBackend:
                     monitors=call.monitors,
                 )
                 job = await recipe.job()
+                last = job.engine
                 asked.append(_ReadPrompt(prompt, param, getattr(job.params, "max_tokens", None), job.prompt.token_ids))
                 yield recipe.with_restart(partial(run_job, call=whole), job)
-            _warn(engine, asked, call)
+                if not len(asked) % TOGETHER:
+                    await asyncio.sleep(0)
+            _warn(last, asked, call)
 
         return await run_all(jobs(), self.serving.running)
 
@@ -86,15 +93,15 @@ class LocalBackend:
     async def streamed(self, prompt: Any, call: CallArguments) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks of `SteerModel.stream`."""
         serving = self.serving
-        engine = serving.here()
+        engine = await serving.alive()
         require_kind(engine, call.name, pools=False)
-        given = _tokenized(engine, one_to_stream(prompt, call), call)
+        given = await _tokenized(serving, one_to_stream(prompt, call), call)
         asked = {"params": call.sampling_params, "spec": call.spec, "steering": call.steering}
         own = {"options": call.options, "sketches": call.sketches, "monitors": call.monitors}
         recipe = Recipe(serving=serving, prompt=given, **asked, **own)
         job = await recipe.job()
         params: Any = job.params
-        _warn(engine, [_ReadPrompt(given, call.sampling_params, params.max_tokens, job.prompt.token_ids)], call)
+        _warn(job.engine, [_ReadPrompt(given, call.sampling_params, params.max_tokens, job.prompt.token_ids)], call)
         require_one_sample(params.n)
         chunks = stream(job)
 
@@ -158,12 +165,12 @@ def _rendered(engine: Engine, prompts: Sequence[Any], call: CallArguments) -> li
     return [rendered(prompt) for prompt in prompts]
 
 
-def _tokenized(engine: Engine, prompt: Any, call: CallArguments) -> Any:
+async def _tokenized(serving: Serving, prompt: Any, call: CallArguments) -> Any:
     """Return the prompt, tokenized here without special tokens if it is a text and `add_special_tokens=False`."""
     text = text_of(prompt)
     if text is None or call.add_special_tokens is not False:
         return prompt
-    ids = tokens_of(engine.vllm.tokenizer, text, special=False)
+    ids = tokens_of((await serving.alive()).vllm.tokenizer, text, special=False)
     return {**(prompt if isinstance(prompt, Mapping) else {"prompt": text}), "prompt_token_ids": ids}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from steercap.concurrency.loops import OwnerLoop, finished, on_thread, within
@@ -18,6 +19,7 @@ from steercap.engine.engine import Engine
 from steercap.engine.guard import require_main_guard
 from steercap.engine.memory import require_room
 from steercap.errors import EngineDied, EngineFailure, ModelClosed, ModelNotProved
+from steercap.files.fingerprint import weights_digest
 from steercap.requests.equations import Claim
 from steercap.requests.probe import probe
 
@@ -67,6 +69,7 @@ class Serving:
         self._life = asyncio.Lock()
         self._starting: asyncio.Task[Engine] | None = None
         self._launch: Launch | None = None
+        self._files = self._commit = ""
 
     async def start(self) -> None:
         """Start the engine and prove that its taps work; see `SteerModel.start`."""
@@ -74,7 +77,9 @@ class Serving:
         if self._home is None:
             self._home, self._life = OwnerLoop("this model"), asyncio.Lock()
         self._home.require()
-        async with self._life:
+        async with (life := self._life):
+            if life is not self._life:  # the start that held it failed, and another one began with a new lock
+                return await self.start()
             self._require_not_closed()
             if self.engine is None:
                 self._home = self._home or OwnerLoop("this model")  # the previous holder of the lock may have failed
@@ -82,12 +87,16 @@ class Serving:
                 try:
                     self.engine = await self._starting
                 except asyncio.CancelledError:
+                    started = self._starting
+                    if started.done() and not started.cancelled() and started.exception() is None:
+                        await started.result().aclose()
                     if self._closed and (task := asyncio.current_task()) and not task.cancelling():
                         self._require_not_closed()
                     raise
                 finally:
                     if self.engine is None:
                         self._home = None
+        return None
 
     async def _start(self) -> Engine:
         from steercap.adapters.launch import Launch
@@ -98,8 +107,10 @@ class Serving:
         arguments = dict(self.engine_args)
         if "max_model_len" in arguments and self.cut and (context := look_up(self.model).context):
             arguments["max_model_len"] = min(arguments["max_model_len"], context)
-        if self.engine is None:  # else the memory of a dead one may still be on its way back
+        first = self.engine is None
+        if first:  # else the memory of a dead one may still be on its way back
             await asyncio.to_thread(require_room, self.model, arguments)
+            self._files = await self._weight_files()
         for candidate in count():
             self._launch = Launch()
             engine = await Engine.start(self.model, self.settings, arguments, self._launch, candidate)
@@ -111,7 +122,17 @@ class Serving:
                     raise
             else:
                 break
+        if first:
+            self._commit = engine.vllm.commit
         return engine
+
+    async def _weight_files(self) -> str:
+        """Return the fingerprint of the weights of a model that is a path and may be restarted; "" for any other."""
+
+        def read() -> str:
+            return weights_digest(self.model, dated=True) if Path(self.model).exists() else ""
+
+        return await asyncio.to_thread(read) if self.settings.restart else ""
 
     @property
     def stage(self) -> str:
@@ -180,16 +201,39 @@ class Serving:
                 await asyncio.sleep(seconds)
                 self._require_not_closed()
                 try:
-                    self.engine = await self._start()
+                    engine = await self._start()
                 except (EngineFailure, OSError) as error:
                     if tries == len(BACKOFF):
                         self._given_up = EngineDied(f"{dead.death}; restarting it failed {tries} times: {error}")
                         self._given_up.__cause__ = error
                         raise self._given_up from error
                 else:
+                    await self._require_same(dead, engine)
+                    self.engine = engine
                     self.restarts += 1
-                    return self.engine
+                    return engine
         raise AssertionError
+
+    async def _require_same(self, dead: Engine, engine: Engine) -> None:
+        """Check that a restarted engine has the weights of the first one, to go on with its requests; else close it.
+
+        Raises:
+            EngineDied: it has others.
+        """
+        try:
+            same = (await self._weight_files(), engine.vllm.commit) == (self._files, self._commit)
+        except OSError:  # one has just been removed
+            same = False
+        except BaseException:
+            await engine.aclose()
+            raise
+        if not same:
+            await engine.aclose()
+            self._given_up = EngineDied(
+                f"{dead.death}; the files of {self.model} have changed since it was started, so it is not started "
+                "again: answers and rows would be of another model; open a new SteerModel for it"
+            )
+            raise self._given_up
 
     async def aclose(self) -> None:
         """Cancel running tasks and a start, free what is held, and stop the engine; see `SteerModel.aclose`."""

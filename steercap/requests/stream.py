@@ -152,6 +152,8 @@ async def _follow(job: Job, reservation: Reservation | None, outputs: asyncio.Qu
             if job.watch is not None:
                 grown = replace(grown, crossings=job.watch.crossings(), monitors=job.watch.reports())
             receipts = await receipts_of(job, complete.plan, [(0, len(grown.token_ids))], ended=grown.finished)
+            while not outputs.empty():  # each state holds all that came before
+                outputs.get_nowait()
             outputs.put_nowait(replace(grown, receipt=receipts[0] if receipts else None))
 
 

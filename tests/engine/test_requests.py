@@ -68,6 +68,8 @@ async def test_what_passed_does_not_excuse_what_comes_after(tiny) -> None:
         await tiny.generate([3, 4], scored)
     with pytest.raises(errors.InvalidRequest, match="priority"):
         await tiny.generate([3, 4], params, priority=True)
+    with pytest.raises(errors.InvalidRequest, match=r"priority=3: .* scheduling_policy='priority'"):
+        await tiny.generate([3, 4], params, priority=3)
     await tiny.generate([3, 4], params)
 
 

@@ -96,16 +96,17 @@ class BudgetMachine(RuleBasedStateMachine):
                 assert full or head.reductions + self.reducing(engine) > REDUCTIONS
 
     @invariant()
-    def hopeless_is_who_only_its_own_call_could_help(self) -> None:
+    def hopeless_is_who_only_calls_that_wait_could_help(self) -> None:
         head = self.budget.hopeless()
         if head is not None:
             assert not self.running
             assert head is self.waiting[0]
+            calls = {reservation.call for reservation in self.waiting}
             for engine in range(ENGINES) if head.engine is None else [head.engine]:
                 held = [
                     reservation
                     for reservation in self.finished
-                    if reservation.engine == engine and reservation.call == head.call
+                    if reservation.engine == engine and reservation.call in calls
                 ]
                 assert head.pages + sum(reservation.pages for reservation in held) > PAGES
 
@@ -154,3 +155,27 @@ async def test_an_error_instead_of_waiting_is_for_memory_alone() -> None:
     assert not second.done()
     admission.finish(first, [1])
     assert (await second).phase == "running"
+
+
+async def test_calls_that_would_starve_each_other_fail_one_by_one() -> None:
+    """Each fits alone; the first gives back what it holds, and the other goes on at once."""
+    admission = Admission(10, 1, Settings(overflow_timeout=3600))
+    first, second = object(), object()
+
+    async def held(call: object) -> Reservation:
+        (handle,) = admission.finish(await admission.claim(4, call), [4])
+        return handle
+
+    handle, other = await held(first), await held(second)
+    asked = ((6, first), (1, first), (6, second))
+    *refused, waiting = [asyncio.ensure_future(admission.claim(pages, call)) for pages, call in asked]
+    async with asyncio.timeout(10):
+        for one in refused:
+            with pytest.raises(CaptureMemoryFull, match="handles of calls that wait"):
+                await one
+    assert not waiting.done()
+    admission.release(handle)
+    async with asyncio.timeout(10):
+        admission.release(await waiting)
+    admission.release(other)
+    assert (admission.budget.reserved, admission.budget.waiting, admission.budget.running) == (0, 0, 0)

@@ -15,11 +15,14 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
+from steercap import Add, SteeringSpec
 from steercap.client import RemoteModel
 from steercap.client.rows import RemoteRows
+from steercap.client.uploads import Uploads
 from steercap.concurrency.loops import each_of, scoped, scoped_steps
-from steercap.errors import CaptureIncomplete, InvalidRequest, ModelClosed
+from steercap.errors import CaptureIncomplete, InvalidRequest, ModelClosed, ServerFailure
 from steercap.sync import RemoteModel as Blocking
 
 #: Connections that wait unused while a request is cancelled: httpx closes them one after the other, each in a step.
@@ -365,3 +368,52 @@ async def test_a_stream_ends_in_an_error_when_its_connection_is_closed(caplog) -
     gc.collect()
     assert not caplog.records
     listening.close()
+
+
+async def test_starts_at_once_are_one() -> None:
+    """Of a server that cannot be reached, each says so; of one that can, one asks; a close in between ends them."""
+    nowhere = RemoteModel("http://127.0.0.1:1", transport=httpx.AsyncHTTPTransport(verify=False))
+    failed = await asyncio.gather(nowhere.start(), nowhere.start(), return_exceptions=True)
+    assert [type(error) for error in failed] == [ServerFailure] * 2
+    await nowhere.aclose()
+    server = Server()
+    listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    for steps in range(0, 90, 3):
+        model = RemoteModel(url, transport=httpx.AsyncHTTPTransport(verify=False))
+        first, second = (asyncio.create_task(model.start()) for _ in range(2))
+        await stepped(first, steps)
+        await second
+        await ask(model)
+        await model.aclose()
+        model = RemoteModel(url, transport=httpx.AsyncHTTPTransport(verify=False))
+        first = asyncio.create_task(model.start())
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        await model.aclose()
+        await asyncio.wait([first], timeout=SOON)
+        assert isinstance(first.exception(), (ModelClosed, type(None)))
+    await until(lambda: not server.open)
+    listening.close()
+
+
+async def test_an_upload_that_is_cancelled_is_deleted_at_the_end() -> None:
+    """The server may have it by then."""
+    sent, held = asyncio.Event(), []
+
+    async def put(*_: Any, **__: Any) -> None:
+        sent.set()
+        await asyncio.Event().wait()
+
+    uploads = Uploads(SimpleNamespace(ask=put, hold=held.append))
+
+    async def upload() -> None:
+        async with uploads.named(SteeringSpec(Add(torch.ones(4), layer=0))):
+            pass
+
+    task = asyncio.create_task(upload())
+    async with asyncio.timeout(SOON):
+        await sent.wait()
+    task.cancel()
+    await asyncio.wait([task])
+    assert len(held) == 1

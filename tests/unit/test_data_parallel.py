@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 from workers import batch, some_runtime, tap
 
-from steercap import CaptureSpec, Generation
+from steercap import CaptureSpec, Generation, SteerModel
 from steercap.config import Settings
 from steercap.core.messages import Listen, Listening, Owner, Read, Wanted, decode_call, encode
 from steercap.core.plan import CapturePlan, Plan
@@ -24,15 +25,18 @@ from steercap.core.schema import RAW
 from steercap.core.spec import Point
 from steercap.core.tokens import Range
 from steercap.engine.engine import Engine
-from steercap.errors import InvalidRequest, SteeringNotApplied, WorkerFailure
+from steercap.errors import InvalidRequest, ModelClosed, SteeringNotApplied, WorkerFailure
 from steercap.requests.job import run_all, run_job
 from steercap.requests.preparing import prepare
 from steercap.requests.stats import stats_of
 from steercap.steering.edits.add import Add
 from steercap.steering.lowering import scopes_of
 from steercap.steering.spec import SteeringSpec
+from steercap.testing import tiny_checkpoint
 
 ENGINES, STAGES, POINTS, WIDTH = 2, 2, 4, 16
+TOKENIZER = AutoTokenizer.from_pretrained(tiny_checkpoint("qwen3"))
+TOKENIZER.chat_template = "{% for one in messages %}{{ one['content'] }}{% endfor %}"
 ALL = CapturePlan(tuple(range(POINTS)), (Range(0, None),), None, RAW)
 SPEC = SteeringSpec([Add(torch.ones(WIDTH), layers="all")])
 
@@ -46,6 +50,7 @@ class Cluster:
 
     hidden_size, num_layers, vocabulary, model_name, overshoot = WIDTH, POINTS, 1000, "none", 0
     aborted = 0
+    pools, max_model_len, commit = False, 1000, ""
     model_types = (model_name, model_name)
     points = tuple(Point(layer, "resid_post") for layer in range(POINTS))
 
@@ -61,6 +66,9 @@ class Cluster:
         ]
         self.asked: list[tuple[Any, int | None]] = []
         self.ran: list[Any] = []
+        self.rendered: list[tuple[int, ...]] = []
+        self.asked_params: list[dict[str, Any]] = []
+        self.ended = False
 
     async def rpc(self, frame: bytes, engine: int | None = None) -> list[list[bytes]]:
         self.asked.append((decode_call(frame).question, engine))
@@ -81,13 +89,22 @@ class Cluster:
         pass
 
     def end(self) -> None:
-        return None
+        self.ended = True
 
-    def sampling(self, _params: Any) -> Any:
-        return SimpleNamespace(n=1, stop=None)
+    @property
+    def tokenizer(self) -> Any:
+        if self.ended:
+            raise ModelClosed("the engine was shut down")
+        return TOKENIZER
+
+    def sampling(self, params: Any) -> Any:
+        self.asked_params.append({**(params or {})})
+        return SimpleNamespace(n=1, stop=None, max_tokens=1)
 
     async def render(self, prompt: Any) -> Any:
-        return SimpleNamespace(token_ids=tuple(prompt), media=())
+        ids = prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt
+        self.rendered.append(tuple(ids))
+        return SimpleNamespace(token_ids=tuple(ids), media=())
 
     async def checked(self, _prompt: Any, _params: Any, options: dict[str, Any]) -> dict[str, Any]:
         return options
@@ -349,3 +366,103 @@ async def test_a_request_that_was_aborted_is_not_overtaken() -> None:
         assert len(cluster.asked) == 1
         await engine.workers.get_stats()
         assert len(cluster.asked) == 1
+
+
+@asynccontextmanager
+async def opened(engine: Engine, **settings: Any) -> AsyncIterator[SteerModel]:
+    """A model that has this engine."""
+    model = SteerModel("none", **settings)
+    model.serving.engine = engine
+    try:
+        yield model
+    finally:
+        await model.aclose()
+
+
+async def test_prompts_run_while_others_are_prepared() -> None:
+    """A call of many prompts of token ids has nothing to wait for, and lets the first of them run all the same."""
+    cluster = Cluster()
+    prepared: list[int] = []
+
+    async def noted(*asked: Any, **options: Any) -> Any:
+        prepared.append(len(cluster.rendered))
+        async for output in Cluster.generate(cluster, *asked, **options):
+            yield output
+
+    cluster.generate = noted
+    async with engine_of(cluster) as engine, opened(engine) as model:
+        await model.generate([[1, 2, number] for number in range(200)], {"max_tokens": 2})
+    assert len(prepared) == 200
+    assert prepared[0] < 40
+
+
+async def test_what_a_caller_changes_after_a_call_does_not_reach_it() -> None:
+    """Whenever the call is awaited: its arguments are those of the moment in which it was made."""
+    cluster = Cluster()
+    params, stop, prompt, waiting = {}, [], [1], []
+    async with engine_of(cluster) as engine, opened(engine) as model:
+        for seed in range(3):
+            params["seed"], params["stop"] = seed, stop
+            stop.append(str(seed))
+            prompt.append(seed)
+            waiting.append(asyncio.create_task(model.generate(prompt, params)))
+            each = asyncio.create_task(model.generate([[7]], [params]))
+            waiting.append(each)
+        stop.clear()
+        await asyncio.gather(*waiting)
+    wanted = [{"seed": seed, "stop": [str(one) for one in range(seed + 1)]} for seed in range(3) for _ in range(2)]
+    assert cluster.asked_params == wanted
+    assert [one for one in cluster.rendered if one != (7,)] == [(1, 0), (1, 0, 1), (1, 0, 1, 2)]
+
+
+async def test_calls_that_are_made_during_a_restart_wait_for_it(monkeypatch) -> None:
+    """Their texts are tokenised by the engine that comes, not by the one that is gone."""
+    cluster, release = Cluster(), asyncio.Event()
+    async with (
+        engine_of(Cluster()) as dead,
+        engine_of(cluster) as next_one,
+        opened(dead, restart=True) as model,
+    ):
+
+        async def start() -> Engine:
+            await release.wait()
+            return next_one
+
+        monkeypatch.setattr(model.serving, "_start", start)
+        dead._death = "it died"
+        params = {"max_tokens": 2}
+        first = asyncio.create_task(model.generate([1, 2], params))
+        async with asyncio.timeout(10):
+            while not dead.vllm.ended:
+                await asyncio.sleep(0)
+        chat = asyncio.create_task(model.chat([{"role": "user", "content": "hello"}], params))
+        text = asyncio.create_task(model.generate("hello", params, add_special_tokens=False))
+        await asyncio.sleep(0)
+        release.set()
+        await asyncio.gather(first, chat, text)
+    assert len(cluster.rendered) == 3
+    assert dead.vllm.rendered == []
+
+
+async def test_a_stream_that_is_not_read_keeps_its_last_state_alone() -> None:
+    """What was said before is in it; the next chunk brings all that is new."""
+    cluster, ended = Cluster(), asyncio.Event()
+
+    async def growing(*_: Any, **__: Any) -> Any:
+        for length in range(1, 101):
+            sample = SimpleNamespace(index=0, token_ids=[*range(length)], text="x" * length, finish_reason=None)
+            yield SimpleNamespace(outputs=[sample], finished=length == 100)
+            await asyncio.sleep(0)
+        ended.set()
+
+    cluster.generate = growing
+    async with engine_of(cluster) as engine, opened(engine) as model:
+        chunks = []
+        async for chunk in model.stream([1, 2], {"max_tokens": 100}):
+            chunks.append(chunk)
+            async with asyncio.timeout(10):
+                await ended.wait()
+    assert len(chunks) == 2
+    assert [token for chunk in chunks for token in chunk.token_ids] == [*range(100)]
+    assert "".join(chunk.text for chunk in chunks) == "x" * 100
+    assert [chunk.finished for chunk in chunks] == [False, True]

@@ -1,15 +1,26 @@
-"""What an engine that is started again needs of everything else: a setting, a word in receipts, and no server."""
+"""The starts of an engine, which a stub stands for: each is closed, one lives at a time, and all have the same weights.
+
+What an engine that is started again needs of everything else: a setting, a word in receipts, and no server.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from handles import a_handle
 
 from steercap import CaptureHandle, SteerModel
+from steercap.adapters.launch import Launch
 from steercap.cli.engines import ModelOptions
-from steercap.errors import InvalidSetting
+from steercap.concurrency.loops import OwnerLoop
+from steercap.errors import EngineDied, InvalidSetting, ModelNotLoaded
+from steercap.requests import serving as of_requests
 from steercap.server.server import ServerSettings, application
 
 
@@ -40,3 +51,129 @@ def test_rows_that_were_computed_again_say_so_in_their_file(tmp_path) -> None:
     found = handle.lifecycle.found
     handle.lifecycle.found = found._replace(receipt=replace(found.receipt, recomputed=True))
     assert CaptureHandle.load(handle.save(tmp_path / "b.safetensors")).receipt.recomputed
+
+
+class Engines:
+    """Engines that start at once, or fail; each knows if it was closed.
+
+    Attributes:
+        started: all of them.
+        failures: number of starts that are to fail.
+        commit: of the model on the hub.
+    """
+
+    def __init__(self) -> None:
+        self.started: list[Any] = []
+        self.failures = 0
+        self.commit = ""
+
+    async def start(self, _model: str, _settings: Any, _arguments: Any, launch: Launch, _candidate: int) -> Any:
+        await asyncio.sleep(0)
+        if self.failures:
+            self.failures -= 1
+            launch.end()
+            raise ModelNotLoaded("not this time")
+        engine = SimpleNamespace(died=False, death="it died", closed=False, home=OwnerLoop("this engine"))
+        engine.vllm, engine.loaded = SimpleNamespace(commit=self.commit), SimpleNamespace(candidates=1)
+
+        async def aclose() -> None:
+            launch.end()
+            engine.closed = True
+
+        engine.aclose = aclose
+        self.started.append(engine)
+        return engine
+
+    @property
+    def open(self) -> list[Any]:
+        """Those that nobody has closed."""
+        return [engine for engine in self.started if not engine.closed]
+
+
+@pytest.fixture
+def engines(monkeypatch) -> Engines:
+    """Stubs in place of engines; nothing is proved of them."""
+    found = Engines()
+
+    async def proved(_engine: Any) -> tuple[()]:
+        return ()
+
+    monkeypatch.setattr(of_requests.Engine, "start", found.start)
+    monkeypatch.setattr(of_requests, "probe", proved)
+    monkeypatch.setattr(of_requests, "require_room", lambda *_: None)
+    monkeypatch.setattr(of_requests, "BACKOFF", (0.0, 0.0, 0.0))
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A model's files, as far as a start looks at them."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    return tmp_path
+
+
+async def test_starts_at_once_with_one_that_is_tried_again_make_one_engine(engines, folder) -> None:
+    """One fails, a second waits for it, and whoever tried the first tries again before the second has its turn."""
+    engines.failures = 1
+    serving = SteerModel(folder).serving
+
+    async def persistent() -> None:
+        with pytest.raises(ModelNotLoaded):
+            await serving.start()
+        await serving.start()
+
+    await asyncio.gather(persistent(), serving.start(), serving.start())
+    assert len(engines.started) == 1
+    await serving.aclose()
+    assert engines.open == []
+
+
+async def test_an_engine_that_has_started_when_its_start_is_cancelled_is_closed(engines, folder) -> None:
+    """The task that waits for it has not run since."""
+    serving = SteerModel(folder).serving
+    starting = asyncio.create_task(serving.start())
+    while not (serving._starting and serving._starting.done()):
+        await asyncio.sleep(0)
+    assert not starting.done()
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert len(engines.started) == 1
+    assert engines.open == []
+    await serving.start()
+    assert len(engines.open) == 1
+    await serving.aclose()
+
+
+def rewrite(folder: Path, _engines: Engines) -> None:
+    (folder / "model.safetensors").write_bytes(b"changed")
+
+
+def remove(folder: Path, _engines: Engines) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def commit(_folder: Path, engines: Engines) -> None:
+    engines.commit = "another"
+
+
+@pytest.mark.parametrize("change", [rewrite, remove, commit])
+async def test_an_engine_is_not_started_again_with_other_weights(
+    engines, folder, change: Callable[[Path, Engines], None]
+) -> None:
+    """Requests that are repeated and rows that are computed again would be another model's."""
+    serving = SteerModel(folder, restart=True).serving
+    await serving.start()
+    engines.started[-1].died = True
+    (folder / "log.txt").write_text("no weights")
+    second = await serving.alive()
+    assert second is engines.started[-1]
+    second.died = True
+    change(folder, engines)
+    for _ in range(2):
+        with pytest.raises(EngineDied, match="have changed since it was started"):
+            await serving.alive()
+    assert len(engines.started) == 3
+    assert engines.open == []
+    await serving.aclose()

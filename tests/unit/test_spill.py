@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from keepers import Keeper, delivery, kept
 
+from steercap import SteerModel
 from steercap.captures.fetching import fetch_all
 from steercap.captures.lifecycle import Lifecycle, Stage
 from steercap.captures.rows import Captures, Found
@@ -217,6 +218,9 @@ def test_where_there_is_no_tmpfile_the_file_is_removed_at_once(tmp_path, monkeyp
     for wrong in (3, "", b"/tmp", "a\0b"):
         with pytest.raises(InvalidSetting, match=r"spill_folder=.*give the path of a folder"):
             Settings(spill_folder=wrong)
+    for ignored in ({"spill_folder": tmp_path}, {"spill_bytes": 1 << 30, "overflow": "wait"}):
+        with pytest.raises(InvalidSetting, match="has no effect with overflow='wait'; give overflow='spill'"):
+            SteerModel("m", **ignored)
 
     def lacking(_folder: Path) -> int:
         raise spill._Lacking
