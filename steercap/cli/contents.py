@@ -62,11 +62,9 @@ def kind_of(path: Path) -> str:
         raise InvalidFile(f"{path} cannot be read: {error.strerror}") from error
     # torch.save writes a zip archive, until 2020 a bare pickle; safetensors begin with the size of their JSON.
     magics = {b"GGUF": "gguf", b"PAR1": "parquet", b"PK\x03\x04": "pt", b"\x80\x02": "pt"}
-    for magic, kind in magics.items():
-        if head.startswith(magic):
-            return kind
-    if head[8:9] == b"{":
-        return "safetensors"
+    kinds = [kind for magic, kind in magics.items() if head.startswith(magic)]
+    if kinds or head[8:9] == b"{":
+        return kinds[0] if kinds else "safetensors"
     raise InvalidFile(f"{path} is not a file that steercap knows; it reads .safetensors, .gguf, .pt and .parquet")
 
 
@@ -93,7 +91,7 @@ def _load_native(path: Path) -> Content:
     from steercap.steering.layers import LayerVectors
     from steercap.steering.spec import SteeringSpec
 
-    readers: dict[str, Any] = {
+    readers: dict[str, Callable[[Path], Content]] = {
         "steering": SteeringSpec.load,
         "vectors": LayerVectors.load,
         "directions": DirectionSet.load,
@@ -102,8 +100,7 @@ def _load_native(path: Path) -> Content:
     kind = read_header(path).kind
     if kind not in readers:
         raise InvalidFile(f"{path} holds {kind}, not steering, vectors or directions; read it with {READERS[kind]}")
-    content: Content = readers[kind](path)
-    return content
+    return readers[kind](path)
 
 
 def directions_in(content: Content, path: Path) -> DirectionSet:

@@ -19,7 +19,7 @@ import msgspec
 
 from steercap.core.extras import extra
 from steercap.errors import ModelNotLoaded
-from steercap.files.fingerprint import nearest_path
+from steercap.files.fingerprint import nearest_path, weights_digest
 
 #: Files by which vLLM recognises the folder of a model, in transformers' format or Mistral's own.
 CONFIGS: Final = ("config.json", "params.json")
@@ -209,3 +209,8 @@ def weight_files(folder: Path) -> list[Path]:
 def _first(config: dict[str, Any], *names: str) -> int:
     """Return the first of some settings that is set to an integer, 0 if none is."""
     return next((int(config[name]) for name in names if isinstance(config.get(name), int)), 0)
+
+
+def weights_of(name: str) -> str:
+    """Return the fingerprint of the weights of a model that is a path, times of change included; "" for any other."""
+    return weights_digest(name, dated=True) if Path(name).exists() else ""

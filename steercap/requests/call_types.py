@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeAlias, TypedDict, TypeVar
+
+import msgspec
 
 from steercap.core.display import brief
 from steercap.core.receipt import SteeringReceipt
@@ -31,6 +34,8 @@ Value = TypeVar("Value")
 One_co = TypeVar("One_co", covariant=True)
 #: Coroutine that returns a value.
 CoroutineOf: TypeAlias = Coroutine[Any, Any, Value]
+#: Types of arguments that callers go on changing.
+_CHANGING: Final = frozenset({list, dict})
 #: Sampling parameters of a prompt that is only read: vLLM runs none without sampling one token, which has no row.
 READ: Final[Mapping[str, Any]] = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
 #: A text, token ids, or one of vLLM's prompt dicts.
@@ -131,3 +136,19 @@ def _only(values: Sequence[Value], name: str, several: str) -> Value:
     if len(values) != 1:
         raise InvalidRequest(f"this generation has {len(values)} samples, each with a {name} of its own; use {several}")
     return values[0]
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of a list or dict, and anything else as it is."""
+    return value.copy() if type(value) in _CHANGING else value
+
+
+def copied_params(params: Any) -> Any:
+    """Return a copy of parameters that are a mapping or vLLM's, or of each of several; anything else as it is."""
+    if type(params) in {list, tuple}:
+        return [*map(copied_params, params)]
+    if type(params) is dict:
+        return {name: copied(value) for name, value in params.items()}
+    if isinstance(params, msgspec.Struct):
+        return copy(params)
+    return dict(params) if isinstance(params, Mapping) else params

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
-from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, Unpack, overload
-
-import msgspec
 
 from steercap.captures.pooled import Encoded
 from steercap.core.prompts import CallArguments, checked_special, conversations_in, listed, prompts_or_conversations
@@ -27,6 +24,8 @@ from steercap.requests.call_types import (
     Several,
     Steering,
     Text,
+    copied,
+    copied_params,
 )
 from steercap.requests.context import FROM_CONTEXT, FromContext, SketchBackend, Sketched, in_context, sketches_in_force
 from steercap.requests.stream import Chunk
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from steercap.adapters import SamplingParams
     from steercap.steering.monitor import Monitor
 
-#: Types of arguments that callers go on changing.
-_CHANGING: Final = frozenset({list, dict})
 #: Calls whose values hold their handles, or are them.
 _ALONE: Final = frozenset({"run", "read"})
 
@@ -75,7 +72,7 @@ class Calls(Sketched, Generic[Handle]):
             listing: function that returns them as a list, and True before it if several were given.
             value: function that returns the value of one result.
         """
-        coming: Coroutine[Any, Any, Any] = self._values(call, _own(prompts), listing, value)
+        coming: Coroutine[Any, Any, Any] = self._values(call, copied(prompts), listing, value)
         coming.__qualname__ = f"{type(self).__name__}.{call.name}"  # type: ignore[attr-defined]  # of coroutine objects
         return coming
 
@@ -275,7 +272,7 @@ class Calls(Sketched, Generic[Handle]):
         """
         asked = _SharedArguments(capture_layers, capture, steering, add_special_tokens, lora_request, priority)
         return self._named_coroutine(
-            asked.call(self, "chat", sampling_params, template_kwargs=_own(chat_template_kwargs)),
+            asked.call(self, "chat", sampling_params, template_kwargs=chat_template_kwargs),
             messages,
             conversations_in,
             lambda one: _unnested(one.texts),
@@ -345,9 +342,7 @@ class Calls(Sketched, Generic[Handle]):
         """
         asked = _SharedArguments(capture_layers, capture, steering, add_special_tokens, lora_request, priority)
         return self._named_coroutine(
-            asked.call(
-                self, "run", sampling_params, monitors=_own(monitors), template_kwargs=_own(chat_template_kwargs)
-            ),
+            asked.call(self, "run", sampling_params, monitors=monitors, template_kwargs=chat_template_kwargs),
             prompts,
             partial(prompts_or_conversations, template_kwargs=chat_template_kwargs),
             lambda one: one,
@@ -536,9 +531,7 @@ class Calls(Sketched, Generic[Handle]):
             The errors of `generate`, and CaptureIncomplete. SteeringNotApplied comes in place of the last chunk.
         """
         asked = _SharedArguments(capture_layers, capture, steering, add_special_tokens, lora_request, priority)
-        return self._backend.streamed(
-            _own(prompt), asked.call(self, "stream", sampling_params, monitors=_own(monitors))
-        )
+        return self._backend.streamed(copied(prompt), asked.call(self, "stream", sampling_params, monitors=monitors))
 
 
 class _SharedArguments(NamedTuple):
@@ -551,31 +544,16 @@ class _SharedArguments(NamedTuple):
     lora_request: Any
     priority: int
 
-    def call(self, model: object, name: str, params: Any, **own: Any) -> CallArguments:
+    def call(self, model: object, name: str, params: Any, **more: Any) -> CallArguments:
         """Return all arguments of a call, with the steering and sketches in force where it is made.
 
-        They are the call's own: what the caller changes before it is awaited, or before it is repeated on a restarted
-        engine, does not reach it.
+        They are the call's own: what the caller changes later does not reach it.
         """
         options = {"lora_request": self.lora_request, "priority": self.priority}
+        more = {name: copied(value) for name, value in more.items()}
         special = checked_special(self.add_special_tokens)
-        given = self.capture_layers, _own(self.capture), _own(self.steering), options
-        params = [*map(_own_params, params)] if type(params) in {list, tuple} else _own_params(params)
-        return in_context(model, CallArguments(name, params, *given, add_special_tokens=special, **own))
-
-
-def _own(value: Any) -> Any:
-    """Return a copy of a list or dict, and anything else as it is."""
-    return value.copy() if type(value) in _CHANGING else value
-
-
-def _own_params(params: Any) -> Any:
-    """Return a copy of parameters that are a mapping or vLLM's, and anything else, which is refused later, as it is."""
-    if type(params) is dict:
-        return {name: _own(value) for name, value in params.items()}
-    if isinstance(params, msgspec.Struct):
-        return copy(params)
-    return dict(params) if isinstance(params, Mapping) else params
+        given = self.capture_layers, copied(self.capture), copied(self.steering), options
+        return in_context(model, CallArguments(name, copied_params(params), *given, add_special_tokens=special, **more))
 
 
 def _unnested(values: Sequence[Any]) -> Any:

@@ -8,18 +8,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from steercap.concurrency.loops import OwnerLoop, finished, on_thread, within
 from steercap.config import Settings
 from steercap.core.protocols import AWAITED
-from steercap.engine.checkpoint import look_up, require_reachable, require_there
+from steercap.engine.checkpoint import look_up, require_reachable, require_there, weights_of
 from steercap.engine.engine import Engine
 from steercap.engine.guard import require_main_guard
 from steercap.engine.memory import require_room
 from steercap.errors import EngineDied, EngineFailure, ModelClosed, ModelNotProved
-from steercap.files.fingerprint import weights_digest
 from steercap.requests.equations import Claim
 from steercap.requests.probe import probe
 
@@ -110,7 +108,7 @@ class Serving:
         first = self.engine is None
         if first:  # else the memory of a dead one may still be on its way back
             await asyncio.to_thread(require_room, self.model, arguments)
-            self._files = await self._weight_files()
+            self._files = await asyncio.to_thread(self._weights)
         for candidate in count():
             self._launch = Launch()
             engine = await Engine.start(self.model, self.settings, arguments, self._launch, candidate)
@@ -126,13 +124,8 @@ class Serving:
             self._commit = engine.vllm.commit
         return engine
 
-    async def _weight_files(self) -> str:
-        """Return the fingerprint of the weights of a model that is a path and may be restarted; "" for any other."""
-
-        def read() -> str:
-            return weights_digest(self.model, dated=True) if Path(self.model).exists() else ""
-
-        return await asyncio.to_thread(read) if self.settings.restart else ""
+    def _weights(self) -> str:
+        return weights_of(self.model) if self.settings.restart else ""
 
     @property
     def stage(self) -> str:
@@ -221,7 +214,7 @@ class Serving:
             EngineDied: it has others.
         """
         try:
-            same = (await self._weight_files(), engine.vllm.commit) == (self._files, self._commit)
+            same = (await asyncio.to_thread(self._weights), engine.vllm.commit) == (self._files, self._commit)
         except OSError:  # one has just been removed
             same = False
         except BaseException:
