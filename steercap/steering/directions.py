@@ -16,7 +16,6 @@ from steercap.core.values import choices, shown
 from steercap.errors import InvalidSpec, InvalidVector, UnknownName
 from steercap.files import native
 from steercap.files.native import FileKind
-from steercap.kernels.bits import exact_products
 from steercap.steering.edits.inputs import FrozenMapping, Mark, marks_of, several
 from steercap.steering.layers import LayerVectors
 
@@ -147,7 +146,7 @@ class DirectionSet(Mapping[str, LayerVectors]):
             raise InvalidVector(f"rows={shown(rows)}; give a tensor of real numbers, [rows, hidden]")
         if not rows.dim() or rows.shape[-1] != self.width:
             raise InvalidVector(f"rows are {list(rows.shape)}, and the directions have width {self.width}")
-        with exact_products():
+        with torch.autocast("cpu", enabled=False):
             return rows.to(device="cpu", dtype=torch.float32) @ units.T
 
     def marks(self, layer: int) -> tuple[Mark, ...]:
