@@ -146,8 +146,8 @@ class DirectionSet(Mapping[str, LayerVectors]):
             raise InvalidVector(f"rows={shown(rows)}; give a tensor of real numbers, [rows, hidden]")
         if not rows.dim() or rows.shape[-1] != self.width:
             raise InvalidVector(f"rows are {list(rows.shape)}, and the directions have width {self.width}")
-        # In float64, which no autocast and no setting of the process rounds.
-        return (rows.to(device="cpu", dtype=torch.float64) @ units.T.double()).float()
+        with torch.autocast("cpu", enabled=False):
+            return rows.to(device="cpu", dtype=torch.float32) @ units.T
 
     def marks(self, layer: int) -> tuple[Mark, ...]:
         """Return the fingerprints of the directions of one layer, in the order of the names; see `marks_of`."""
