@@ -19,14 +19,14 @@ from steercap.worker.taps import TapSizes
 _FLOAT_BYTES: Final = 4
 
 
-def check_configure(message: Configure, sizes: TapSizes, width: int) -> None:
+def check_configure(message: Configure, sizes: TapSizes) -> None:
     """Check that vectors and configurations fit the bank, the slots and each other.
 
     Raises:
         WorkerFailure: they do not fit.
     """
     wrong = chain(
-        (reason for vectors in message.vectors for reason in _vectors(vectors, sizes, width)),
+        (reason for vectors in message.vectors for reason in _vectors(vectors, sizes)),
         (reason for placed in message.configurations for reason in _placed(placed, sizes)),
     )
     if reason := next(wrong, None):
@@ -54,14 +54,12 @@ def check_vectors(configuration: Configuration, coding: Coding) -> None:
         raise WorkerFailure(f"a plan is not valid: {found} vectors for each point, where {coding} needs {wanted}")
 
 
-def _vectors(vectors: Vectors, sizes: TapSizes, width: int) -> Iterator[str]:
+def _vectors(vectors: Vectors, sizes: TapSizes) -> Iterator[str]:
     rows = len(vectors.bank_rows)
     if not rows or max(vectors.bank_rows) >= sizes.bank_rows or len(set(vectors.bank_rows)) < rows:
         yield f"vectors for rows outside the {sizes.bank_rows} of the bank, or twice for one row"
     elif not vectors.data or len(vectors.data) % (rows * _FLOAT_BYTES):
         yield f"{len(vectors.data)} bytes of {rows} vectors"
-    elif len(vectors.data) > rows * width * _FLOAT_BYTES:
-        yield f"vectors of {len(vectors.data) // rows // _FLOAT_BYTES} elements in rows of {width}"
 
 
 def _placed(placed: Placed, sizes: TapSizes) -> Iterator[str]:

@@ -225,7 +225,7 @@ class Steering:
         Raises:
             WorkerFailure: a vector does not match its digest, or something does not fit the tables.
         """
-        check_configure(question, self.taps.sizes, self.taps.installed.bank_width)
+        check_configure(question, self.taps.sizes)
         used = {row for slot in held.values() for blob in slot.bank_rows for row in blob}
         for vectors in question.vectors:
             if not self._holds(vectors.digest, vectors.bank_rows) and not used.intersection(vectors.bank_rows):

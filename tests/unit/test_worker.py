@@ -887,6 +887,20 @@ async def test_vectors_that_are_not_what_they_say_are_refused() -> None:
     assert "SHA-256" in answer.reason
 
 
+async def test_vectors_for_wider_points_of_another_stage_fit() -> None:
+    """All workers get all vectors: what is longer than this one's rows is for points that it does not have."""
+    bench = Bench()
+    configuration, vectors = adding(500.0)
+    data = np.full(3 * WIDTH, 7.0, dtype=np.float32).tobytes()
+    wide = Vectors(blob_digest(data, 1), (6,), data)
+    assert bench.ask(Configure((wide,), ())) == Configured(())
+    assert configure(bench, configuration, vectors) == Configured(())
+    steer(bench, "r1", steering_plan(configuration))
+    bench.step(("r1", 0, 3))
+    _, rows = await bench.rows("r1", 3)
+    torch.testing.assert_close(rows[0], expected(1, range(3), 0) + 500.0)
+
+
 async def test_a_plan_that_fits_nothing_fails_alone() -> None:
     """A slot with another configuration, and a plan that replaces rows: no exception reaches the engine."""
     bench = Bench()

@@ -111,7 +111,7 @@ class Installed:
 
     @property
     def bank_width(self) -> int:
-        """Width of a bank row: elements of the widest row, over all ranks, so that any vector fits."""
+        """Width of a bank row: elements of the widest row over all ranks; other stages' vectors may be longer."""
         return max((schema.width for schema in self.schemas), default=1)
 
 
