@@ -190,7 +190,7 @@ def measure_churn(requests: int, every: int, passes: int) -> Row:
                 start = time.perf_counter()
                 gone = [next(iter(live))]
                 live.pop(gone[0])
-                rank.runtime.forget(gone)
+                rank.runtime.end_requests(gone)
                 live |= {plan.key: 0 for plan in rank.register([next(waiting)], limit, "capture")[0]}
                 took.append(time.perf_counter() - start)
             starts = np.array(list(live.values()))

@@ -247,7 +247,7 @@ class Rank:
             AssertionError: it does not have a row of each of `total` tokens of each request, or did not copy it.
             SteeringNotApplied: an edit is missing.
         """
-        self.runtime.forget([plan.key for plan in plans])
+        self.runtime.end_requests([plan.key for plan in plans])
         wanted = tuple(Wanted(Owner(plan.key, 0), total) for plan in plans)
         if plans[0].steering is not None:
             records = self.ask(GetSteeringRecord(wanted, (True,) * len(wanted))).records

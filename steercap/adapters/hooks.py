@@ -319,7 +319,7 @@ def run_step(original: Callable[[], Any], runner: Any, scheduler_output: Any) ->
     runtime: Runtime = getattr(runner, RUNTIME_ATTRIBUTE)
     with runtime.turn:
         if scheduler_output.finished_req_ids:
-            runtime.forget(scheduler_output.finished_req_ids)
+            runtime.end_requests(scheduler_output.finished_req_ids)
         for request in scheduler_output.scheduled_new_reqs:
             extra = carried(request)
             if EXTRA_ARGS_KEY in extra:

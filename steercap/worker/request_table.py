@@ -147,7 +147,7 @@ class RequestTable:
         #: Names of the last pass, positions of the tracked ones, and their indices; None after a request came or left.
         self._last: tuple[tuple[str, ...], Ints, Ints] | None = None
         #: Series of passes that the last pass belongs to; None once the next pass may differ.
-        self._series: SteadyDecode | None = None
+        self._steady: SteadyDecode | None = None
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._indices
@@ -227,7 +227,7 @@ class RequestTable:
             tracked.steered.ran(tracked.run_from, reached)
         tracked.run_from = reached
 
-    def forget_rows(self, tracked: Tracked) -> None:
+    def stop_keeping(self, tracked: Tracked) -> None:
         """Keep no more rows of a request; its steering goes on. The caller frees its pages."""
         self.flush(tracked)
         tracked.capture_buffer = None
@@ -236,7 +236,7 @@ class RequestTable:
             self._holding[tracked.index] = False
             self._end_steady()
 
-    def look_again(self, tracked: Tracked) -> None:
+    def discard_prediction(self, tracked: Tracked) -> None:
         """Discard the prediction of a request's next tokens, which may not hold any more."""
         if tracked.index != NONE:
             self.flush(tracked)
@@ -263,8 +263,8 @@ class RequestTable:
         tracked, indices = self._find_all(tuple(batch.request_ids))
         if not len(tracked):
             return None
-        if self._series is not None:
-            if (step := self._series.next(batch)) is not None:
+        if self._steady is not None:
+            if (step := self._steady.next(batch)) is not None:
                 self._begun += 1
                 return step
             self._end_steady()
@@ -274,14 +274,14 @@ class RequestTable:
 
     def _sync_positions(self) -> None:
         """Write the positions that the series has reached into `_next`."""
-        if self._series is not None and not self._series.noted:
-            self._next[self._series.indices] = self._series.starts[self._series.tracked]
-            self._series.noted = True
+        if self._steady is not None and not self._steady.noted:
+            self._next[self._steady.indices] = self._steady.starts[self._steady.tracked]
+            self._steady.noted = True
 
     def _end_steady(self) -> None:
         """End the series, since the next pass may differ."""
         self._sync_positions()
-        self._series = None
+        self._steady = None
 
     def _step_of(self, batch: BatchRows, tracked: Ints, indices: Ints) -> Step | None:
         """Build the step of a pass that need not be like the one before it."""
@@ -306,7 +306,7 @@ class RequestTable:
             step = self._alike_tokens(indices, starts, counts, first_tokens, num_tokens=num_tokens)
             if len(step) and num_tokens == len(batch.counts):
                 left = int((self._stop[indices] - ends).min())
-                self._series = SteadyDecode(tracked, indices, batch.starts + 1, left, step)
+                self._steady = SteadyDecode(tracked, indices, batch.starts + 1, left, step)
             return step if len(step) else None
         self._next[indices[alike]] = ends[alike]
         own = [numbers[alike] for numbers in (indices, starts, counts, first_tokens)]

@@ -161,7 +161,7 @@ class Runtime:
             self._enter(request_id, owner, plan)
         except Exception as error:  # noqa: BLE001 -- for the same reason
             _LOG.exception("steercap neither captures nor steers a request")
-            self.forget([request_id])
+            self.end_requests([request_id])
             if not known:
                 self._release([owner])
             if plan.steering is not None:
@@ -191,7 +191,7 @@ class Runtime:
         if steered is not None and steered.biases:
             self.biasing.enter(request_id, steered)
 
-    def forget(self, request_ids: Collection[str]) -> None:
+    def end_requests(self, request_ids: Collection[str]) -> None:
         """Stop following requests that have ended; their rows stay until the client releases them."""
         self._request_table.leave(request_ids)
         self.biasing.leave(request_ids)
@@ -373,7 +373,7 @@ class Runtime:
             self._request_table.flush(tracked)
         start = steered.engage()
         if tracked is not None:
-            self._request_table.look_again(tracked)
+            self._request_table.discard_prediction(tracked)
         return start
 
     def _buffer_for(self, owner: Owner, plan: Plan, capture: CapturePlan, arena: Arena) -> CaptureBuffer:
@@ -421,7 +421,7 @@ class Runtime:
     def _look_again(self, tracked: Tracked | None) -> None:
         """Discard the prediction of a request's next tokens if its reduction or summary has ended."""
         if tracked is not None and tracked.capture_buffer is not None and tracked.capture_buffer.layout == NONE:
-            self._request_table.look_again(tracked)
+            self._request_table.discard_prediction(tracked)
 
     def _prepare_sketch(self, joining: Joining) -> CapturedRows | Unknown:
         captured_rows = self._seal(joining.wanted)
@@ -468,7 +468,7 @@ class Runtime:
             capture_buffer = None if tracked is None else tracked.capture_buffer
             if tracked is None or capture_buffer is None:
                 continue
-            self._request_table.forget_rows(tracked)
+            self._request_table.stop_keeping(tracked)
             self._rows_written += capture_buffer.writes
             capture_buffer.free()
 

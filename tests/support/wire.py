@@ -136,7 +136,7 @@ class AnyWorker:
         self.runtime.register(name, plan, self._rng.randrange(2))
         for start, count in ((0, 4), (4, 1), (5, 1)):
             self._pass([(name, start, count)])
-        self.runtime.forget([name])
+        self.runtime.end_requests([name])
 
     def _mangled(self, frame: bytes) -> bytes:
         """A mangled frame that asks for no sketch of any size."""
@@ -159,7 +159,7 @@ class AnyWorker:
         plan = Plan(key, 4, TOKENS, 1, CAPTURE, own)
         self.runtime.register(key, plan.encode(), 0)
         made = [self._pass([(key, start, count)]) for start, count in ((0, 4), (4, 1), (5, 1))]
-        self.runtime.forget([key])
+        self.runtime.end_requests([key])
         settled = self.ask(GetSteeringRecord((wanted,), (True,)))
         assert isinstance(settled, SteeringRecords), settled
         check_edits(key, plan, CONFIGURATION, TOKENS, [settled.records])

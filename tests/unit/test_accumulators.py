@@ -177,13 +177,13 @@ def test_an_accumulator_is_the_reduction_of_the_rows_of_its_sequence(kind, draft
                 engine.step([(request, request.done, 1)])
             running.remove(request)
             if engine.rng.random() < 0.7:
-                engine.runtime.forget([request.key])
+                engine.runtime.end_requests([request.key])
                 if engine.rng.random() < 0.5:  # whose end the client has not heard of yet
                     ended.append(request)
                     continue
             engine.check(request)
             engine.check(request)
-            engine.runtime.forget([request.key])
+            engine.runtime.end_requests([request.key])
             engine.ask(GetStats(), released=(Owner(request.key, 0),))
             finished += 1
         while len(ended) > 3:
@@ -197,7 +197,7 @@ def test_an_accumulator_is_the_reduction_of_the_rows_of_its_sequence(kind, draft
     assert finished > (1 if interpreted else 15)
     running += ended
     for request in running:
-        engine.runtime.forget([request.key])
+        engine.runtime.end_requests([request.key])
     engine.ask(GetStats(), released=tuple(Owner(request.key, 0) for request in running))
     stats = engine.ask(GetStats())
     assert (stats.pages_in_use, stats.requests, engine.runtime.taps.accumulators.in_use) == (0, 0, 0)
@@ -269,7 +269,7 @@ def test_late_rows_of_a_cancelled_request_do_not_land_on_a_spilled_accumulator(k
         engine.runtime.register(name, Plan(name, 12, LIMIT, capture=capture).encode(), 0)
         if name != "c":
             engine.step([(request, 0, 12)])
-            engine.runtime.forget([name])
+            engine.runtime.end_requests([name])
             engine.ask(GetStats(), released=(Owner("a", 0),))
     assert engine.runtime._kept[Owner("b", 0)].capture_buffer._spilled is not None
     (captured_rows,) = engine.ask(Collect((Wanted(Owner("b", 0), 12),))).shares

@@ -175,7 +175,7 @@ def test_a_pass_without_biases_costs_nothing() -> None:
             bench.runtime.biasing.put(logits, names, np.ones(len(names), dtype=np.int64), torch.arange(len(names)))
             is logits
         )
-    bench.runtime.forget(["a"])
+    bench.runtime.end_requests(["a"])
     assert not bench.runtime.biasing
 
 

@@ -111,7 +111,7 @@ async def test_rows_are_those_of_a_runtime_with_room(tmp_path, seed) -> None:
         elif draw.random() < 0.06:
             at = draw.choice([0, at // 2])  # it was preempted, with a cached prefix or without
     for one in (bench, oracle):
-        one.runtime.forget(["r1"])
+        one.runtime.end_requests(["r1"])
     await same(bench, oracle, "r1", at)
     await same(bench, oracle, "r1", at, 5)
     assert bench.ask(GetStats()).pages_in_use <= 4  # those of r2 alone
@@ -130,7 +130,7 @@ async def test_the_arena_holds_a_window_and_the_file_the_rest(tmp_path) -> None:
     for point in range(POINTS):
         torch.testing.assert_close(rows[point], expected(1, range(120), point))
     assert bench.file_bytes >= 120 * 3 * LINE_BYTES
-    bench.runtime.forget(["r1"])
+    bench.runtime.end_requests(["r1"])
     bench.ask(Collect(()), (Owner("r1", 0),))
     assert bench.ask(GetStats()).pages_in_use == bench.file_bytes == 0
 
@@ -172,7 +172,7 @@ async def test_a_disk_that_fails_fails_the_request_alone(tmp_path, monkeypatch, 
     answer = bench.ask(Collect((Wanted(Owner("r1", 0), 60),)))
     assert "cannot be written to disk" in answer.shares[0].failure
     assert "No space left" in answer.shares[0].failure
-    bench.runtime.forget(["r1", "r2"])
+    bench.runtime.end_requests(["r1", "r2"])
     bench.ask(Collect(()), (Owner("r1", 0), Owner("r2", 0)))
     assert bench.ask(GetStats()).pages_in_use == 0
 

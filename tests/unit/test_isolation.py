@@ -135,7 +135,7 @@ class FifoEngine:
             while self.inbox:
                 self.take(*self.inbox.popleft())
             for rank in self.ranks:
-                rank.forget(list(self.finished))
+                rank.end_requests(list(self.finished))
             self.finished.clear()
             self.schedule()
             if self.running:

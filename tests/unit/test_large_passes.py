@@ -234,7 +234,7 @@ def test_rows_of_a_request_that_is_gone_do_not_come_over_those_of_a_large_pass(m
     run(runtime, ["r1"], [0], [12], order)
     assert runtime.taps._waiting
     before = set(runtime._kept[Owner("r1", 0)].capture_buffer._places.pages.tolist())
-    runtime.forget(["r1"])
+    runtime.end_requests(["r1"])
     decode_answer(runtime.answer(encode(Call((Owner("r1", 0),), Collect(())))))
     runtime.register("r2", Plan("r2", 20, 40, capture=everything).encode(), 0)
     run(runtime, ["r2"], [0], [20], order)

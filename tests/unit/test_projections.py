@@ -170,11 +170,11 @@ def test_projections_are_those_of_the_rows(kind, width, dtype) -> None:
             assert rows.dtype == (dtype if request.set is None else torch.float32)
             # Up to 48 products of 20 or so, summed in float32.
             torch.testing.assert_close(rows, request.expected(worker), rtol=1e-5, atol=1e-4)
-            worker.runtime.forget([request.key])
+            worker.runtime.end_requests([request.key])
             worker.ask(GetStats(), released=(Owner(request.key, 0),))
             finished[request.set] += 1
     assert min(finished.values()) > (3 if kind == "host" or CUDA else 1)
-    worker.runtime.forget([request.key for request in running])
+    worker.runtime.end_requests([request.key for request in running])
     worker.ask(GetStats(), released=tuple(Owner(request.key, 0) for request in running))
     assert worker.ask(GetStats()).pages_in_use == 0
 
@@ -218,7 +218,7 @@ def test_directions_in_use_are_not_displaced(kind) -> None:
     worker.step([(request, 1, request.total - 1)])
     _, rows = worker.collected(request)
     torch.testing.assert_close(rows, request.expected(worker), rtol=1e-5, atol=1e-4)
-    worker.runtime.forget([request.key])
+    worker.runtime.end_requests([request.key])
     assert worker.ask(frame) == Configured(())
 
 
@@ -227,7 +227,7 @@ def test_a_slot_without_the_directions_is_an_error(kind) -> None:
     """A request whose directions are not there gets no numbers of others."""
     worker = Worker(kind)
     request = Request(worker, 0, 0)
-    worker.runtime.forget([request.key])
+    worker.runtime.end_requests([request.key])
     worker.ask(GetStats(), released=(Owner(request.key, 0),))
     worker.configurations[0] = worker._configuration((0, 1, 2), torch.ones(3, 2, worker.width))
     request = Request(worker, 1, 0)

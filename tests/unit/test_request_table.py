@@ -171,7 +171,7 @@ def test_each_token_has_the_work_of_its_own_plan_whatever_changes(seed) -> None:
             elif chance < 0.03:  # its rows are given back
                 runtime.answer(encode(Call((Owner(name, 0),), Collect(()))))
             elif chance < 0.05 or request.at >= LIMIT + 3:
-                runtime.forget([name])
+                runtime.end_requests([name])
                 runtime.answer(encode(Call((Owner(name, 0),), Collect(()))))
                 del running[name]
     assert compared > 800

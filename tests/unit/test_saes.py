@@ -590,7 +590,7 @@ def test_a_worker_reads_rows_with_what_it_was_given(kind, architecture, tmp_path
     found = Features.of(CodedRows(stored.coding, PointSchema((400,), "float32"), stored.parts))
     check_features(found, own.encode(rows), own.slack(rows))
     assert worker.ask(CloseSAE(encoder.digest(), 1)) == SAEOpened()
-    worker.runtime.forget(["a"])
+    worker.runtime.end_requests(["a"])
     assert worker.ask(GetStats(), released=(Owner("a", 0),)).sae_bytes == 0
     assert "is not loaded in this worker" in worker.read("b", encoder, rows, 20).failure
 

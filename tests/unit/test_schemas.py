@@ -210,7 +210,7 @@ def test_reductions_are_those_of_each_point(kind, shard, reduce, accumulates) ->
     for number, points in enumerate(wanted):
         bench.plan(number, CapturePlan(points, ALL, reduce, RAW, accumulates=accumulates))
         bench.run([number])
-        bench.runtime.forget([f"r{number}"])
+        bench.runtime.end_requests([f"r{number}"])
     if accumulates:  # the third took the accumulator of the first
         spilled = [
             bench.runtime._kept[Owner(f"r{number}", 0)].capture_buffer._spilled is not None for number in range(3)

@@ -116,7 +116,7 @@ def crowd(bench: Bench, *others: int) -> None:
     for number in range(10, 20):
         bench.plan(f"r{number}", limit=3)
         bench.step((f"r{number}", 0, 3))
-        bench.runtime.forget([f"r{number}"])
+        bench.runtime.end_requests([f"r{number}"])
     bench.ask(Collect(()), tuple(Owner(f"r{number}", 0) for number in range(10, 20) if number not in others))
 
 
@@ -139,7 +139,7 @@ async def test_records_cross_from_page_to_page_where_these_are_consecutive(other
         _, new = await bench.rows("r1", position + 1, position - 1)
         torch.testing.assert_close(new[1], expected(1, [position], 2)[:, :1].expand(-1, 16))
     ended = bench.ask(GetStats()).pages_in_use
-    bench.runtime.forget(["r1"])
+    bench.runtime.end_requests(["r1"])
     left = bench.ask(GetStats()).pages_in_use - (ended - 20)
     assert left == 10 if blocks == 1 else 10 <= left <= 11  # 41 records of 2 lines, the last of them on two pages
     bench.plan("r3", limit=60)
@@ -441,17 +441,17 @@ async def test_a_series_of_passes_says_what_each_pass_alone_would() -> None:
         parts = [(name, at, 1 + int(not at or rng.random() < 0.03)) for name, at in reached.items()]
         if rng.random() < 0.05:
             parts = parts[1:]
-        series = both[0].runtime._request_table._series
+        series = both[0].runtime._request_table._steady
         both[0].step(*parts)
-        continued += both[0].runtime._request_table._series is series is not None
-        both[1].runtime._request_table._series = None
+        continued += both[0].runtime._request_table._steady is series is not None
+        both[1].runtime._request_table._steady = None
         both[1].step(*parts)
         for name, at, count in parts:
             reached[name] = at + count
             if at + count > 95:
                 del reached[name]
                 for bench in both:
-                    bench.runtime.forget([name])
+                    bench.runtime.end_requests([name])
     assert len(steps[0]) == len(steps[1])
     columns = [name for name, one in vars(Step).items() if isinstance(one, StepColumn)]
     assert len(columns) == 14
@@ -564,7 +564,7 @@ async def test_a_page_has_the_rows_of_the_request_that_has_it() -> None:
         bench.plan(name)
         bench.step((name, 0, 8))
         if name == "r1":
-            bench.runtime.forget([name])
+            bench.runtime.end_requests([name])
             bench.ask(GetStats(), (Owner(name, 0),))
     _, rows = await bench.rows("r2", 8)
     torch.testing.assert_close(rows[1], expected(2, range(8), 1))
@@ -606,7 +606,7 @@ async def test_one_bad_pass_of_a_changing_batch_fails_its_request_alone(at, monk
         bench.plan(come)
         monkeypatch.setattr(bench.runtime, "begin_step", partial(moved, begin) if position == at else begin)
         bench.step(("r1", position, 1), ("r2", position, 1), (come, 0, 2 + position % 3))
-        bench.runtime.forget([come])
+        bench.runtime.end_requests([come])
     for number, total in (("1", 24), *((10 + position, 2 + position % 3) for position in range(24))):
         captured_rows, rows = await bench.rows(f"r{number}", total)
         assert captured_rows.failure is None
@@ -862,7 +862,7 @@ async def test_nothing_in_use_is_overwritten() -> None:
     assert configure(bench, other, elsewhere, slot=0) == refused
     assert configure(bench, other, elsewhere, slot=1) == Configured(())
     assert configure(bench, configuration, vectors) == Configured(())
-    bench.runtime.forget(["r1"])
+    bench.runtime.end_requests(["r1"])
     assert configure(bench, other, same_row, slot=0) == Configured(())
 
 
