@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import multiprocessing
 import os
 import runpy
@@ -23,6 +24,7 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Any, Final
 
+import pytest
 from jupyter_client.launcher import launch_kernel
 
 from steercap.adapters.entry import quieten, wants_quiet
@@ -33,9 +35,12 @@ _IMPORTED: Final = (
     "vllm.v1.engine.async_llm",
     "steercap.adapters.extension",
     "ipykernel.kernelapp",
+    "compressed_tensors",
+    "preloading",
 )
 _BINDING: Final = "VLLM_CPU_OMP_THREADS_BIND"
-_WRONG: Final = Path(__file__).parent / "wrong_families"
+_HERE: Final = Path(__file__).parent
+_WRONG: Final = _HERE / "wrong_families"
 #: Read on import, and set by vLLM with the first engine of a process that it configures for CPU.
 _SET_EARLY: Final = {"TORCHINDUCTOR_CPP_DYNAMIC_THREADS": "1"}
 #: Variables that nothing reads on import; engines that differ in another one from the fork server are spawned.
@@ -167,10 +172,14 @@ class Preloaded:
         if not self._environment:
             os.environ.update(_SET_EARLY)
             forkserver.set_forkserver_preload(list(_IMPORTED))
-            forkserver.ensure_running()
-            import vllm.v1.engine.utils  # noqa: F401 -- what imports set is as good as there from the start
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setenv("PYTHONPATH", str(_HERE), prepend=os.pathsep)
+                forkserver.ensure_running()
+            import vllm.v1.engine.async_llm  # noqa: F401 -- what imports set is as good as there from the start
 
             self._environment = _early()
+            gc.collect()
+            gc.freeze()  # tests collect garbage often, and need not go through all that is imported
 
     def _context(self, original: Callable[[], BaseContext]) -> BaseContext:
         return _Context() if not self._spawning and _early() == self._environment else original()
