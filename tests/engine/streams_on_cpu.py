@@ -43,6 +43,12 @@ async def captured(model: SteerModel, steering: SteeringSpec | None = None, **sp
     return handle
 
 
+@pytest.fixture(scope="session")
+async def clean(v4) -> CaptureHandle:
+    """All rows of the request without edits, which the interpreter takes seconds for."""
+    return await captured(v4)
+
+
 async def test_the_layers_run_the_forward_that_was_asked_for(v4) -> None:
     """That for NVIDIA is another code than that for CPU, and what runs is named by its fingerprint."""
     from vllm.models.deepseek_v4.cpu.model import DeepseekV4DecoderLayer as OnCPU
@@ -53,26 +59,25 @@ async def test_the_layers_run_the_forward_that_was_asked_for(v4) -> None:
     assert found == fingerprint_of(OnNvidia if on_nvidia else OnCPU)
 
 
-async def test_rows_are_those_of_the_published_equations(v4, equations, record_property) -> None:
+async def test_rows_are_those_of_the_published_equations(clean, equations, record_property) -> None:
     """Streams, coefficients and what blocks read: every layer, every token, prefill and decode, and the logits."""
-    handle = await captured(v4)
-    shapes = {str(point.site): (tuple(rows.shape[1:]), str(rows.dtype)) for point, rows in handle.captures.items()}
+    shapes = {str(point.site): (tuple(rows.shape[1:]), str(rows.dtype)) for point, rows in clean.captures.items()}
     assert shapes["mhc_streams_pre_attn"] == shapes["mhc_streams_final"] == ((4, 256), "torch.bfloat16")
     assert shapes["mhc_ffn_post_mix"] == ((4,), "torch.float32")
     assert shapes["mhc_attn_res_mix"] == ((4, 4), "torch.float32")
-    assert len(handle.positions) == PROMPT + 5
-    record_property("worst", str(agrees(handle, equations)))
-    said = handle.captures[Point(1, "mhc_attn_post_mix")]
+    assert len(clean.positions) == PROMPT + 5
+    record_property("worst", str(agrees(clean, equations)))
+    said = clean.captures[Point(1, "mhc_attn_post_mix")]
     assert said.std(0).min() > 0.02, "coefficients must differ from token to token, or rows of another would pass"
 
 
 @pytest.mark.parametrize("site", ["mhc_streams_pre_attn", "mhc_streams_pre_mlp", "mhc_streams_final"])
-async def test_a_vector_for_one_stream_changes_that_stream_alone(v4, equations, site) -> None:
+async def test_a_vector_for_one_stream_changes_that_stream_alone(v4, clean, equations, site) -> None:
     """At its point; what comes after is what the equations make of the changed streams."""
-    clean, point = (await captured(v4)).captures, Point(2 if site == "mhc_streams_final" else 1, site)
-    vector = torch.randn(256, generator=torch.Generator().manual_seed(1)) * clean[point].float().std() * 3
+    point = Point(2 if site == "mhc_streams_final" else 1, site)
+    vector = torch.randn(256, generator=torch.Generator().manual_seed(1)) * clean.captures[point].float().std() * 3
     handle = await captured(v4, SteeringSpec([Add(vector, layer=point.layer, site=site, part=2)]))
-    before, after = clean[point][:PROMPT], handle.captures[point][:PROMPT]
+    before, after = clean.captures[point][:PROMPT], handle.captures[point][:PROMPT]
     assert torch.equal(after[:, [0, 1, 3]], before[:, [0, 1, 3]])
     assert torch.equal(after[:, 2], (before[:, 2].float() + vector).bfloat16())
     added = torch.zeros(4, 256)
@@ -91,29 +96,28 @@ async def test_a_vector_for_each_stream_is_one_for_all(v4, equations) -> None:
     agrees(each, equations, {Point(1, "mhc_streams_pre_mlp"): vector.repeat(4, 1)})
 
 
-async def test_an_edit_that_reads_a_stream_reads_that_one(v4) -> None:
+async def test_an_edit_that_reads_a_stream_reads_that_one(v4, clean) -> None:
     """A direction ablated in one stream is still in the others, bit for bit."""
     point = Point(1, "mhc_streams_pre_attn")
     vector = torch.nn.functional.normalize(torch.randn(256, generator=torch.Generator().manual_seed(3)), dim=0)
-    clean = (await captured(v4)).captures[point][:PROMPT]
+    before = clean.captures[point][:PROMPT]
     after = (await captured(v4, SteeringSpec([Ablate(vector, layer=1, site=point.site, part=-1)]))).captures[point][
         :PROMPT
     ]
-    assert torch.equal(after[:, :3], clean[:, :3])
+    assert torch.equal(after[:, :3], before[:, :3])
     along = (after[:, 3].double() @ vector.double()).abs()
-    assert (along < 2**-7 * clean[:, 3].double().norm(dim=1)).all()
-    assert (clean[:, 3].double() @ vector.double()).abs().max() > 2**-4 * clean[:, 3].double().norm(dim=1).mean()
+    assert (along < 2**-7 * before[:, 3].double().norm(dim=1)).all()
+    assert (before[:, 3].double() @ vector.double()).abs().max() > 2**-4 * before[:, 3].double().norm(dim=1).mean()
 
 
-async def test_rows_before_an_edit_are_those_without_it(v4) -> None:
+async def test_rows_before_an_edit_are_those_without_it(v4, clean) -> None:
     """`before_edits` of the streams that are edited, and of what reads them what follows from the edit."""
     point, vector = Point(1, "mhc_streams_pre_mlp"), torch.full((256,), 0.5)
-    clean = (await captured(v4)).captures
     edited = (
         await captured(v4, SteeringSpec([Add(vector, layer=1, site=point.site, part=0)]), before_edits=True)
     ).captures
-    assert torch.equal(edited[point][:PROMPT], clean[point][:PROMPT])
-    changed = edited[Point(1, "mhc_ffn_post_mix")][:PROMPT] != clean[Point(1, "mhc_ffn_post_mix")][:PROMPT]
+    assert torch.equal(edited[point][:PROMPT], clean.captures[point][:PROMPT])
+    changed = edited[Point(1, "mhc_ffn_post_mix")][:PROMPT] != clean.captures[Point(1, "mhc_ffn_post_mix")][:PROMPT]
     assert changed.any(1).all()
 
 
@@ -130,18 +134,17 @@ async def test_the_last_streams_are_the_models(v4) -> None:
     assert torch.equal(rows[:, 0], (same[:, 0].float() + 1).bfloat16())
 
 
-async def test_one_file_holds_rows_of_several_dtypes(v4, tmp_path) -> None:
+async def test_one_file_holds_rows_of_several_dtypes(clean, tmp_path) -> None:
     """And of several shapes: what is read back is what was captured."""
-    handle = await captured(v4)
-    handle.save(tmp_path / "rows.safetensors")
+    clean.save(tmp_path / "rows.safetensors")
     read = CaptureHandle.load(tmp_path / "rows.safetensors")
     assert {rows.dtype for rows in read.captures.values()} == {torch.bfloat16, torch.float32}
-    assert all(torch.equal(read.captures[point], rows) for point, rows in handle.captures.items())
+    assert all(torch.equal(read.captures[point], rows) for point, rows in clean.captures.items())
 
 
-async def test_a_mean_of_coefficients_is_that_of_their_rows(v4) -> None:
+async def test_a_mean_of_coefficients_is_that_of_their_rows(v4, clean) -> None:
     """Reductions that run along take rows of any shape and dtype."""
-    whole, mean = (await captured(v4)).captures, (await captured(v4, reduce="mean")).captures
+    whole, mean = clean.captures, (await captured(v4, reduce="mean")).captures
     for point in (Point(1, "mhc_ffn_res_mix"), Point(0, "mhc_attn_post_mix"), Point(2, "mhc_streams_final")):
         assert apart(mean[point].view(-1), whole[point].double().mean(0).view(-1)) < 1e-5
 
