@@ -15,6 +15,7 @@ import httpx
 import psutil
 import pytest
 import torch
+from cli_calls import call
 from pyarrow import parquet
 from safetensors.torch import load_file
 from support.rows import random_prompt
@@ -98,32 +99,30 @@ def test_collect_keeps_the_tokens_it_is_told(tmp_path) -> None:
     """Generated tokens alone: their rows, by their labels, and what the data set says of itself."""
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"tokens": random_prompt(length, length)}) + "\n" for length in (9, 4, 12)))
-    process = command(
+    done = call(
         *("collect", corpus, "--out", tmp_path / "rows", "--layers", "1", "--tokens", "generated", "--max-tokens", "4"),
         *("-m", tiny_checkpoint("qwen3"), "--dtype", "float32", "--eager", "--max-model-len", "64", "--json"),
         *("--engine-arg", f"kv_cache_memory_bytes={4 << 20}"),
     )
-    out, err = process.communicate(timeout=400)
-    assert process.returncode == 0, err
+    assert done.exit_code == 0, done.output
     index = parquet.read_table(tmp_path / "rows" / "shards" / "000000.parquet")
     assert index["position"].to_pylist() == [9, 10, 11, 4, 5, 6, 12, 13, 14]  # the last one that is sampled has no row
     rows = load_file(tmp_path / "rows" / "shards" / "000000.safetensors")["rows.resid_post.1"]
     assert rows.shape == (9, 128)
-    assert json.loads(out)["totals"]["rows"] == 9
+    assert json.loads(done.stdout)["totals"]["rows"] == 9
 
 
 def test_a_small_sae_is_trained_on_what_a_model_reads(tmp_path) -> None:
     """A corpus, read once, without a disk: each step is scored before it; the SAE reads the model's own rows."""
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"tokens": random_prompt(24, seed)}) + "\n" for seed in range(40)))
-    process = command(
+    done = call(
         *("sae", "train", corpus, "--layer", "1", "--features", "64", "--k", "8", "--batch-size", "32", "--json"),
         *("-m", tiny_checkpoint("qwen3"), "--dtype", "float32", "--eager", "--max-model-len", "64"),
         *("--engine-arg", f"kv_cache_memory_bytes={4 << 20}", "--out", tmp_path / "sae"),
     )
-    out, err = process.communicate(timeout=400)
-    assert process.returncode == 0, err
-    said, sae = json.loads(out), SAE.load(tmp_path / "sae")
+    assert done.exit_code == 0, done.output
+    said, sae = json.loads(done.stdout), SAE.load(tmp_path / "sae")
     assert said["rows"] == 40 * 23 // 32 * 32
     assert said["scored_on"].startswith("the last 3 batches")
     assert -1 < said["explained"] < 1
