@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import ceph
 import pytest
-from ray_kills import a_model, corpus
+from conftest import opened
+from ray_kills import ENVIRONMENT, a_model, corpus, corpus_of
 from support.faults.base import COLLECTED
 from support.folders import digests
+from support.rows import TINY_ENGINE
 
 from steercap import errors
 from steercap.lab.datasets import RemoteFolder, verify
 from steercap.lab.datasets.collecting import RayActors, collect
 from steercap.lab.datasets.collecting.reading import Progress
+from steercap.testing import tiny_checkpoint
 
 HERE = Path(__file__).parent.parent
 
@@ -31,15 +36,20 @@ with_ceph = [
 @with_ray
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kills", [0, pytest.param(10, marks=pytest.mark.extended)])
-def test_actors_may_be_killed_at_any_moment(tmp_path, kills) -> None:
+async def test_actors_may_be_killed_at_any_moment(tmp_path, kills, monkeypatch) -> None:
     """The data set of two actors, whose processes are killed at random, is that of one engine, file by file; that of one
     actor, which nobody kills, is so too.
     """
-    command = [sys.executable, str(HERE / "ray_kills.py"), str(tmp_path), str(kills), str(os.getpid())]
+    command = [sys.executable, str(HERE / "ray_kills.py"), str(tmp_path / "ray"), str(kills), str(os.getpid())]
     paths = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False)
+    run = partial(subprocess.run, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False)
+    done = await asyncio.to_thread(run, command)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert "the same " in done.stdout
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    async with opened(tiny_checkpoint("qwen3"), **TINY_ENGINE) as model:
+        await collect(model, corpus_of(kills), tmp_path / "alone", **COLLECTED)
+    assert digests(tmp_path / "ray") == digests(tmp_path / "alone")
 
 
 @pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed")
