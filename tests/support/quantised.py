@@ -44,6 +44,7 @@ NARROW: Final = {
     "intermediate_size": 512,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
 }
 #: What the models compute in, and their scales are stored in.
 DTYPE: Final = torch.bfloat16
