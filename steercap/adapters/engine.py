@@ -259,13 +259,13 @@ class VllmEngine:
             EngineFailure: the engine has died.
         """
         self._connection.require_alive(FRESH_SECONDS)
+        ready = {**options, "lora_request": await self._adapters.ready(options.get("lora_request"), params)}
+        await self._wire.check(prompt.payload, params, ready)
         if (priority := options.get("priority")) and self._policy != "priority":
             raise InvalidRequest(
                 f"priority={shown(priority)}: this engine serves requests in order of arrival; start it with "
                 "scheduling_policy='priority', or leave it out"
             )
-        ready = {**options, "lora_request": await self._adapters.ready(options.get("lora_request"), params)}
-        await self._wire.check(prompt.payload, params, ready)
         return ready
 
     async def _load_adapter(self, *names: Any) -> list[Sequence[str]]:
