@@ -73,7 +73,9 @@ class Named:
             return found | {"kind": "vectors", "label": content.name, "layers": list(content), "norms": norms}
         layers = list(next(iter(content.values())))
         found |= {"kind": "directions", "directions": list(content), "layers": layers}
-        return found | {"provenance": repr(content.provenance)}
+        known = content.provenance
+        origin = {name: getattr(known, name) for name in ("revision", "dtype", "tokens", "reduce", "method", "seed")}
+        return found | {"provenance": {**origin, "prompts": dict(known.prompts)}}
 
 
 class Library:

@@ -302,7 +302,9 @@ def test_each_key_sees_its_own(library, tmp_path) -> None:
     assert list(library.get("calm", ME).content) == [3, 5]
     described = library.get("traits", ME).described()
     assert described["directions"] == ["warm", "cold"]
-    json.dumps(described)
+    assert json.loads(json.dumps(described))["provenance"]["prompts"] == dict(
+        library.get("traits", ME).content.provenance.prompts
+    )
 
 
 class Evil:

@@ -220,9 +220,11 @@ def _draw(axes: Any, rows: list[dict[str, Any]], chance: float, most: float, sca
                 fontsize=6.5,
                 family=FONT,
                 color=ink(),
-                bbox={"facecolor": "none", "linewidth": 0, "pad": 0.6},
             )
-        axes.axvline(sign * chance, color=GREY, linewidth=0.7, linestyle="--", zorder=0)
+        # A dash between every two rows, so that none crosses a token, on a page of any colour.
+        gaps = [place - 0.5 for place in range(len(own) + 1)]
+        between = [gap - 0.2 for gap in gaps], [gap + 0.2 for gap in gaps]
+        axes.vlines([sign * chance] * len(gaps), *between, color=GREY, linewidth=0.7, zorder=0)
     axes.axvline(0, color=ink(), linewidth=0.6)
     axes.set(xlim=(-1.75 * most, 1.75 * most), yticks=[])
     axes.invert_yaxis()
