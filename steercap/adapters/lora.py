@@ -181,7 +181,7 @@ def _refusal(answers: Sequence[Sequence[str]]) -> str:
 
 
 def load_adapter(worker: Any, name: str, number: int, path: str) -> list[str]:
-    """Load an adapter in a worker, and check that all of it that is there fits the model.
+    """Load an adapter in a worker, and check that the modules that this worker has fit.
 
     Returns:
         The reason why it cannot be used, and then it is not kept, or ""; then the names of the adapter's modules that
@@ -194,6 +194,8 @@ def load_adapter(worker: Any, name: str, number: int, path: str) -> list[str]:
         manager = worker.model_runner.lora_manager._adapter_manager  # noqa: SLF001 -- vLLM shows it in no other way
         missing = [name for name in manager.get_adapter(number).loras if manager.modules.get(name) is None]
         reason = _misfit(manager, number)
+        if missing and worker.vllm_config.parallel_config.pipeline_parallel_size == 1:
+            reason = reason or f"the model has no {missing[0]}"
     except Exception as error:  # noqa: BLE001 -- at the RPC boundary: other ranks' answers would stay unread
         reason = str(error) or type(error).__name__
     if reason:

@@ -166,12 +166,16 @@ class Terminal:
     @contextmanager
     def warned(self) -> Iterator[None]:
         """Print the user warnings of the block on stderr, also where `alone` redirects it."""
-        with warnings.catch_warnings(record=True) as found:
-            try:
+        found: list[warnings.WarningMessage] = []
+        try:
+            with warnings.catch_warnings(record=True) as found:
                 yield
-            finally:
-                for text in dict.fromkeys(str(one.message) for one in found if issubclass(one.category, UserWarning)):
-                    self.err.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
+        finally:
+            for text in dict.fromkeys(str(one.message) for one in found if issubclass(one.category, UserWarning)):
+                self.err.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
+            for one in found:
+                if not issubclass(one.category, UserWarning):
+                    warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
     @contextmanager
     def alone(self) -> Iterator[None]:

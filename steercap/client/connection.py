@@ -127,9 +127,6 @@ class Connection:
             ServerFailure: it cannot be reached, refuses the key, or is not `steercap serve`.
             InvalidRequest: it has no model of the name.
         """
-        with extra("client"):
-            import httpx  # noqa: F401 -- or the error names the extra
-
         self._require_not_closed()
         self._home = self._home or OwnerLoop("this connection")
         self._home.require()
@@ -140,7 +137,8 @@ class Connection:
 
     async def _open(self) -> None:
         """Open the connection and describe the server; if that fails, close it."""
-        import httpx
+        with extra("client"):
+            import httpx
 
         self._broken = httpx.TransportError
         headers = {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}

@@ -219,6 +219,16 @@ class Budget:
         in_the_way = min(stuck) if head.engine is None else stuck[head.engine]
         return head if head.pages > self.pages - in_the_way else None
 
+    def pass_head(self) -> list[Reservation]:
+        """Admit, before the head of the queue, a request whose call has handles that take room, and may then end."""
+        calls = {id(held.call) for held in self._held}
+        for reservation in self._queue:
+            if id(reservation.call) in calls and self._possible(reservation):
+                self._queue.remove(reservation)
+                self._queue.appendleft(reservation)
+                return self.admit()
+        return []
+
     def waiting_of(self, call: object) -> list[Reservation]:
         """Return the reservations of a call that wait for room."""
         return [reservation for reservation in self._queue if reservation.call is call]

@@ -115,6 +115,9 @@ class Admission:
         if self.relief is not None:
             self.relief.begin()
         while self.relief is None and (head := self.budget.hopeless()) is not None:
+            if passed := self.budget.pass_head():
+                self._wake(passed)
+                break
             # The call ends and gives back its handles. The head is refused last: until then nothing is admitted.
             for reservation in reversed(self.budget.waiting_of(head.call)):
                 self._refuse(

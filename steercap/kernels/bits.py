@@ -13,10 +13,12 @@ are checked again at every point that follows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from math import inf
-from typing import Final
+from threading import Lock
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -106,18 +108,60 @@ def stray_rows(rows: Float[torch.Tensor, "rows width"], most: float = inf) -> Bo
     return stray if stray.any() else None
 
 
+class _ExactProducts:
+    """Full precision of float32 products while any block of `exact_products` runs, in any thread."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._inside = 0
+        self._restore: Callable[[], None] = lambda: None
+
+    def begin(self) -> None:
+        """Set it, unless another block has."""
+        with self._lock:
+            if not self._inside:
+                self._restore = self._set()
+            self._inside += 1
+
+    def end(self) -> None:
+        """Restore what the process had set, unless another block runs."""
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._restore()
+
+    @staticmethod
+    def _set() -> Callable[[], None]:
+        try:
+            before = torch.get_float32_matmul_precision()
+        except RuntimeError:  # the process has set it by kind of product, which this function refuses to read
+            kinds: list[Any] = [kind.matmul for kind in (torch.backends.cuda, torch.backends.mkldnn)]
+            precisions = [kind.fp32_precision for kind in kinds]
+            _set_precisions(kinds, ["ieee"] * len(kinds))
+            return partial(_set_precisions, kinds, precisions)
+        torch.set_float32_matmul_precision("highest")
+        return partial(torch.set_float32_matmul_precision, before)
+
+
+def _set_precisions(kinds: Sequence[Any], precisions: Sequence[str]) -> None:
+    for kind, precision in zip(kinds, precisions, strict=True):
+        kind.fp32_precision = precision
+
+
+_EXACT: Final = _ExactProducts()
+
+
 @contextmanager
 def exact_products() -> Iterator[None]:
     """Compute float32 matrix products at full precision, not in TF32 or bfloat16, whatever the process has set.
 
-    Autocast is off inside. Also a decorator.
+    Autocast is off inside. Also a decorator. Threads may run such blocks at once.
     """
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    _EXACT.begin()
     try:
         with ExitStack() as stack:
             for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
                 stack.enter_context(torch.autocast(device, enabled=False))
             yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        _EXACT.end()

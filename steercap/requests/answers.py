@@ -35,7 +35,7 @@ from steercap.requests.serving import Serving
 from steercap.requests.sketching import RunningSketch, open_sketch
 from steercap.requests.stream import Chunk, stream
 
-#: Prompts of a call that are prepared before those that are ready run: nothing of token ids is waited for.
+#: Prompts of a call that are prepared before the event loop runs those that are ready: token ids are never awaited.
 TOGETHER: Final = 32
 
 

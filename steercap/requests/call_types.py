@@ -139,7 +139,9 @@ def _only(values: Sequence[Value], name: str, several: str) -> Value:
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of a list or dict, and anything else as it is."""
+    """Return a copy of a list or dict, and of those in a list that begins with one; anything else as it is."""
+    if type(value) is list and value and type(value[0]) in _CHANGING:
+        return [*map(copied, value)]
     return value.copy() if type(value) in _CHANGING else value
 
 

@@ -552,7 +552,7 @@ class _SharedArguments(NamedTuple):
         options = {"lora_request": self.lora_request, "priority": self.priority}
         more = {name: copied(value) for name, value in more.items()}
         special = checked_special(self.add_special_tokens)
-        given = self.capture_layers, copied(self.capture), copied(self.steering), options
+        given = copied(self.capture_layers), copied(self.capture), copied(self.steering), options
         return in_context(model, CallArguments(name, copied_params(params), *given, add_special_tokens=special, **more))
 
 

@@ -249,8 +249,9 @@ async def enter(engine: Engine, sketches: Sequence[RunningSketch], samples: Sequ
         require()
         _check(engine, expected, points, found)
     require()
-    if await engine.sketching.commit(joining, records) < 0:
-        require()
+    added = await engine.sketching.commit(joining, records)
+    require()
+    if added < 0:
         raise SketchIncomplete(f"{samples[0][1].name}: the workers no longer have its rows, so it is in no sketch")
 
 

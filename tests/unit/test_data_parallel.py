@@ -26,6 +26,7 @@ from steercap.core.spec import Point
 from steercap.core.tokens import Range
 from steercap.engine.engine import Engine
 from steercap.errors import InvalidRequest, ModelClosed, SteeringNotApplied, WorkerFailure
+from steercap.requests.call_types import copied
 from steercap.requests.job import run_all, run_job
 from steercap.requests.preparing import prepare
 from steercap.requests.stats import stats_of
@@ -413,6 +414,16 @@ async def test_what_a_caller_changes_after_a_call_does_not_reach_it() -> None:
     wanted = [{"seed": seed, "stop": [str(one) for one in range(seed + 1)]} for seed in range(3) for _ in range(2)]
     assert cluster.asked_params == wanted
     assert [one for one in cluster.rendered if one != (7,)] == [(1, 0), (1, 0, 1), (1, 0, 1, 2)]
+
+
+def test_lists_within_lists_are_copied_too() -> None:
+    """Conversations of a call, and layers to capture."""
+    conversations, layers, ids = [[{"role": "user", "content": "a"}]], [3, 4], [1, 2]
+    given = copied(conversations), copied(layers), copied(ids)
+    conversations[0].append({"role": "assistant", "content": "b"})
+    conversations[0][0]["content"] = "c"
+    layers.append(7)
+    assert given == ([[{"role": "user", "content": "a"}]], [3, 4], [1, 2])
 
 
 async def test_calls_that_are_made_during_a_restart_wait_for_it(monkeypatch) -> None:

@@ -23,10 +23,13 @@ def a_stage(*held: str, weights: tuple[str, ...] = NAMES, error: str = "") -> Si
         modules=dict.fromkeys(held, object()), get_adapter=lambda _number: SimpleNamespace(loras=loras)
     )
     runner = SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=manager))
-    return SimpleNamespace(remove_lora=lambda _number: None, add_lora=add_lora, model_runner=runner)
+    removed: list[int] = []
+    return SimpleNamespace(remove_lora=removed.append, removed=removed, add_lora=add_lora, model_runner=runner)
 
 
 def refusal(*stages: SimpleNamespace) -> str:
+    for stage in stages:
+        stage.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=len(stages)))
     return _refusal([load_adapter(stage, "mine", 1, "/mine") for stage in stages])
 
 
@@ -40,6 +43,13 @@ def test_a_layer_on_no_stage_is_named() -> None:
     """It would do nothing, whether one worker holds the model or two."""
     assert refusal(a_stage(*NAMES[:2])) == f"the model has no {NAMES[2]}"
     assert refusal(a_stage(NAMES[0]), a_stage(NAMES[2])) == f"the model has no {NAMES[1]}"
+
+
+def test_an_adapter_that_one_stage_refuses_is_not_kept() -> None:
+    """It is removed once before it is loaded, and again after."""
+    whole, part = a_stage(*NAMES), a_stage(*NAMES[:2])
+    assert (refusal(whole), refusal(part)) == ("", f"the model has no {NAMES[2]}")
+    assert (whole.removed, part.removed) == ([1], [1, 1])
 
 
 def test_a_stage_that_fails_says_why() -> None:

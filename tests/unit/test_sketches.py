@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -172,6 +175,37 @@ def test_products_are_of_float32_whatever_the_process_has_set() -> None:
             assert (rows @ rows.T).dtype == torch.float32
         moments_agree(state_of("moments", rows, 7), rows)
         assert (rows @ rows.T).dtype == torch.bfloat16
+
+
+def test_full_precision_lasts_as_long_as_any_block_of_any_thread() -> None:
+    """One that ends does not take it from the others, and the last one gives back what the process had."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    first, second = exact_products(), exact_products()
+    try:
+        first.__enter__()
+        with ThreadPoolExecutor(1) as other:
+            other.submit(second.__enter__).result()
+            first.__exit__(None, None, None)
+            assert torch.get_float32_matmul_precision() == "highest"
+            other.submit(second.__exit__, None, None, None).result()
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_a_process_that_sets_its_products_by_kind_is_no_error() -> None:
+    """torch then refuses to say one precision for all."""
+    code = """
+import torch
+from steercap.kernels.bits import exact_products
+kinds = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+kinds[0].fp32_precision, kinds[1].fp32_precision = "tf32", "bf16"
+with exact_products():
+    assert [kind.fp32_precision for kind in kinds] == ["ieee", "ieee"]
+assert [kind.fp32_precision for kind in kinds] == ["tf32", "bf16"]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_rows_too_small_for_their_products_are_refused() -> None:

@@ -168,7 +168,7 @@ class Taps(ABC):
     def close(self, failure: str | None) -> None:
         """End the opened pass, run or failed; all taps are idle until the next one."""
 
-    def rest(self) -> None:  # noqa: B027 -- on a host they are, from `close` on
+    def rest(self) -> None:  # noqa: B027 -- taps on a host are idle from `close` on
         """Make all taps idle, for a pass that is not opened."""
 
     @abstractmethod

@@ -51,17 +51,7 @@ class RandomPairs(NamedTuple):
 
     @classmethod
     def drawn(cls, count: int, width: int, length: float, seed: int) -> RandomPairs:
-        """Estimate, by the angle between two random vectors, mean and standard deviation of a number of the two.
-
-        Args:
-            number: function of the second vector of each pair, [random, hidden], that returns the number with the
-                first, [random].
-            pairs: random vectors.
-            place: name of the block, for messages.
-
-        Raises:
-            UnsupportedModel: all pairs at some angle give the same number.
-        """
+        """Draw `count` pairs of vectors of L2 norm `length`."""
         first, across = random_pairs(count, width, seed)
         return cls(first * length, across * length)
 

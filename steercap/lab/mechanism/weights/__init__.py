@@ -61,8 +61,9 @@ class TensorFiles:
 
     def of(self, model: Any) -> TensorFiles:
         """Return the files with transformers' renamings for a model: it calls GPT-NeoX's "embed_out" "lm_head"."""
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightRenaming
+        with extra("cpu", "cuda"):
+            from transformers.conversion_mapping import get_model_conversion_mapping
+            from transformers.core_model_loading import WeightRenaming
 
         known = get_model_conversion_mapping(model)
         return replace(self, renamings=tuple(one for one in known if isinstance(one, WeightRenaming)))
