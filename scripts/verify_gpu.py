@@ -53,7 +53,7 @@ def show(name: str, result: dict[str, Any]) -> None:
     colour = {"PASS": "green", "FAIL": "red", "SKIP": "yellow"}[result["verdict"]]
     parts = [f"{key}: {_short(value)}" for key, value in result["figures"].items()]
     if result["error"]:  # whole in the JSON
-        parts.append(f"[red]{escape(' '.join(result['error'].split())[:1500])}[/red]")
+        parts.insert(0, f"[red]{escape(' '.join(result['error'].split())[:1500])}[/red]")
     console.print(f"[{colour}]{result['verdict']}[/{colour}] {name} ({result['seconds']} s) ", "; ".join(parts), sep="")
 
 

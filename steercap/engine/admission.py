@@ -118,12 +118,13 @@ class Admission:
             if passed := self.budget.pass_head():
                 self._wake(passed)
                 break
+            own = self.budget.waiting_of(head.call)
+            holders = "the same call" if len(own) == self.budget.waiting else "this call and others that wait"
             # The call ends and gives back its handles. The head is refused last: until then nothing is admitted.
-            for reservation in reversed(self.budget.waiting_of(head.call)):
+            for reservation in reversed(own):
                 self._refuse(
                     reservation,
-                    "the memory is held by handles of calls that wait, this one among them, which cannot be released "
-                    "before these calls end",
+                    f"the memory is held by handles of {holders}, which cannot be released before a call ends",
                 )
         if not self.budget.stalled and self._watch:
             self._watch.cancel()

@@ -159,11 +159,11 @@ async def one_token_prompts(model: SteerModel, reference: Reference) -> Shown:
 
 async def passes_of_no_request(model: SteerModel, reference: Reference) -> Shown:
     """Passes that vLLM makes of no request, as a rank does while others work, between those of captured, steered ones."""
-    specs = [spec("add", WIDTH, seed=seed, layers="all") if seed % 2 else None for seed in range(8)]
+    specs = [spec("add", WIDTH, seed=seed, layers="all") if seed % 2 else None for seed in range(4)]
     task = asyncio.create_task(
         model.generate(
-            [random_prompt(20 + seed, seed) for seed in range(8)],
-            {"max_tokens": 60, **GREEDY},
+            [random_prompt(20 + seed, seed) for seed in range(4)],
+            {"max_tokens": 180, **GREEDY},
             capture=EVERYTHING,
             steering=specs,
         )

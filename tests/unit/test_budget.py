@@ -187,7 +187,7 @@ async def test_calls_that_would_starve_each_other_fail_one_by_one() -> None:
     *refused, waiting = [asyncio.ensure_future(admission.claim(pages, call)) for pages, call in asked]
     async with asyncio.timeout(10):
         for one in refused:
-            with pytest.raises(CaptureMemoryFull, match="handles of calls that wait"):
+            with pytest.raises(CaptureMemoryFull, match="handles of this call and others that wait"):
                 await one
     assert not waiting.done()
     admission.release(handle)
