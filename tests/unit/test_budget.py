@@ -157,20 +157,29 @@ async def test_an_error_instead_of_waiting_is_for_memory_alone() -> None:
     assert (await second).phase == "running"
 
 
+async def soon(claimed: asyncio.Future[Reservation]) -> Reservation:
+    """Return a claim's reservation, long before the time-out of the arena, an hour."""
+    async with asyncio.timeout(10):
+        return await claimed
+
+
+def nothing_left(admission: Admission) -> bool:
+    budget = admission.budget
+    return (budget.reserved, budget.waiting, budget.running) == (0, 0, 0)
+
+
 async def test_a_call_that_can_end_goes_before_a_head_that_waits_for_it() -> None:
     """Its last request fits, and the head once its handles are released: nobody is refused."""
     admission = Admission(10, 1, Settings(overflow_timeout=3600))
     holder, other = object(), object()
     (handle,) = admission.finish(await admission.claim(6, holder), [6])
     head, last = (asyncio.ensure_future(admission.claim(pages, call)) for pages, call in ((5, other), (1, holder)))
-    async with asyncio.timeout(10):
-        (second,) = admission.finish(await last, [1])
+    (second,) = admission.finish(await soon(last), [1])
     assert not head.done()
     admission.release(handle)
-    async with asyncio.timeout(10):
-        admission.release(await head)
+    admission.release(await soon(head))
     admission.release(second)
-    assert (admission.budget.reserved, admission.budget.waiting, admission.budget.running) == (0, 0, 0)
+    assert nothing_left(admission)
 
 
 async def test_calls_that_would_starve_each_other_fail_one_by_one() -> None:
@@ -185,13 +194,11 @@ async def test_calls_that_would_starve_each_other_fail_one_by_one() -> None:
     handle, other = await held(first), await held(second)
     asked = ((6, first), (3, first), (6, second))
     *refused, waiting = [asyncio.ensure_future(admission.claim(pages, call)) for pages, call in asked]
-    async with asyncio.timeout(10):
-        for one in refused:
-            with pytest.raises(CaptureMemoryFull, match="handles of this call and others that wait"):
-                await one
+    for one in refused:
+        with pytest.raises(CaptureMemoryFull, match="handles of this call and others that wait"):
+            await soon(one)
     assert not waiting.done()
     admission.release(handle)
-    async with asyncio.timeout(10):
-        admission.release(await waiting)
+    admission.release(await soon(waiting))
     admission.release(other)
-    assert (admission.budget.reserved, admission.budget.waiting, admission.budget.running) == (0, 0, 0)
+    assert nothing_left(admission)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from steercap.core.values import count_of, shown, truth_of
 from steercap.errors import InvalidSpec, WorkerFailure
 from steercap.lab.measures import Answered, Measure
-from steercap.lab.measures.scores import plain
+from steercap.lab.measures.scores import straightened
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel
@@ -64,7 +64,7 @@ class Refusal(Measure):
         return "refusal"
 
     async def measure(self, model: SteerModel, records: Sequence[Answered]) -> list[float]:  # noqa: ARG002 -- not asked
-        return [float(REFUSES.search(plain(record.text)[:BEGINNING]) is not None) for record in records]
+        return [float(REFUSES.search(straightened(record.text)[:BEGINNING]) is not None) for record in records]
 
 
 @dataclass(frozen=True)

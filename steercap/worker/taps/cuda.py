@@ -92,11 +92,10 @@ class CudaTaps(Taps):
         #: First point of each layer, and the number of points; and each point by the address of its number.
         self._layers = [*np.unique(installed.layers, return_index=True)[1].tolist(), len(installed.points)]
         self._addresses = {at.data_ptr(): number for number, at in enumerate(installed.at)}
-        lines = (
-            max(ring_bytes(installed, sizes, self._layers if self._addresses else (), device) // LINE_BYTES, 1)
-            if installed.captures
-            else 1
-        )
+        lines = 1
+        if installed.captures:
+            layers = self._layers if self._addresses else ()
+            lines = max(ring_bytes(installed, sizes, layers, device) // LINE_BYTES, 1)
 
         def table(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -164,8 +163,7 @@ class CudaTaps(Taps):
             self._write_tables()
 
     def open(self, step: Step, batch: BatchRows, updates: Updates | None) -> str | None:
-        if self._vectors or self._dirty or self.layouts.fresh:
-            self._write_tables()
+        self._write_tables()
         self._number += 1  # `blocking` ensures that the last pass to use these buffers is completed
         read, number = (batch.token_ids, batch.positions), self._number % AHEAD
         if self._stays is not None:

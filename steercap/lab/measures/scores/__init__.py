@@ -123,7 +123,7 @@ def _check(name: str, texts: tuple[str, ...], least: int) -> None:
         raise ValueError(f"{name} has {twice!r} twice")
 
 
-def plain(text: str) -> str:
+def straightened(text: str) -> str:
     """Return a text with straight apostrophes and single spaces, so that a phrase is found wherever a line ends."""
     return " ".join(text.replace("’", "'").split())
 

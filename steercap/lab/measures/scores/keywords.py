@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from steercap.core.values import number_of, shown
 from steercap.errors import InvalidSetting
-from steercap.lab.measures.scores import Scored, Scorer, Trait, plain
+from steercap.lab.measures.scores import Scored, Scorer, Trait, straightened
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Keywords(Scorer):
         words = len(re.findall(r"\w+(?:['’]\w+)*", answer))
         if not words:
             return None
-        found = len(pattern.findall(plain(answer)))
+        found = len(pattern.findall(straightened(answer)))
         return 100 * (1 - math.exp(-found / (words * self.density)))
 
 
 def _pattern(trait: Trait) -> re.Pattern[str]:
     # Longest first, so that a phrase counts once and not as the word it begins with.
-    wanted = sorted(map(plain, trait.keywords), key=len, reverse=True)
+    wanted = sorted(map(straightened, trait.keywords), key=len, reverse=True)
     return re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, wanted))})(?!\w)", re.IGNORECASE)
 
 
