@@ -1,7 +1,7 @@
-"""The only code that imports vllm: the engine's side in `engine`, one module for each model runner.
+"""The only code that imports vllm: its engine in the module `engine`, each of its model runners in a module of its own.
 
-A runner adapter hooks three moments of its runner's class: the model has been loaded, a real batch has been laid
-out, the pass has ended. Everything it passes on is plain data (`worker.step.BatchRows`).
+An adapter of a model runner (V1, V2) hooks the runner's class at three moments: the model is loaded, a batch's rows are
+laid out, the forward pass has ended. It passes on plain data alone (`worker.step.BatchRows`).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
     from steercap.worker.runtime import Runtime
 
-#: Attribute of a hooked runner with its runtime.
+#: Name of the attribute that holds a hooked model runner's `Runtime`.
 RUNTIME_ATTRIBUTE = "steercap_runtime"
 #: Modules that hook a runner, repair vLLM's loading of weights or its runner on CPU, or stand in for torchvision.
 _HOOKING: Final = ("torchvision", "runner_v1", "runner_v2", "hooks", "cpu")
-#: Reasons why some of them failed, by module: an engine of the other runner does not need them.
+#: Reason why hooking failed, by module of `_HOOKING`; an engine that uses another runner can still start.
 _UNHOOKED: Final[dict[str, str]] = {}
 
 
 def hook_runners() -> None:
-    """Hook the classes of all known model runners in this process; safe to call again."""
+    """Hook vLLM's model runner classes in this process and keep failures for `runtime_of`; safe to call again."""
     for name in _HOOKING:
         try:
             with releases.importing():
@@ -41,17 +41,17 @@ def hook_runners() -> None:
 
 
 def load_adapter(worker: Any, name: str, number: int, path: str) -> list[str]:
-    """Load a LoRA adapter in a worker; see `lora.load_adapter`."""
+    """Load a LoRA adapter in a vLLM worker; arguments and returned strings as of `lora.load_adapter`."""
     from steercap.adapters import lora
 
     return lora.load_adapter(worker, name, number, path)
 
 
 def runtime_of(runner: Any) -> Runtime:
-    """Return the runtime of a loaded runner.
+    """Return the steercap runtime of a vLLM model runner whose model has been loaded with taps.
 
     Raises:
-        UnsupportedRunner: no adapter has hooked this runner's class, or it cannot be repaired on CPU.
+        UnsupportedRunner: no adapter has hooked the runner's class, or a repair of vLLM's CPU code failed.
     """
     runtime: Runtime | None = getattr(runner, RUNTIME_ATTRIBUTE, None)
     if runtime is None:

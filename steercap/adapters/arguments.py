@@ -1,8 +1,8 @@
-"""vLLM's engine arguments, including those that steercap sets, checks for unsupported options, and settings in workers.
+"""vLLM's engine arguments with those that steercap sets, checks for unsupported options, settings passed to workers.
 
-It relies on `AsyncEngineArgs`, its `worker_extension_cls` and `additional_config`, and the names of a `VllmConfig`.
+It relies on `AsyncEngineArgs`, its `worker_extension_cls` and `additional_config`, and field names of `VllmConfig`.
 Workers read the engine's settings from `additional_config["steercap"]`. The entry is also a key of vLLM's compile
-cache. A compiled artifact does not know which Python it was traced from: without the key, a cached graph without taps
+cache. A compiled graph does not record the Python code it was traced from: without the key, a cached graph without taps
 would be loaded, and no tap would ever fire.
 """
 
@@ -31,7 +31,7 @@ from steercap.worker.taps import Installed, TapSizes
 if TYPE_CHECKING:
     from steercap.architectures.families.base import Family
 
-#: Engine arguments, in newer releases, that vLLM writes into `speculative_config`.
+#: Engine arguments of newer vLLM releases, which vLLM copies into `speculative_config`.
 _SPECULATIVE: Final = ("spec_method", "spec_model", "spec_tokens")
 EXTENSION: Final = "steercap.adapters.extension.WorkerExtension"
 
@@ -40,8 +40,8 @@ def read_arguments(model: str, engine_args: Mapping[str, Any]) -> AsyncEngineArg
     """Convert a user's engine arguments to vLLM's own, and add those that steercap sets.
 
     Raises:
-        InvalidSetting: one that does not exist, or that the user may not set.
-        ModelNotLoaded: vLLM refuses them.
+        InvalidSetting: an argument does not exist, or is `worker_extension_cls`.
+        ModelNotLoaded: vLLM refuses the arguments.
     """
     if "worker_extension_cls" in engine_args:
         raise InvalidSetting("steercap sets worker_extension_cls itself; leave it out")
@@ -60,14 +60,14 @@ def read_arguments(model: str, engine_args: Mapping[str, Any]) -> AsyncEngineArg
 
 
 def drafting(args: AsyncEngineArgs, config: Any) -> dict[str, Any]:
-    """Return the engine arguments that speculative decoding needs, however it was switched on; {} without it.
+    """Return engine arguments to override so that speculative decoding works with taps; {} if it is off.
 
-    A row's line and scopes follow from its position, which a scheduler that speculates knows only without async
-    scheduling. vLLM has written `spec_method` and the like into `speculative_config`, and refuses to do so again.
+    Async scheduling is switched off unless the user set it, since with drafts it does not know rows' positions; and
+    `spec_method` and the like are cleared, which vLLM has copied into `speculative_config` and refuses to copy twice.
 
     Args:
-        args: engine arguments that `config` was made from.
-        config: vLLM's configuration.
+        args: engine arguments from which `config` was made.
+        config: the `VllmConfig`.
     """
     if config.speculative_config is None:
         return {}
@@ -76,10 +76,10 @@ def drafting(args: AsyncEngineArgs, config: Any) -> dict[str, Any]:
 
 
 def check_supported(config: Any) -> None:
-    """Check that no option is on that taps cannot work with.
+    """Check that a `VllmConfig` has no option on that is incompatible with taps.
 
     Raises:
-        UnsupportedRunner: one is; the message names it and the remedy.
+        UnsupportedRunner: an incompatible option is on; the message names the option and the remedy.
     """
     if config.device_config.device_type not in {"cpu", "cuda"}:
         raise UnsupportedRunner(
@@ -121,7 +121,7 @@ def check_supported(config: Any) -> None:
 
 
 def _check_model(config: Any) -> None:
-    """Check the options of vLLM's configuration of the model; errors as of `check_supported`."""
+    """Check the options of vLLM's `ModelConfig` as `check_supported` does, with its errors."""
     if getattr(config, "is_diffusion", False):
         raise UnsupportedRunner(
             "a diffusion model computes its positions again and again until their tokens settle, and a captured row "
@@ -139,10 +139,10 @@ def _check_model(config: Any) -> None:
 
 
 def check_heads(config: Any, points: Sequence[Point]) -> None:
-    """Check that every armed point is whole on each tensor-parallel rank, or split over all of them.
+    """Check that each armed point of a `VllmConfig` is sharded over the tensor-parallel ranks, or whole on each.
 
     Raises:
-        UnsupportedRunner: there are fewer heads of keys than ranks, so that some ranks have copies.
+        UnsupportedRunner: the model has fewer key heads than ranks, so that ranks hold copies of one.
     """
     heads = config.model_config.get_total_num_kv_heads()
     ranks = config.parallel_config.tensor_parallel_size
@@ -160,7 +160,7 @@ _TRACED = ("architectures/sites", "architectures/families", "kernels", "worker/i
 
 
 def worker_config(armed: Sequence[Point], settings: Settings, candidate: int) -> dict[str, Any]:
-    """Return the entry of `additional_config` that arms `armed`; `candidate`: see `families.families_of`."""
+    """Return steercap's entry of `additional_config`; `candidate` is the family's index in `families.families_of`."""
     return {
         "points": [[point.layer, point.site] for point in armed],
         "slots": settings.steering_slots,
@@ -174,14 +174,14 @@ def worker_config(armed: Sequence[Point], settings: Settings, candidate: int) ->
 
 
 def armed_points(additional_config: Mapping[str, Any]) -> tuple[Point, ...]:
-    """Read the armed points in a worker."""
+    """Read the armed points from the engine's `additional_config`, in a worker."""
     return tuple(Point(layer, site) for layer, site in additional_config[CONFIG_KEY]["points"])
 
 
 def expected_family(model_config: Any) -> Family | None:
-    """Return the family expected from a model's architecture, or the inner language model's; None if unknown.
+    """Return the layer family expected for a model's architecture or its inner language model's; None if unknown.
 
-    It is the family as vLLM will run it. The loaded layers decide in the end; see `families.families_of`.
+    For vLLM's Transformers backend it is adapted. The loaded layers decide in the end: `families.families_of`.
     """
     try:
         names = (*model_config.architectures, *_within(model_config))
@@ -192,7 +192,7 @@ def expected_family(model_config: Any) -> Family | None:
 
 
 def _within(model_config: Any) -> tuple[str, ...]:
-    """Return the possible architectures of the language model within a wrapper; () if the model is no wrapper."""
+    """Return architecture names that a multimodal wrapper's language model may have; () if there is no wrapper."""
     text = model_config.hf_text_config
     if text is model_config.hf_config:
         return ()
@@ -200,16 +200,16 @@ def _within(model_config: Any) -> tuple[str, ...]:
 
 
 def candidate_of(additional_config: Mapping[str, Any]) -> int:
-    """Read the index of the candidate family to try in a worker."""
+    """Read the index of the candidate family to try, from the engine's `additional_config`, in a worker."""
     return int(additional_config[CONFIG_KEY]["candidate"])
 
 
 def tap_sizes(config: Any, installed: Installed, tokens: int) -> TapSizes:
-    """Return the sizes of a worker's tables.
+    """Return the sizes of a worker's tap tables.
 
     Args:
-        config: vLLM's configuration.
-        installed: the worker's taps.
+        config: the `VllmConfig`.
+        installed: the taps installed in the worker's model.
         tokens: maximum number of tokens of a pass.
     """
     found = config.additional_config[CONFIG_KEY]
@@ -233,25 +233,25 @@ def tap_sizes(config: Any, installed: Installed, tokens: int) -> TapSizes:
 
 
 def _graph_tokens(compilation: Any) -> int:
-    """Return the maximum tokens of a pass that runs a CUDA graph, 0 where none does."""
+    """Return the maximum number of tokens of a pass that replays a CUDA graph; 0 without CUDA graphs."""
     replayed = getattr(compilation, "decoder_replay_cudagraph_capture_sizes", ())  # not in older releases
     return max((*(compilation.cudagraph_capture_sizes or ()), *replayed), default=0)
 
 
 def drafts(config: Any) -> int:
-    """Return the number of tokens that vLLM drafts for a request in a pass."""
+    """Return the maximum number of tokens that vLLM drafts for a request in a pass; 0 without speculative decoding."""
     speculative = config.speculative_config
     return 0 if speculative is None else int(speculative.num_speculative_tokens)
 
 
 def overshoot(config: Any) -> int:
-    """Return the number of positions that vLLM may compute past a sequence's end before its scheduler knows of it."""
+    """Return the number of positions that vLLM may compute past a sequence's end before its scheduler knows the end."""
     passes = int(config.max_concurrent_batches)
     return (passes - 1) * (1 + drafts(config)) + drafts(config)
 
 
 def source_digest() -> str:
-    """Return the first 16 hexadecimal digits of a SHA-256 of the source that affects a trace of the model."""
+    """Return the first 16 hex digits of the SHA-256 of the sources that affect the traced model (`_TRACED`)."""
     root = Path(__file__).parent.parent
     digest = hashlib.sha256()
     for part in _TRACED:

@@ -1,12 +1,13 @@
-"""Client side of a running AsyncLLM: liveness checks, calls to its workers, and shutdown.
+"""Client's connection to a running AsyncLLM: liveness checks, calls to its workers, and shutdown.
 
 It relies on `AsyncLLM.errored`, `output_handler` and `shutdown`; and, of `engine_core`, on `core_engines`,
 `_call_utility_async` and `resources`.
 
-A watch sees that its processes live, by `adapters.process_exit`, and that its threads listen and answer. In the
-engine's process a thread reads requests and another writes outputs; when an exception ends one of them, its sockets are
-closed, the process lives, `errored` stays False, and requests wait for ever. libzmq reports the closed connection. It
-relies on `engine_core.resources`, its sockets and `engine_dead`, and on `output_processor.propagate_error`.
+`ConnectionWatch` checks that the engine's processes live, by `adapters.process_exit`, and that the threads of its
+sockets do. In the engine's process a thread reads requests and another writes outputs; when an exception ends one of
+them, its socket is closed, but the process lives, `errored` stays False, and requests wait for ever. libzmq reports the
+closed connection. It relies on `engine_core.resources`, its sockets and `engine_dead`, and on
+`output_processor.propagate_error`.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from steercap.adapters.process_exit import EXIT_CODE_SECONDS, Processes
 from steercap.errors import EngineDied, EngineFailure, ModelClosed, SteercapError, WorkerFailure
 
-#: Seconds between checks while requests run or wait: a check is two reads and a poll that find nothing, some 20 us.
+#: Seconds between liveness checks while requests run or wait; a check takes some 20 us.
 LOOK_SECONDS: Final = 0.1
-#: Seconds for which a check serves the requests that come after it, such as the others of its call.
+#: Seconds for which the result of a liveness check is reused, for example by other requests of the same call.
 FRESH_SECONDS: Final = 0.01
 _LOG: Final = "its log, on stderr of this process, has details"
-#: Thread that has ended when the connection of a socket is closed, by socket.
+#: Words for the engine thread that has ended when a socket's connection is closed, by name of the socket.
 _THREADS: Final = {
     "input_socket": "its thread that reads requests has ended",
     "output_socket": "its thread that sends outputs has ended",
@@ -40,12 +41,12 @@ _THREADS: Final = {
 
 
 class ConnectionWatch:
-    """Watch of the connections to an engine; must be closed before the engine's sockets.
+    """Liveness watch of an engine's processes and sockets; must be closed before the engine's sockets are.
 
     Args:
         llm: the engine.
-        processes: its processes.
-        on_death: function to call when something has died.
+        processes: the engine's processes.
+        on_death: function without arguments, called once the engine has died.
     """
 
     def __init__(self, llm: AsyncLLM, processes: Processes, on_death: Callable[[], object]) -> None:
@@ -58,14 +59,14 @@ class ConnectionWatch:
         self._checked = 0.0
         self._thread = ""
         self._looking: asyncio.Task[None] | None = None
-        #: Message about what has died, or None.
+        #: Error message that says which process or thread has died; None while the engine lives.
         self.found: str | None = None
 
     def look(self, fresh: float = 0.0) -> str | None:
-        """Return a message if the engine has died, else None; then all running requests end with EngineDeadError.
+        """Check that the engine lives; if it has died, end all requests with EngineDeadError and return a message.
 
         Args:
-            fresh: seconds for which an earlier check that found nothing is good enough.
+            fresh: maximum age in seconds of an earlier successful check that is reused.
         """
         now = time.monotonic()
         if self.found is None and now >= self._checked + fresh and self._is_wrong():
@@ -76,7 +77,7 @@ class ConnectionWatch:
         return self.found
 
     def _is_wrong(self) -> bool:
-        """Check for signs that something has died; its name may be known only a moment later."""
+        """Check for signs that something has died; the name of what died may be known only a moment later."""
         for monitor, thread in self._monitors:
             if not self._thread and _tells(monitor):
                 self._thread = thread
@@ -87,7 +88,7 @@ class ConnectionWatch:
         return True
 
     def end(self, reason: str) -> None:
-        """End all running requests with EngineDeadError."""
+        """End all running requests with EngineDeadError for `reason`, "" if unknown, and call `on_death`."""
         self.found = f"the vLLM engine has died{f': {reason}' if reason else ''}; {_LOG}"
         self._llm.engine_core.resources.engine_dead = True
         self._llm.output_processor.propagate_error(EngineDeadError())
@@ -95,7 +96,7 @@ class ConnectionWatch:
 
     @contextmanager
     def over(self) -> Iterator[None]:
-        """Check from time to time in the block, while a request runs or waits."""
+        """Check every `LOOK_SECONDS` that the engine lives, in a task that runs as long as any such block; nestable."""
         self._running += 1
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._keep_looking(), name="steercap watch")
@@ -112,7 +113,7 @@ class ConnectionWatch:
             await asyncio.sleep(LOOK_SECONDS)
 
     def close(self) -> None:
-        """Close the connections. Idempotent."""
+        """Close the monitoring sockets and the watch of processes, and cancel the checks. Idempotent."""
         for monitor, _ in self._monitors:
             monitor.close(linger=0)
         self._monitors = []
@@ -128,7 +129,7 @@ def _tells(monitor: zmq.Socket[bytes]) -> bool:
 
 
 def _monitor(llm: AsyncLLM, name: str) -> zmq.Socket[bytes]:
-    """Return a socket that receives a message when a peer of one of the engine's sockets is gone."""
+    """Return a socket that receives a message when the peer of the engine's socket named `name` disconnects."""
     watched = getattr(llm.engine_core.resources, name)
     address = f"inproc://steercap-{name}-{uuid4().hex}"
     watched.monitor(address, zmq.EVENT_DISCONNECTED)
@@ -138,19 +139,19 @@ def _monitor(llm: AsyncLLM, name: str) -> zmq.Socket[bytes]:
     return monitor
 
 
-#: Seconds between liveness checks while an answer is awaited.
+#: Seconds between liveness checks while a worker's answer is awaited.
 LIVENESS_SECONDS: Final = 0.1
-#: Seconds after which a failed call is not attributed to the engine's death any more.
+#: Seconds for which a failed call waits for signs that the engine's death is the cause.
 DYING_SECONDS: Final = 0.5
-#: RPC that returns the place of a worker's process.
+#: Name of the RPC that returns where a worker's process runs; see `process_exit.place`.
 _PLACE: Final = "steercap_place"
 
 
 class Connection:
-    """Connection to an AsyncLLM until it is released."""
+    """Connection to a running AsyncLLM, until `let_go`; dying processes write exit codes and errors to `folder`."""
 
     def __init__(self, llm: AsyncLLM, folder: Path) -> None:
-        #: Function to call with the error when the engine has died.
+        #: Function called with the error when the engine dies; None for no call.
         self.on_death: Callable[[EngineDied], object] | None = None
         self._processes = Processes(folder)
         self.watch: Final = ConnectionWatch(llm, self._processes, self._report_death)
@@ -160,26 +161,26 @@ class Connection:
 
     @property
     def llm(self) -> AsyncLLM:
-        """The AsyncLLM behind this.
+        """The AsyncLLM of this connection.
 
         Raises:
-            ModelClosed: it was shut down.
+            ModelClosed: the engine was shut down.
         """
         if self._llm is None:
             raise ModelClosed("the engine was shut down with its SteerModel")
         return self._llm
 
     async def watch_workers(self) -> None:
-        """Watch the processes of all workers on this machine from now on."""
+        """Ask all workers for their process ids, and watch those on this machine from now on."""
         self._processes.watch(place for engine in await self.call_workers(_PLACE) for place in engine)
 
     async def call_workers(self, method: str, *args: Any, engine: int | None = None) -> list[list[Any]]:
-        """Call a method of the extension in every worker, or in those of one engine.
+        """Call a method of `WorkerExtension` in every worker of all engines, or of the engine with index `engine`.
 
         `AsyncLLM.collective_rpc` asks all engines too, but returns only the first one's answers.
 
         Returns:
-            Engine by engine, the answers of its workers in the order of their ranks.
+            One list for each engine called, with its workers' return values by rank.
 
         Raises:
             EngineFailure: the engine has died, or a worker failed.
@@ -209,10 +210,10 @@ class Connection:
         return found
 
     async def _require_not_dying(self) -> None:
-        """Check that a call did not fail because a worker was about to end, which may show a moment later.
+        """Check for `DYING_SECONDS` that the engine lives, after a call failed whose cause may be the engine's death.
 
         Raises:
-            EngineFailure: it did.
+            EngineFailure: the engine has died.
         """
         clock = asyncio.get_running_loop().time
         until = clock() + DYING_SECONDS
@@ -221,13 +222,11 @@ class Connection:
             await asyncio.sleep(LIVENESS_SECONDS)
 
     def require_alive(self, fresh: float = 0.0) -> None:
-        """Check that the engine lives.
-
-        Args:
-            fresh: see `ConnectionWatch.look`.
+        """Check that the engine lives and is not closed; `fresh` as of `ConnectionWatch.look`.
 
         Raises:
-            EngineFailure, ModelClosed: it has died, or was closed.
+            EngineDied: the engine has died.
+            ModelClosed: the engine was shut down.
         """
         if self._llm is None or self._closing:
             raise ModelClosed("the engine was shut down with its SteerModel")
@@ -235,7 +234,7 @@ class Connection:
             raise EngineDied(said)
 
     async def ended(self) -> EngineFailure:
-        """Return the error of an engine that is closed or dead; the cause of death may show only after a moment."""
+        """Return the error for an engine that is closed or dead; waits up to `DYING_SECONDS` for the cause."""
         clock = asyncio.get_running_loop().time
         until = clock() + DYING_SECONDS
         while not self._closing and self._llm is not None:
@@ -248,20 +247,20 @@ class Connection:
 
     @property
     def died(self) -> bool:
-        """True if the engine has died before it was closed."""
+        """True if the engine died before it was closed; checks now."""
         if not self._dead and not self._closing and self._llm is not None:
             self.watch.look()
         return self._dead
 
     def _report_death(self) -> None:
-        """Report the engine's death to `on_death`, unless it is being closed."""
+        """Call `on_death` with the engine's death, unless the engine is being closed."""
         if not self._closing:
             self._dead = True
             if self.on_death is not None:
                 self.on_death(EngineDied(self.watch.found))
 
     async def quiesce(self) -> None:
-        """Stop listening to the engine, so that its end is not reported as a crash; call it in its event loop."""
+        """Stop listening to the engine without reporting its death, and end its requests; call in its event loop."""
         self._closing = True
         if self._llm is not None and (handler := self._llm.output_handler) is not None:
             handler.cancel()
@@ -269,10 +268,10 @@ class Connection:
             self.watch.end("it was closed")  # or a server's requests, and those to come, would wait for ever
 
     def let_go(self, kill: Callable[[], object]) -> None:
-        """Release vLLM's side of the engine, while `kill` kills its processes; callable from any thread. Idempotent.
+        """Close the engine's client while `kill` kills the engine's processes; callable from any thread. Idempotent.
 
-        vLLM would stop them in order, which takes 5 s or, on a busy machine, all of its patience, after which it kills
-        them too. There is nothing in them to save.
+        vLLM would stop the processes in order, which takes 5 s or, on a busy machine, its whole timeout, after which it
+        kills them too. They hold nothing that must be saved.
         """
         llm, self._llm = self._llm, None
         if llm is None:

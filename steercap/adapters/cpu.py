@@ -1,4 +1,4 @@
-"""Repairs of vLLM's CPU runner, made in the worker.
+"""Repairs of vLLM's code for CPU, made in each worker.
 
 They concern seeds of chunked prompts, requests without an adapter beside others with one, the temperature, top-k and
 top-p of drafted tokens, prompts of one token in gated delta networks, experts chosen by sigmoids or biased scores, and
@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from steercap.adapters.hooks import class_of, wrap
 from steercap.adapters.releases import require
 
-#: Attribute of a runner with the generators of requests whose sampled token will be discarded.
+#: Attribute of a model runner: generators, by batch index, of requests whose sampled token is discarded.
 _WITHHELD: Final = "steercap_withheld_generators"
 #: vLLM's operators that pick an adapter's weights for each row by its index.
 _BY_INDEX: Final = ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
@@ -35,7 +35,7 @@ _ROUTER: Final = "vllm.model_executor.layers.fused_moe.router.cpu_router", "CPUR
 
 
 def hook() -> None:
-    """Repair this process's classes and operators; a second call does nothing."""
+    """Install all repairs in this process's vLLM classes and operators; a second call does nothing."""
     _use_amx()
     require("Model Runner V1's sampling", GPUModelRunner)
     require("lora_ops", lora_ops)
@@ -58,21 +58,21 @@ def hook() -> None:
 
 
 def _use_amx() -> None:
-    """Ask the kernel for the AMX registers, where the processor has them.
+    """Ask the Linux kernel for the AMX registers, where the processor has them.
 
-    vLLM's attention in bfloat16 then uses them without asking, and Linux ends a process that did not ask: the worker
-    dies of the first request (signal 4). Can go when vLLM asks.
+    vLLM's attention in bfloat16 uses AMX without asking, and Linux kills a process that did not ask: the worker dies at
+    its first request (signal 4). Can go when vLLM asks.
     """
     if torch.cpu._is_amx_tile_supported():  # noqa: SLF001 -- torch has no public name for either
         torch.cpu._init_amx()  # noqa: SLF001
 
 
 def _sample(original: Callable[[], Any], runner: Any, *_args: Any, **_options: Any) -> Any:
-    """Leave unused the generators of requests whose prompt continues in the next step.
+    """Sample without the generators of requests whose prompt continues in the next step.
 
-    vLLM samples for them too, throws the token away, and resets their generators by their offset, which a CPU generator
-    does not have: the worker crashes. Relies on `_sample` and `_bookkeeping_sync` reading `input_batch.generators` by
-    index, and on `discard_request_mask`. Can go when vLLM resets CPU generators.
+    vLLM samples a token for such a request too, discards it, and resets the request's generator by its offset, which a
+    CPU generator does not have: the worker crashes. Relies on `_sample` and `_bookkeeping_sync` reading
+    `input_batch.generators` by index, and on `discard_request_mask`. Can go when vLLM resets CPU generators.
     """
     if runner.device.type != "cpu":
         return original()
@@ -95,11 +95,11 @@ def _bookkeeping_sync(original: Callable[[], Any], runner: Any, *_args: Any, **_
 
 
 def _without_rows_of_none(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a LoRA operator on CPU so that it adds nothing to rows whose index is -1, which means no adapter.
+    """Wrap a LoRA operator on CPU so that it adds nothing to rows whose adapter index is -1 (no adapter).
 
-    vLLM's operator takes the weights at index -1: those of the last slot. Relies on the arguments `inputs` first and
-    `lora_indices_tensor` fourth, in `lora_ops` and in `punica_cpu`, which imports them by name. Can go when vLLM's
-    operators leave such rows alone, as its GPU kernels do.
+    vLLM's operator uses -1 as an index, which selects the weights of the last slot. Relies on the arguments `inputs`
+    first and `lora_indices_tensor` fourth, in `lora_ops` and in `punica_cpu`, which imports them by name. Can go when
+    vLLM's operators leave such rows alone, as its GPU kernels do.
     """
 
     @functools.wraps(operator)
@@ -111,12 +111,12 @@ def _without_rows_of_none(operator: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def for_single_tokens(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the convolution of a pass's prompts so that it takes a pass of one token.
+    """Wrap vLLM's short convolution over prompts on CPU so that it accepts an input of one token.
 
     vLLM's operator refuses `x`, [channels, tokens], unless the stride between tokens is the number of channels. Qwen
-    3.5 slices it from a wider tensor, and `contiguous()` leaves one row as it is: the worker dies of a prompt, or its
-    first chunk, of one token. Relies on the argument `x`, by name. Can go when vLLM's operator takes any stride of one
-    token.
+    3.5 slices it from a wider tensor, and `contiguous()` leaves one row as it is: the worker dies at a prompt, or a
+    prompt's first chunk, of one token. Relies on the argument `x`, by name. Can go when vLLM's operator accepts any
+    stride where there is one token.
     """
 
     @functools.wraps(operator)
@@ -128,11 +128,11 @@ def for_single_tokens(operator: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_one_group(original: Callable[[], Any], router: Any, *_args: Any, **_options: Any) -> None:
-    """Make one group of all experts for a router with sigmoid or biased scores.
+    """Put all experts into one group, in a router with sigmoid or biased scores.
 
-    Without groups vLLM's router asserts that scores are softmax (MiniMax M2, Laguna and Step 3.5 die of their first
-    pass) and leaves out their bias (ERNIE 4.5 chooses other experts). Relies on the attributes below, read in each
-    pass. Can go when vLLM's router does either without groups.
+    Without groups vLLM's router asserts that scores are softmax (MiniMax M2, Laguna and Step 3.5 fail in their first
+    pass) and ignores the scores' bias (ERNIE 4.5 chooses other experts). Relies on the attributes below, read in each
+    pass. Can go when vLLM's router supports both without groups.
     """
     original()
     scores, bias = getattr(router, "scoring_func", ""), getattr(router, "e_score_correction_bias", None)
@@ -142,9 +142,9 @@ def _in_one_group(original: Callable[[], Any], router: Any, *_args: Any, **_opti
 
 
 def _constrained(original: Callable[[], Any], logits: torch.Tensor, *_args: Any, **_options: Any) -> Any:
-    """Constrain the logits of drafts, if there are any.
+    """Apply temperature, top-k and top-p to the logits of drafted tokens; return empty logits unchanged.
 
-    vLLM verifies drafts in every pass of an engine that drafts, also in passes of prompts, which have none. On CPU its
+    With speculative decoding, vLLM verifies drafts also in passes of prompts alone, which have none. On CPU its
     `apply_top_k_only` then takes the maximum of no values: the worker crashes on the first request with top-k. Can go
     when that accepts zero rows.
     """
@@ -161,12 +161,12 @@ def _for_each_draft(
     *_args: Any,
     **_options: Any,
 ) -> Any:
-    """Repeat each request's temperature, top-k or top-p for each token drafted for it.
+    """Repeat each request's temperature, top-k or top-p once for each token drafted for the request.
 
-    vLLM's operator for CPU writes into a copy of its output, as int64, and leaves the output uninitialised. So as
-    soon as one request of a batch is random, the logits of every draft are divided by arbitrary values. Relies on
-    `values`, one for each request, and on `ends`, the cumulative number of drafts up to and including each request's.
-    Can go when vLLM's `_expand_kernel_impl` writes its output.
+    vLLM's operator for CPU writes into a copy of its output, as int64, and leaves the output uninitialised. So if any
+    request of a batch samples at random, the logits of every draft are divided by arbitrary values. Relies on `values`,
+    [requests], and on `ends`, [requests], the cumulative number of drafted tokens. Can go when vLLM's
+    `_expand_kernel_impl` writes its output.
     """
     if values.device.type != "cpu":
         return original()

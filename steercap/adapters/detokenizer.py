@@ -1,10 +1,10 @@
-"""Repair of vLLM's detokenizer, whose generated text can begin with the prompt's.
+"""Repair of vLLM's detokenizer, whose generated text can begin with the prompt's text.
 
 tokenizers' `DecodeStream` holds text back while it ends within a character. vLLM starts it with the prompt; if the
-prompt itself ends within a character (token ids that were cut there, or bytes that are not one), or with U+FFFD, the
-whole prompt comes out as if it had been generated, and stop strings match in it. It relies on
-`FastIncrementalDetokenizer` and its `tokenizer`, `stream` and `skip_special_tokens`. It can go when such a prompt stays
-out of vLLM's texts. `text_of` relies on `IncrementalDetokenizer`.
+prompt itself ends within a character (token ids cut there, or invalid bytes), or with U+FFFD, the whole prompt comes
+out as if it had been generated, and stop strings match in it. It relies on `FastIncrementalDetokenizer` and its
+`tokenizer`, `stream` and `skip_special_tokens`. It can go when such a prompt stays out of vLLM's texts. `text_of`
+relies on `IncrementalDetokenizer`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer, IncrementalDe
 from steercap.adapters.releases import require
 
 _MENDED: Final = "__steercap_mended__"
-#: Replacement that a decoder writes for bytes that are not a character.
+#: Character that a decoder writes for invalid bytes.
 _UNKNOWN: Final = "\N{REPLACEMENT CHARACTER}"
-#: Number of tokens checked at the end: a character has four bytes at most, and a token is one byte at least.
+#: Number of tokens checked at a prompt's end: a character has at most four bytes, and a token at least one.
 _WINDOW: Final = 8
 
 
@@ -52,7 +52,7 @@ def patch() -> None:
 
 
 def text_of(tokenizer: Any, params: SamplingParams, prompt: Sequence[int], tokens: Sequence[int]) -> str:
-    """Return vLLM's text of generated tokens if generation ends with the last of them, without stop strings."""
+    """Return vLLM's text for generated token ids, ignoring stop strings; "" if `params.detokenize` is False."""
     if not params.detokenize or not tokens:
         return ""
     plain = copy.copy(params)
@@ -65,7 +65,7 @@ def text_of(tokenizer: Any, params: SamplingParams, prompt: Sequence[int], token
 
 
 def _readable(detokenizer: Any, prompt: Sequence[int]) -> int:
-    """Return the length of a prompt up to its last whole character; 0 if none ends within the last tokens."""
+    """Return the number of prompt tokens up to the last whole character; 0 if the last `_WINDOW` tokens end none."""
     for end in range(len(prompt), max(len(prompt) - _WINDOW, 0), -1):
         window = prompt[max(end - _WINDOW, 0) : end]
         text = detokenizer.tokenizer.decode(window, skip_special_tokens=detokenizer.skip_special_tokens)

@@ -1,4 +1,4 @@
-"""Wrapper of vLLM's AsyncLLM with the few calls that steercap needs.
+"""Wrapper of vLLM's AsyncLLM with the calls that steercap needs: start, check, generate, RPC to workers, shutdown.
 
 It relies on `AsyncLLM.from_vllm_config`, `encode`, `generate` and its `data_parallel_rank`; and on
 `additional_config` in the key of the compile cache.
@@ -49,36 +49,36 @@ from steercap.errors import EngineDied, EngineFailure, InvalidRequest, ModelNotL
 from steercap.kernels.bits import overflows_later
 
 RPC: Final = "steercap_answer"
-#: Folder of named shared memory on Linux.
+#: Linux's folder of named shared memory.
 _SHARED: Final = "/dev/shm"  # noqa: S108
 
 
 class Starting(Protocol):
-    """The start of an engine, as far as the engine needs it; see `adapters.launch.Launch`."""
+    """A start of an engine, the part of `adapters.launch.Launch` that `VllmEngine` uses."""
 
     @property
     def reaper(self) -> Reaper:
-        """Reaper of its processes."""
+        """Reaper that ends the engine's processes."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of its processes, besides those of its reaper."""
+        """Environment variables of the engine's processes, besides those that the reaper sets."""
 
     def require_wanted(self) -> None:
-        """Check that the start was not given up."""
+        """Check that the start was not cancelled; ModelClosed if it was."""
 
     def end(self) -> None:
-        """End its processes."""
+        """Kill the engine's processes and release the engine."""
 
 
 class VllmEngine:
-    """A running AsyncLLM.
+    """A running AsyncLLM whose workers have taps installed.
 
     Args:
         llm: the engine.
         points: points armed in its workers.
-        exists: predicate that says if the model has a point, by its configuration.
-        launch: start of the engine.
+        exists: predicate that says, by the model's configuration, if the model has a point.
+        launch: start of the engine, which owns its processes.
         unserved: kinds of media that prompts may not hold, since torchvision is absent.
     """
 
@@ -101,9 +101,9 @@ class VllmEngine:
         self._unserved: Final = unserved
         config = llm.vllm_config.model_config
         self.model_name: str = config.model
-        #: Commit of a model from the hub, "" if vLLM does not know it.
+        #: Commit hash of a model from the hub, "" if vLLM does not know it.
         self.commit: Final = str(getattr(config.hf_config, "_commit_hash", None) or "")
-        #: transformers' names of the architecture, which files may have for the model's.
+        #: `model_type` of the model's configuration and of its text part, by which vector files may name the model.
         self.model_types: Final[tuple[str, str]] = (config.hf_config.model_type, config.hf_text_config.model_type)
         self.num_layers: int = config.get_total_num_hidden_layers()
         self.max_model_len: int = config.max_model_len
@@ -113,15 +113,15 @@ class VllmEngine:
         self.max_logprobs: int = config.max_logprobs
         self._policy: Final = llm.vllm_config.scheduler_config.policy
         self._verifies_on_v2 = llm.vllm_config.use_v2_model_runner and llm.vllm_config.speculative_config is not None
-        #: Number of requests that were aborted, or never ran: their first pass may still be on its way to a worker.
+        #: Number of requests so far that were aborted, or never ran; a worker may still run their first pass.
         self.aborted = 0
-        #: Maximum bytes of rows that may wait for the caller, None where admission alone bounds them.
+        #: Maximum bytes of captured rows that may wait to be fetched; None: admission alone bounds them.
         self.held_bytes: Final[int | None] = None
-        #: Sampling parameters of a request whose text nobody reads.
+        #: Sampling parameters to add to a request whose text is not needed.
         self.without_text: Final[Mapping[str, Any]] = {"detokenize": False}
         #: True for a pooling model, which generates no tokens.
         self.pools: bool = config.runner_type == "pooling"
-        #: Number of tokens that may be computed past a request's end, before the scheduler learns of it.
+        #: Number of positions that vLLM may compute beyond a request's end, before its scheduler learns of the end.
         self.overshoot = overshoot(llm.vllm_config)
         #: Maximum number of tokens of a forward pass.
         self.batch_tokens: int = llm.vllm_config.scheduler_config.max_num_batched_tokens
@@ -130,7 +130,7 @@ class VllmEngine:
     def start(
         cls, model: str, settings: Settings, engine_args: Mapping[str, Any], launch: Starting, candidate: int = 0
     ) -> VllmEngine:
-        """Start an engine with taps; blocks until it is up. To be called by `Launch` alone.
+        """Start an engine with taps; blocks until it runs. Called by `Launch` alone.
 
         Args:
             model: path or name of the model.
@@ -142,7 +142,8 @@ class VllmEngine:
         Raises:
             InvalidSetting: an engine argument that does not exist or does not fit, or fewer cores than workers.
             ModelNotLoaded: vLLM cannot load the model, or has not the kernels for it on this processor.
-            UnsupportedModel, UnsupportedRunner: it lacks a site, steercap has no adapter, or vLLM lacks what one needs.
+            UnsupportedModel: the model lacks an armed site.
+            UnsupportedRunner: an option excludes taps, or steercap has no adapter for vLLM's runner or release.
         """
         # A forked child of a process with threads can deadlock; vLLM's own server spawns too.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
@@ -195,15 +196,15 @@ class VllmEngine:
 
     @property
     def llm(self) -> AsyncLLM:
-        """The AsyncLLM behind this.
+        """The wrapped AsyncLLM.
 
         Raises:
-            ModelClosed: it was shut down.
+            ModelClosed: the engine was shut down.
         """
         return self._connection.llm
 
     async def render(self, prompt: Any) -> Rendered:
-        """Tokenise one prompt: a str, token ids, or one of vLLM's prompt dicts.
+        """Tokenise one prompt, which is a str, token ids, or one of vLLM's prompt dicts, without running it.
 
         Raises:
             InvalidPrompt: the prompt is empty, malformed, or too long for the context.
@@ -211,10 +212,10 @@ class VllmEngine:
         return await render(self.llm, prompt, self._unserved)
 
     def sampling(self, params: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
-        """Return a copy of the user's sampling parameters; vLLM's defaults for None.
+        """Return a copy of the user's sampling parameters as vLLM's SamplingParams; vLLM's defaults for None.
 
         Raises:
-            InvalidRequest: see `sampling.read_params`; or an option that this engine's runner silently ignores.
+            InvalidRequest: as of `ParamsReader.read`; or an option is set that this engine's runner silently ignores.
         """
         found = self._params.read(params)
         if found.logprob_token_ids and self._verifies_on_v2:
@@ -225,7 +226,7 @@ class VllmEngine:
         return found
 
     async def pooling(self, params: PoolingParams | Mapping[str, Any] | None) -> PoolingParams:
-        """Return a copy of the user's pooling parameters, with a task; the model's own for None.
+        """Return a copy of the user's pooling parameters with the task filled in; the model's default task for None.
 
         Raises:
             InvalidRequest: see `read_pooling`.
@@ -234,28 +235,28 @@ class VllmEngine:
         return read_pooling(params, *await self.tasks())
 
     async def tasks(self) -> tuple[tuple[str, ...], str]:
-        """Return the tasks of a pooling model, and its default task.
+        """Return the names of a pooling model's tasks, and that of its default task.
 
         Raises:
-            UnsupportedModel: the model has none that requests can name.
+            UnsupportedModel: the model has no task that requests can name.
         """
         return tasks_of(await self.llm.get_supported_tasks(), self.llm.model_config)
 
     async def checked(
         self, prompt: Rendered, params: SamplingParams | PoolingParams, options: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Check that the engine accepts a request, before it is sent.
+        """Check that the engine accepts a request, before it is sent, and load its LoRA adapter in the workers.
 
         Args:
             prompt: the rendered prompt.
-            params: sampling or pooling parameters; vLLM fills in defaults of the latter.
+            params: sampling or pooling parameters; vLLM fills in defaults of pooling parameters in place.
             options: further arguments of `AsyncLLM.generate` or `encode`.
 
         Returns:
-            The options, with a LoRA adapter that the workers have loaded.
+            The options, with `lora_request` replaced by the adapter that the workers have loaded, or None.
 
         Raises:
-            InvalidRequest: vLLM refuses it, or could not read it.
+            InvalidRequest: vLLM refuses the request, or could not decode it.
             EngineFailure: the engine has died.
         """
         self._connection.require_alive(FRESH_SECONDS)
@@ -273,7 +274,7 @@ class VllmEngine:
         return [answer for answers in engines for answer in answers]
 
     def limit(self, prompt_len: int, params: SamplingParams | PoolingParams) -> int:
-        """Return the maximum number of tokens that become inputs of the model: prompt + generated - 1."""
+        """Return the maximum number of tokens of a request that become model inputs: prompt + generated - 1."""
         if isinstance(params, PoolingParams):
             return prompt_len
         longest = self.max_model_len if params.max_tokens is None else prompt_len + params.max_tokens
@@ -290,21 +291,22 @@ class VllmEngine:
         partial: bool | None = False,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput | PoolingRequestOutput, None]:
-        """Run one request; yields its outputs, the finished one last.
+        """Run one request; yields vLLM's outputs, the last of them with `finished` True.
 
         Args:
             prompt: the rendered prompt.
-            params: sampling parameters, or pooling parameters of a pooling model, which this call owns.
-            request_id: the caller's id.
+            params: sampling parameters, or pooling parameters for a pooling model; changed in place.
+            request_id: unique id of the request in the engine.
             plan: compiled capture and steering of the request, or None.
-            salt: hash of all that its keys and values depend on besides its tokens; added to the user's own
+            salt: hash of what determines keys and values besides tokens, "" for nothing; appended to the user's
                 `cache_salt`.
-            partial: True to yield the text so far at every step, not just the end; None for the choice in `params`.
+            partial: True to yield the text so far at every step, False for the finished output alone, None as `params`
+                says.
             **options: further arguments of `AsyncLLM.generate` or `encode`.
 
         Raises:
             InvalidRequest: vLLM refuses the request, or cannot run it.
-            EngineFailure: the engine has died, has aborted the request, or takes none at present.
+            EngineFailure: the engine has died, has aborted the request, or accepts none at present.
         """
         run: Callable[..., AsyncGenerator[Any, None]] = self.llm.generate
         if isinstance(params, PoolingParams):
@@ -339,14 +341,14 @@ class VllmEngine:
 
     @property
     def engines(self) -> int:
-        """Number of engines: more than one with data parallelism."""
+        """Number of engine cores: the data-parallel size."""
         return len(self.llm.engine_core.core_engines)
 
     async def rpc(self, frame: bytes, engine: int | None = None) -> list[list[bytes]]:
-        """Send one frame to every worker, or to those of one engine.
+        """Send one encoded message to every worker, or to the workers of the engine with index `engine`.
 
         Returns:
-            Engine by engine, the frames of its workers in the order of their ranks.
+            One list for each engine called, with its workers' encoded answers by rank.
 
         Raises:
             EngineFailure: the engine has died, or a worker failed.
@@ -361,54 +363,54 @@ class VllmEngine:
 
     @property
     def tokenizes(self) -> bool:
-        """True if it has a tokenizer: it was not started with `skip_tokenizer_init=True`."""
+        """True if the engine has a tokenizer: it was not started with `skip_tokenizer_init=True`."""
         return not self.llm.model_config.skip_tokenizer_init
 
     def text(self, prompt: Rendered, params: SamplingParams, tokens: Sequence[int]) -> str:
-        """Return the text of generated tokens if it ends with the last of them."""
+        """Return the text that vLLM would return for the generated token ids `tokens`, ignoring stop strings."""
         return detokenizer.text_of(self.tokenizer, params, prompt.token_ids, tokens)
 
     @property
     def died(self) -> bool:
-        """True if the engine has died before it was closed."""
+        """True if the engine died before it was closed; checks now."""
         return self._connection.died
 
     async def watch(self, on_death: Callable[[EngineDied], object]) -> None:
-        """Watch the engine's processes from now on.
+        """Watch the processes of all workers on this machine from now on.
 
         Args:
-            on_death: function to call, in this event loop, when one of them has died.
+            on_death: function called in this event loop with the error when the engine dies.
         """
         self._connection.on_death = on_death
         await self._connection.watch_workers()
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Watch that the engine lives while a caller waits for it without a running request.
+        """Watch the engine's liveness in the block, for a caller that waits without a running request; see `watch`.
 
         Raises:
-            EngineFailure: it does not.
+            EngineFailure: the engine has died; raised by the call, before the block.
         """
         self._connection.require_alive(FRESH_SECONDS)
         return self._connection.watch.over()
 
     async def quiesce(self) -> None:
-        """Stop listening to the engine, so that its end is not reported as a crash; call it in its event loop."""
+        """Stop listening to the engine without reporting its death, and end its requests; call in its event loop."""
         await self._connection.quiesce()
 
     def end(self) -> None:
-        """Stop the engine and release it; callable from any thread, blocks for a moment. Idempotent."""
+        """Kill the engine's processes and release it; callable from any thread, blocks for a moment. Idempotent."""
         self.launch.end()
 
     def let_go(self) -> None:
-        """Release vLLM's side of the engine, and kill its processes; callable from any thread. Idempotent."""
+        """Close vLLM's client of the engine, and kill the engine's processes; callable from any thread. Idempotent."""
         self._connection.let_go(self.launch.reaper.end)
 
 
 def _require_shared_memory() -> None:
-    """Check that shared memory exists, through which vLLM's processes talk; vLLM's own error comes late and is unclear.
+    """Check that /dev/shm exists, through which vLLM's processes communicate; vLLM's own error is unclear.
 
     Raises:
-        ModelNotLoaded: there is none.
+        ModelNotLoaded: `/dev/shm` does not exist.
     """
     if not os.path.isdir(_SHARED):  # noqa: PTH112
         raise ModelNotLoaded(
@@ -417,10 +419,10 @@ def _require_shared_memory() -> None:
 
 
 def _carry(plan: Plan, params: SamplingParams | PoolingParams) -> None:
-    """Put a plan into a request's parameters, which carry it to the workers.
+    """Write an encoded plan into a request's parameters, in place, which vLLM passes on to the workers.
 
-    The samples of a request share the salt of its cache: where their steering may begin at different positions, none
-    may read what another has left there.
+    It also disables reads of the prefix cache where the plan needs all prompt rows, and where a request's samples,
+    which share one cache salt, may be steered from different positions.
     """
     if isinstance(params, PoolingParams):
         params.extra_kwargs = {**(params.extra_kwargs or {}), EXTRA_ARGS_KEY: plan.encode()}
@@ -431,13 +433,13 @@ def _carry(plan: Plan, params: SamplingParams | PoolingParams) -> None:
 
 
 def _report(params: SamplingParams, partial: bool | None) -> None:
-    """Set `params.output_kind` in place: every output (True), the finished one alone (False), as it is (None)."""
+    """Set `params.output_kind` in place: each step's output (True), the finished one (False), unchanged (None)."""
     if partial is not None:
         params.output_kind = RequestOutputKind.CUMULATIVE if partial else RequestOutputKind.FINAL_ONLY
 
 
 def _require_whole(output: RequestOutput | PoolingRequestOutput) -> None:
-    """Check that vLLM did not end a request early, which its output reports like any other reason."""
+    """Check that vLLM did not end a request early; raises InvalidRequest for an error, EngineFailure for an abort."""
     aborted = f"request {output.request_id} was aborted in the engine"
     if isinstance(output, PoolingRequestOutput):
         if output.finished and not output.outputs.data.numel():  # vLLM's output for a request that it aborted

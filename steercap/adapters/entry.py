@@ -1,19 +1,19 @@
-"""Entry functions of vLLM's processes, which prepare them to log little, and the environment of workers of Ray.
+"""Entry functions of vLLM's processes, which reduce what the processes log, and the environment of Ray's workers.
 
-A process that vLLM spawns unpickles first its target function, then the arguments, and these import all of vLLM, which
-writes to its log at once. So the target is one of ours, and unpickling it prepares the process. It relies on this:
-`EngineCoreProc.run_engine_core`, `DPCoordinatorProc.run_coordinator` and `WorkerProc.worker_main` are each
-the target of a `Process`. It imports nothing heavy.
+A process that vLLM spawns unpickles its target function first, then the arguments, which import all of vLLM, and vLLM
+logs at once. So steercap replaces the target by a `ProcessEntry`, and unpickling it configures the log. It relies on
+this: `EngineCoreProc.run_engine_core`, `DPCoordinatorProc.run_coordinator` and `WorkerProc.worker_main` are each the
+target of a `Process`. It imports nothing heavy.
 
 An engine core whose Ray worker died is terminated here. vLLM's monitor of such workers notices within seconds, but the
 core may be waiting for that worker's answer on a socket, and would wait for VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS: 5
 minutes, in which requests hang. It relies on this: the monitor sets `is_failed` before it calls
 `RayExecutorV2.shutdown`. It can go when waiting for answers ends with the executor.
 
-Ray starts workers from a process of its own: they inherit neither the mark nor the settings of vLLM's log, and vLLM
-copies the client's environment to them only after they have imported all of it. It relies on `ParallelConfig.use_ray`
-and `ray_runtime_env`, which `RayExecutorV2` passes on to Ray, and on `VLLM_RPC_BASE_PATH`, which is read whenever a
-socket is made. It can go when vLLM passes an environment on to workers before they begin.
+Ray starts workers from a process of its own: they inherit neither the engine's mark (`reaper`) nor the settings of
+vLLM's log, and vLLM copies the client's environment to them only after they have imported all of it. It relies on
+`ParallelConfig.use_ray` and `ray_runtime_env`, which `RayExecutorV2` passes on to Ray, and on `VLLM_RPC_BASE_PATH`,
+which is read whenever a socket is made. It can go when vLLM passes an environment on to workers before they begin.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from steercap.adapters.process_exit import FOLDER, record_exit_codes, recorded_e
 from steercap.adapters.reaper import MARK
 from steercap.adapters.releases import require
 
-#: Settings of vLLM's log; steercap leaves the log alone if the user has set one.
+#: Environment variables of vLLM's log; steercap leaves the log alone if the user has set one of `CHOICES`.
 STREAM: Final = "VLLM_LOGGING_STREAM"
 CHOICES: Final = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING")
 #: Parts of warnings that no user can act on, by logger: Triton is missing where steercap does not need it; effects of
 #: `enforce_eager=True`, which the user or a preset set; a cache of models that have none; libraries to preload; a limit
-#: of open files that is not the greatest.
+#: of open files below the maximum.
 UNWANTED: Final[Mapping[str, tuple[str, ...]]] = {
     "vllm.triton_utils.importing": ("Triton",),
     "vllm.platforms.cpu": ("Triton", "Reset SSM cache type to float32"),
@@ -52,7 +52,7 @@ UNWANTED: Final[Mapping[str, tuple[str, ...]]] = {
     "vllm.v1.worker.cpu_worker": ("is not found in LD_PRELOAD",),
     "vllm.utils.system_utils": ("Found ulimit",),
 }
-#: Variable with the least level that torch's C++ logs, such as its note that memory is bound to a NUMA node.
+#: Environment variable: minimum level that torch's C++ code logs, such as its note on binding memory to a NUMA node.
 CPP_LEVEL: Final = "TORCH_CPP_LOG_LEVEL"
 
 ENGINE_CORE: Final = ("vllm.v1.engine.core", "EngineCoreProc", "run_engine_core")
@@ -67,10 +67,10 @@ def wants_quiet() -> bool:
 
 
 def quieten(*, log: bool) -> None:
-    """Keep vLLM's log off stdout, and reduce it to what matters; called before vLLM is imported, in each process.
+    """Send vLLM's log to stderr, filtered if steercap chooses the level; call in each process before vLLM's import.
 
     Args:
-        log: True if steercap chooses the level: warnings and errors, without the warnings of `UNWANTED`.
+        log: True to log warnings and errors alone, without the warnings of `UNWANTED`; False to keep the user's level.
     """
     os.environ.setdefault(STREAM, "ext://sys.stderr")
     # vLLM inspects every attribute of torch.distributed, one of which is deprecated.
@@ -97,11 +97,11 @@ def _is_wanted(record: logging.LogRecord) -> bool:
 
 
 class ProcessEntry:
-    """Wrapper of the target function of a process of vLLM.
+    """Picklable replacement of the target function of a vLLM process, which configures the log and runs the function.
 
     Args:
-        target: module, class and name of the function.
-        function: the function itself, for processes that are forked.
+        target: module, class and name of the target function.
+        function: the target function itself, for forked processes; None to import it when called.
         log: see `quieten`.
     """
 
@@ -116,7 +116,7 @@ class ProcessEntry:
         return _prepared, (self._target, self._log)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Run the function, in its process."""
+        """Hook vLLM's classes in this process, then run the target function; its error is recorded for the client."""
         module, owner, name = self._target
         function = self._function or getattr(getattr(import_module(module), owner), name)
         if self._target == ENGINE_CORE:
@@ -146,12 +146,12 @@ def _prepared(target: tuple[str, str, str], log: bool) -> ProcessEntry:
     return ProcessEntry(target, log=log)
 
 
-#: Seconds after which a core that has not ended by itself is killed.
+#: Seconds from a failed executor's shutdown until its engine core process is killed.
 GRACE: Final = 2.0
 
 
 def hook_executor() -> None:
-    """Hook the executor of this process, an engine core; safe to call again."""
+    """Make this engine core end when a Ray worker dies: hook `RayExecutorV2.shutdown`; a second call does nothing."""
     with contextlib.suppress(ImportError):  # where Ray's workers answer through Ray, it notices
         from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
 
@@ -171,10 +171,10 @@ def _shut_down(original: Callable[[], Any], executor: Any, *_args: Any, **_optio
 def tell_workers(config: Any, marked: Mapping[str, str]) -> None:
     """Pass the engine's mark and the log settings to workers that Ray starts.
 
-    The mark ends workers on this machine with their engine.
+    By the mark, `Reaper` ends workers on this machine together with their engine.
 
     Args:
-        config: vLLM's configuration, changed in place; one whose executor is not Ray's is left alone.
+        config: the `VllmConfig`, changed in place; left alone unless its executor is Ray's.
         marked: environment of the engine's processes; see `Reaper.environment`.
     """
     parallel = config.parallel_config
@@ -186,7 +186,7 @@ def tell_workers(config: Any, marked: Mapping[str, str]) -> None:
 
 
 def find_folder() -> None:
-    """Choose a folder for this worker's sockets if the engine's, which is on the client's machine, is missing here."""
+    """Set this worker's folder of sockets to the temporary folder, if the engine's folder is on another machine."""
     folder: Final = os.environ.get(FOLDER)
     if folder is not None and not Path(folder).is_dir():
         os.environ[FOLDER] = tempfile.gettempdir()

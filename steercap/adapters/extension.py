@@ -1,7 +1,7 @@
-"""Worker side of the client's calls.
+"""Methods that the client calls in vLLM's workers by RPC.
 
 vLLM imports this module in each worker process before the model is loaded, and mixes the class into its worker:
-the import hooks the model runners, and the class's methods are the RPCs.
+importing it hooks the model runners, and the methods of `WorkerExtension` are the RPCs.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ hook_runners()
 
 
 class WorkerExtension:
-    """Mixin of vLLM's worker (`worker_extension_cls`); its names have a prefix so that none clashes."""
+    """Mixin of vLLM's worker class (`worker_extension_cls`) with steercap's RPCs, all named `steercap_...`."""
 
     model_runner: Any
 
     def steercap_answer(self, frame: bytes) -> bytes:
-        """Answer one encoded message of the client with another, `core.messages`; an error is an answer too."""
+        """Answer an encoded message of `core.messages` with an encoded message, which may be an error."""
         try:
             runtime = runtime_of(self.model_runner)
         except UnsupportedRunner as error:
@@ -32,9 +32,9 @@ class WorkerExtension:
         return runtime.answer(frame)
 
     def steercap_place(self) -> str:
-        """Return the place of this worker's process, see `adapters.process_exit`."""
+        """Return where this worker's process runs, as of `process_exit.place`."""
         return death.place()
 
     def steercap_load_adapter(self, name: str, number: int, path: str) -> list[str]:
-        """Load a LoRA adapter; return what `load_adapter` does. Never raises."""
+        """Load a LoRA adapter; return the reason of a failure or "", then names of absent modules. Never raises."""
         return load_adapter(self, name, number, path)

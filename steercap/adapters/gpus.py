@@ -1,4 +1,4 @@
-"""GPUs as nvidia-smi reports them, those that CUDA sees, and the processes that hold their memory."""
+"""GPUs as nvidia-smi reports them, the ones visible to CUDA, and the processes that use GPU memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-#: Seconds that nvidia-smi may take; without its daemon it takes some.
+#: Timeout of a call of nvidia-smi, in seconds; without its persistence daemon it takes a few.
 SMI_SECONDS = 30.0
 
 
@@ -16,12 +16,12 @@ class Gpu(msgspec.Struct, frozen=True):
     """GPU as nvidia-smi reports it.
 
     Args:
-        name: name of the product.
-        bytes: total memory; None if nvidia-smi does not report it, as for memory shared with the CPU, and for MIG.
+        name: product name.
+        bytes: total memory in bytes; None if nvidia-smi does not report it, as where the CPU shares it, and for MIG.
         free: free memory in bytes, or None.
         capability: compute capability, such as (9, 0), or None.
-        driver: version of the driver.
-        index: number of the GPU, as in CUDA_VISIBLE_DEVICES.
+        driver: version of NVIDIA's driver.
+        index: nvidia-smi's index, as used in CUDA_VISIBLE_DEVICES.
         uuid: UUID, such as "GPU-3f2a...".
     """
 
@@ -35,13 +35,13 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 class GpuProcess(msgspec.Struct, frozen=True):
-    """Process that holds memory of a GPU, as nvidia-smi reports it.
+    """Process that uses memory of a GPU, as nvidia-smi reports it.
 
     Args:
         uuid: UUID of the GPU.
-        pid: process id, of the host's namespace: a container may number it otherwise.
-        name: name of the program, or words in brackets where nvidia-smi may not know it.
-        bytes: memory that it holds; None if nvidia-smi does not report it.
+        pid: process id in the host's namespace, which may differ inside a container.
+        name: program name, or a bracketed text such as "[Not Found]" where nvidia-smi has none.
+        bytes: GPU memory of the process in bytes; None if nvidia-smi does not report it.
     """
 
     uuid: str
@@ -55,22 +55,20 @@ class GpuProcess(msgspec.Struct, frozen=True):
 
 
 def gather_gpus() -> tuple[Gpu, ...]:
-    """Return all GPUs that nvidia-smi reports, including hidden ones; none without nvidia-smi."""
+    """Return all GPUs that nvidia-smi reports, also ones hidden by CUDA_VISIBLE_DEVICES; () without nvidia-smi."""
     asked = "name,memory.total,memory.free,compute_cap,driver_version,index,uuid"
     return tuple(gpu_of(line) for line in _query_lines(f"--query-gpu={asked}") if line.count(",") == asked.count(","))
 
 
 def gather_processes() -> tuple[GpuProcess, ...]:
-    """Return the processes that hold memory of GPUs, those with most memory first; none without nvidia-smi, and those
-    alone that it sees: in a container there may be others.
-    """
+    """Return the processes that nvidia-smi lists as using GPU memory, by memory descending; () without nvidia-smi."""
     lines = _query_lines("--query-compute-apps=gpu_uuid,pid,process_name,used_gpu_memory")
     found = filter(None, map(process_of, lines))
     return tuple(sorted(found, key=lambda one: -(one.bytes or 0)))
 
 
 def _query_lines(query: str) -> list[str]:
-    """Return the lines that nvidia-smi answers to a query; none without it, or where it fails or hangs."""
+    """Return the lines of nvidia-smi's CSV output for a query option; [] if it is absent, fails or times out."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return []
@@ -83,7 +81,7 @@ def _query_lines(query: str) -> list[str]:
 
 
 def process_of(line: str) -> GpuProcess | None:
-    """Parse a line of nvidia-smi: UUID of the GPU, process id, name, MiB held; None if it is no such line.
+    """Parse a CSV line of nvidia-smi: GPU's UUID, process id, name, MiB used; None if the line has another format.
 
     The name may hold commas; unknown numbers are words in brackets, such as "[N/A]".
     """
@@ -94,13 +92,13 @@ def process_of(line: str) -> GpuProcess | None:
 
 
 def named_holders(gpus: Sequence[Gpu], processes: Sequence[GpuProcess]) -> str:
-    """Name the processes that hold memory of some GPUs, in words; "" if none are known."""
+    """Describe the processes that use memory of `gpus`: "process 7 (python) holds 2.0 GB of GPU 0, ..."; "" if none."""
     numbers = {gpu.uuid: gpu.index for gpu in gpus}
     return ", ".join(f"{one} of GPU {numbers[one.uuid]}" for one in processes if one.uuid in numbers)
 
 
 def gpu_of(line: str) -> Gpu:
-    """Parse a line of nvidia-smi: name, MiB of memory, MiB free, compute capability, driver, index, UUID.
+    """Parse a CSV line of nvidia-smi: name, MiB total, MiB free, compute capability, driver, index, UUID.
 
     Unknown numbers are words in brackets, such as "[N/A]".
     """
@@ -115,12 +113,12 @@ def _mebibytes(text: str) -> int | None:
 
 
 def visible_of(gpus: Sequence[Gpu], devices: str | None) -> tuple[Gpu, ...]:
-    """Return the GPUs that CUDA sees, in its order.
+    """Return the GPUs visible to CUDA, in CUDA's order.
 
     Args:
-        gpus: all GPUs.
+        gpus: all GPUs of the machine.
         devices: value of CUDA_VISIBLE_DEVICES, None if it is not set: indices, or unambiguous prefixes of UUIDs.
-            Entries after one that does not exist are ignored.
+            As in CUDA, entries after an unknown one are ignored.
     """
     if devices is None:
         return tuple(gpus)

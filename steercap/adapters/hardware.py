@@ -1,4 +1,4 @@
-"""Cores, memory, NUMA nodes and vLLM kernels of this machine, for `steercap doctor`, an engine's start, and tests.
+"""CPU cores, memory, NUMA nodes and vLLM kernels of this machine, for `steercap doctor`, an engine's start, and tests.
 
 It relies on this: vLLM's platform for CPU loads one of several libraries by the processor's instruction sets, whose
 kernels are `torch.ops._C`; and `VLLM_CPU_OMP_THREADS_BIND`, unset or "auto", gives each worker a NUMA node. It imports
@@ -22,19 +22,20 @@ BIND: Final = "VLLM_CPU_OMP_THREADS_BIND"
 AVX2: Final = "_C_AVX2"
 #: Name in `torch.ops` of the kernels of the loaded library.
 _KERNELS: Final = "_C"
-#: torch's error message for a kernel that the loaded library does not have.
+#: Pattern of torch's error message for a kernel that the loaded library lacks.
 _NO_KERNEL: Final = re.compile(r"'_OpNamespace' '_C' object has no attribute '(\w+)'")
 
 
 @dataclass(frozen=True)
 class Need:
-    """A kernel that some models require.
+    """Kernel of vLLM that some models require, with the processors that support it.
 
     Args:
-        kernel: its name in `torch.ops._C`.
-        who: subject and verb of the clause that an error says it with, such as "DeepSeek-V4's attention needs".
-        processor: description of the processors for which vLLM has it; "" for none.
-        applies: predicate on a model's architectures and its `quantization_config` that says if it needs the kernel.
+        kernel: name of the kernel in `torch.ops._C`.
+        who: subject and verb for an error message, such as "DeepSeek-V4's attention needs".
+        processor: description of the processors for which vLLM has the kernel; "" for none.
+        applies: predicate on a model's architecture names and `quantization_config`: True if the model needs the
+            kernel.
     """
 
     kernel: str
@@ -51,7 +52,7 @@ def _in_4_bits(_architectures: Sequence[str], quantization: Mapping[str, Any]) -
 
 #: Architectures whose state-space layers are of Mamba's first generation.
 _SCANNING: Final = frozenset({"FalconMambaForCausalLM", "JambaForCausalLM", "MambaForCausalLM"})
-#: Kernels that a library of vLLM's lacks and that have no substitute there.
+#: Kernels that some of vLLM's CPU libraries lack without a substitute.
 NEEDS: Final = (
     Need(
         "flash_mla_with_kvcache_cpu",
@@ -70,12 +71,12 @@ NEEDS: Final = (
 
 
 def cores() -> tuple[int, ...]:
-    """Return the logical cores that this process may use."""
+    """Return the ids of the logical CPU cores that this process may run on, ascending."""
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
 def numa_nodes() -> tuple[int, ...]:
-    """Return the NUMA nodes whose memory this process may use, restricted to `CPU_VISIBLE_MEMORY_NODES` if set."""
+    """Return the ids of the NUMA nodes whose memory this process may use, within `CPU_VISIBLE_MEMORY_NODES` if set."""
     status = Path("/proc/self/status").read_text()
     (allowed,) = re.findall(r"^Mems_allowed_list:\s*(\S*)", status, re.MULTILINE) or [""]
     nodes = _numbers(allowed)
@@ -84,16 +85,15 @@ def numa_nodes() -> tuple[int, ...]:
 
 
 def _numbers(ranges: str) -> tuple[int, ...]:
-    """Parse numbers written as "0-2,5"."""
+    """Parse ranges of integers written as "0-2,5" to (0, 1, 2, 5)."""
     found = (part.partition("-") for part in ranges.split(",") if part)
     return tuple(number for first, _, last in found for number in range(int(first), int(last or first) + 1))
 
 
 def free_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the free bytes of the machine's memory, or of the container's, whichever is less.
+    """Return the free bytes of the machine's memory or of the container's limit, whichever is less.
 
-    Files in the container's cache count as free, weights that were read twice too: the kernel drops them when memory is
-    short.
+    Page cache of the container counts as free, since the kernel drops it when memory is short.
     """
     free = _counts(meminfo)["MemAvailable"] << 10
     limit, used = cgroup / "memory.max", cgroup / "memory.current"
@@ -106,21 +106,21 @@ def free_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys
 
 
 def _counts(path: Path) -> dict[str, int]:
-    """Read names and numbers from a file of the kernel, one pair per line."""
+    """Read the integer of each name from a kernel file with one "name value" pair per line."""
     lines = [line.replace(":", " ").split() for line in path.read_text().splitlines()]
     return {line[0]: int(line[1]) for line in lines if len(line) > 1}
 
 
 def cores_each(workers: int, allowed: Sequence[int], topology: Path = Path("/sys/devices/system/cpu")) -> str:
-    """Return a value of `BIND` that gives each worker cores of its own, in equal numbers: "0,1|2,3".
+    """Return a value of `BIND` that gives each worker equally many cores of its own: "0,1|2,3" for two workers.
 
-    As vLLM does, it takes one logical core of each physical one, and leaves a physical core for each worker to other
-    processes, if that leaves each worker one.
+    As in vLLM, each physical core contributes one logical core, and one core per worker is left to other processes
+    where a worker has more than one.
 
     Args:
         workers: number of workers.
-        allowed: logical cores, at least as many.
-        topology: folder of the kernel with the cores that share a physical core.
+        allowed: ids of the logical cores to distribute, at least `workers`.
+        topology: sysfs folder that says which logical cores share a physical core.
     """
     physical = dict[str, int]()
     for core in allowed:
@@ -136,10 +136,10 @@ def bound(config: Any) -> dict[str, str]:
     """Return environment variables that give each worker of an engine CPU cores of its own.
 
     Returns:
-        `BIND` and its cores, if more workers run here than there are NUMA nodes and the user has not set it; else {}.
+        {`BIND`: cores} if more workers run here than there are NUMA nodes and the user has not set `BIND`; else {}.
 
     Raises:
-        InvalidSetting: there are fewer cores than workers, or the user says "auto" with fewer nodes than workers.
+        InvalidSetting: there are fewer cores than workers, or `BIND` is "auto" with fewer NUMA nodes than workers.
     """
     parallel = config.parallel_config
     part = parallel.local_world_size
@@ -163,13 +163,13 @@ def bound(config: Any) -> dict[str, str]:
 
 
 def attention_for(config: Any) -> dict[str, str]:
-    """Return the engine argument by which vLLM takes kernels of latent attention that run in the model's dtype.
+    """Return engine arguments that select latent attention kernels able to run in the model's dtype.
 
-    On a processor with AMX vLLM takes those for bfloat16 in any dtype, and the worker crashes on the weights. Can go
-    when vLLM looks at the dtype.
+    On a processor with AMX vLLM selects the bfloat16 kernels for any dtype, and the worker crashes on the weights. Can
+    go when vLLM checks the dtype.
 
     Returns:
-        `attention_backend`, where vLLM would choose wrongly and the user has not chosen; else nothing.
+        {"attention_backend": "CPU_MLA"} where vLLM would choose wrongly and the user has not chosen; else {}.
     """
     import torch
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -184,9 +184,9 @@ def attention_for(config: Any) -> dict[str, str]:
 
 
 def library() -> str:
-    """Return the library of kernels that vLLM has loaded for this processor, such as "_C_AVX2"; "" for GPUs.
+    """Return the name of vLLM's kernel library for this CPU, such as "_C_AVX2"; "" if vLLM runs on GPUs.
 
-    The library is loaded if it was not; vLLM must be installed.
+    Loads the library if necessary; vLLM must be installed.
     """
     from vllm.platforms import current_platform
 
@@ -198,13 +198,13 @@ def library() -> str:
 
 
 def unfit(architectures: Sequence[str], quantization: Mapping[str, Any]) -> str:
-    """Return the reason why vLLM cannot run a model on this processor; "" if it can."""
+    """Return the reason why vLLM cannot run a model with these architecture names on this CPU; "" if it can."""
     needs = [need for need in NEEDS if need.applies(architectures, quantization)]
     return next(filter(None, (lacks(need.kernel) for need in needs)), "")
 
 
 def lacks(kernel: str) -> str:
-    """Return an error message if vLLM lacks a kernel on this processor; "" if it has it, or runs on GPUs."""
+    """Return an error message if vLLM's library for this CPU lacks a kernel; else, and if vLLM runs on GPUs, ""."""
     import torch
 
     loaded = library()
@@ -220,16 +220,16 @@ def _lacking_message(kernel: str, loaded: str) -> str:
 
 
 def missing_kernel(says: str) -> str:
-    """Explain torch's error about a kernel that vLLM's library lacks; "" for any other error."""
+    """Return an explanation of torch's error message `says` about an absent vLLM kernel; "" for any other message."""
     found = _NO_KERNEL.search(says)
     return _lacking_message(found[1], library()) if found else ""
 
 
 def check_kernels(config: Any) -> None:
-    """Check that vLLM has the kernels that a model needs.
+    """Check that vLLM has the kernels on this CPU that a `VllmConfig`'s model needs; no check on GPUs.
 
     Raises:
-        ModelNotLoaded: it lacks one on this processor.
+        ModelNotLoaded: a kernel is absent.
     """
     model = config.model_config
     quantization = getattr(model.hf_config, "quantization_config", None)

@@ -1,7 +1,7 @@
-"""Shared parts of the adapters of model runners: hooks on a class's methods, and the installation of taps in a model.
+"""Code shared by the adapters of model runners: hooks on methods of vLLM's classes, installation of taps in a model.
 
-It relies on this, the same in both runners and besides the names in `releases`: `load_model` ends with the model in
-`get_model()`; `execute_model` is entered once per step, with the scheduler's output.
+It relies on the names in `releases`, and in both runners on this: after `load_model`, `get_model()` returns the model;
+`execute_model` is called once per step, with the scheduler's output.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ from steercap.worker.runtime import Runtime
 from steercap.worker.taps import Taps
 
 _HOOKED: Final = "__steercap_hook__"
-#: Attributes of the runners, V2 and V1, with the CUDA stream that copies sampled tokens to the host.
+#: Attributes of runners V2 and V1 that hold the CUDA stream on which sampled tokens are copied to the host.
 _OUTPUT_STREAMS: Final = ("output_copy_stream", "async_output_copy_stream")
-#: A pass may be padded to the largest CUDA graph, beyond the most tokens a step can schedule.
+#: Tokens by which a pass, padded to the largest CUDA graph, may exceed the scheduler's maximum.
 _PADDING: Final = 1024
-#: Name of a router's bias in a checkpoint that keeps it among the experts, as Laguna's do.
+#: Name of a router's bias in checkpoints that store it among the experts' weights, as Laguna's do.
 _BIAS: Final = "e_score_correction_bias"
-#: Module of vLLM's `forward` of layers whose offloaded weights it copies to the device in each call.
+#: Module of the `forward` that vLLM gives to layers whose offloaded weights are copied to the device in each call.
 _COPYING: Final = "vllm.model_executor.offloader.uva"
-#: Attribute of a layer with the factor that vLLM multiplies its experts' output by.
+#: Attribute of a layer: factor by which vLLM multiplies the experts' output.
 _SCALE: Final = "routed_scaling_factor"
-#: Module and name of vLLM's class that runs a layer's experts; absent in earlier releases.
+#: Module and name of the vLLM class that runs a layer's experts; absent in earlier releases.
 _RUNNER: Final = "vllm.model_executor.layers.fused_moe.runner.moe_runner", "MoERunner"
 
 
 def wrap(owner: type | ModuleType, name: str, hook: Callable[..., Any]) -> None:
-    """Replace a method, or a module's function, by `hook(original, *args)`; `original` takes no arguments.
+    """Replace a method, or a module's function, so that a call runs `hook(original, *args, **kwargs)`.
 
-    Safe to call again: a method that is hooked already is left alone.
+    `original` takes no arguments, makes the intercepted call, and is hooked once. The hook's result is the call's.
     """
     original = getattr(owner, name)
     if getattr(original, _HOOKED, False):
@@ -78,7 +78,7 @@ def wrap(owner: type | ModuleType, name: str, hook: Callable[..., Any]) -> None:
 
 
 def class_of(module: str, name: str) -> type | None:
-    """Return a class of vLLM's; None if this release has no such module or class."""
+    """Return the class `name` of vLLM's module `module`; None if the installed release lacks either."""
     try:
         found: type | None = getattr(import_module(module), name, None)
     except ModuleNotFoundError as error:
@@ -89,17 +89,17 @@ def class_of(module: str, name: str) -> type | None:
 
 
 def hook() -> None:
-    """Have vLLM's experts load the bias of their router; a second call does nothing."""
+    """Make vLLM's experts load their router's bias; a second call does nothing."""
     runner = class_of(*_RUNNER)
     if runner is not None and hasattr(runner, "load_weights"):
         wrap(runner, "load_weights", _with_bias)
 
 
 def _with_bias(original: Any, runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str]:
-    """Load the experts' weights, and the bias of their router among them.
+    """Load the experts' weights, and the router's bias if it is among them; return the names of the loaded parameters.
 
-    vLLM hands all weights of a checkpoint's `experts` to `routed_experts.load_weights`, which drops what belongs to no
-    expert: Laguna's routers then choose without their bias. Relies on `original.func`, the method, and on the
+    vLLM hands all weights of a checkpoint's `experts` to `routed_experts.load_weights`, which drops weights that belong
+    to no expert: Laguna's routers then choose without their bias. Relies on `original.func`, the method, and on the
     parameter `e_score_correction_bias` of `routed_experts`. Can go when vLLM loads it.
     """
     found, bias = list[str](), getattr(runner.routed_experts, _BIAS, None)
@@ -116,20 +116,20 @@ def _with_bias(original: Any, runner: Any, weights: Iterable[tuple[str, torch.Te
 
 
 def require_requests() -> None:
-    """Check that new and finished requests can be read from vLLM as `run_step` does.
+    """Check that the installed vLLM describes new and finished requests as `run_step` reads them.
 
     Raises:
-        UnsupportedRunner: they cannot.
+        UnsupportedRunner: vLLM's classes lack a name.
     """
     require("SchedulerOutput", SchedulerOutput)
     require("NewRequestData", NewRequestData)
 
 
 def require_whole_batches(layers: Iterable[Any]) -> None:
-    """Check that every rank computes all tokens of a batch.
+    """Check that every tensor-parallel rank computes all tokens of a batch in these decoder layers.
 
     Raises:
-        UnsupportedRunner: layers shard them over the tensor-parallel ranks, as DeepSeek-V4's do for some experts.
+        UnsupportedRunner: layers shard tokens over the ranks, as DeepSeek-V4's do for some experts.
     """
     if any(getattr(layer, "use_sequence_parallel", False) for layer in layers):
         raise UnsupportedRunner(
@@ -140,10 +140,10 @@ def require_whole_batches(layers: Iterable[Any]) -> None:
 
 
 def require_one_call(layers: Iterable[Any]) -> None:
-    """Check that a pass calls each layer once.
+    """Check that a forward pass calls each of these decoder layers once.
 
     Raises:
-        UnsupportedRunner: vLLM's offloading calls some within their own call, with weights that it copied.
+        UnsupportedRunner: vLLM's weight offloading calls some layer a second time within its own call.
     """
     if any(getattr(layer.forward, "__module__", "") == _COPYING for layer in layers):
         raise UnsupportedRunner(
@@ -154,7 +154,7 @@ def require_one_call(layers: Iterable[Any]) -> None:
 
 
 def require_true_scale(layers: Iterable[Any], dtype: torch.dtype) -> None:
-    """Check that layers add their blocks' outputs to the stream, not a fraction of them.
+    """Check that these decoder layers add their blocks' outputs to the residual stream unscaled.
 
     Raises:
         UnsupportedRunner: in float16 vLLM's layers of DeepSeek, A.X K1 and openPangu divide the stream by a factor
@@ -173,9 +173,9 @@ def require_true_scale(layers: Iterable[Any], dtype: torch.dtype) -> None:
 
 @contextmanager
 def finding_modules(runner: Any) -> Iterator[None]:
-    """Look for armed modules in the first model that is built inside of the block, before its weights are read.
+    """Find the modules of armed points in the first model that is built in the block, before its weights are loaded.
 
-    Where vLLM's loader builds it otherwise, `attach` finds after loading that one is missing.
+    An absent module fails the start early; where vLLM's loader builds models otherwise, `attach` fails after loading.
     """
     mark(READING)
     config, built = runner.vllm_config, getattr(base_loader, "initialize_model", None)
@@ -198,13 +198,13 @@ def finding_modules(runner: Any) -> Iterator[None]:
 
 
 def _decoder(model: Any, config: Any) -> Decoder:
-    """Return the layers that this rank holds; errors as of `decoder_of`."""
+    """Return the decoder of a loaded model with the layers of this pipeline stage; errors as of `decoder_of`."""
     start, stop = config.model_config.get_layers_start_end_indices(config.parallel_config)
     return decoder_of(model, config.model_config.get_total_num_hidden_layers(), range(start, stop))
 
 
 def attach(runner: Any) -> None:
-    """Install the taps in a runner's model, and store their runtime on the runner."""
+    """Install taps in the model that a runner has loaded, and store their `Runtime` on the runner; once per runner."""
     if getattr(runner, RUNTIME_ATTRIBUTE, None) is not None:  # a subclass called its parent's load_model
         return
     mark(READ)
@@ -286,13 +286,13 @@ def attach(runner: Any) -> None:
 
 
 def _row(runner: Any) -> torch.Tensor:
-    """Return a row of the stream of a runner's model, of zeros."""
+    """Return one residual stream row of zeros, [1, hidden], in the model's dtype and on its device."""
     hidden = runner.vllm_config.model_config.get_hidden_size()
     return torch.zeros((1, hidden), dtype=runner.dtype, device=runner.device)
 
 
 def _norms_of(config: Any) -> type[torch.nn.Module] | None:
-    """Return the class of vLLM's norms, where inductor compiles them as `kernels.reference.add_norm` is; else None."""
+    """Return vLLM's RMSNorm if inductor compiles it to the arithmetic of `kernels.reference.add_norm`; else None."""
     compilation = config.compilation_config
     compiled = compilation.mode != CompilationMode.NONE and compilation.backend == "inductor"
     kernels = getattr(config, "kernel_config", None)  # older releases name no kernels of a norm
@@ -302,7 +302,7 @@ def _norms_of(config: Any) -> type[torch.nn.Module] | None:
 
 
 def _logits_of(model: Any, *, lora: bool) -> Callable[[torch.Tensor], torch.Tensor | None]:
-    """Return a function from normed rows to logits, as for requests without an adapter."""
+    """Return a function from normed rows [rows, hidden] to logits [rows, vocabulary] without LoRA adapters."""
     plain: Callable[[torch.Tensor], torch.Tensor | None] = model.compute_logits
     if not lora:
         return plain
@@ -315,7 +315,7 @@ def _logits_of(model: Any, *, lora: bool) -> Callable[[torch.Tensor], torch.Tens
 
 
 def run_step(original: Callable[[], Any], runner: Any, scheduler_output: Any) -> Any:
-    """Forget ended requests, register new ones, run the runner's step, and close it; return what `original` returns."""
+    """Run the runner's step and return its result; end finished requests and register new ones before it."""
     runtime: Runtime = getattr(runner, RUNTIME_ATTRIBUTE)
     with runtime.turn:
         if scheduler_output.finished_req_ids:
@@ -334,23 +334,23 @@ def run_step(original: Callable[[], Any], runner: Any, scheduler_output: Any) ->
 
 
 def rest(runner: Any) -> None:
-    """Make a runner's taps idle, before a pass that computes no request."""
+    """Make a runner's taps neither capture nor edit in the next pass, such as a dummy pass without requests."""
     runtime: Runtime | None = getattr(runner, RUNTIME_ATTRIBUTE, None)
     if runtime is not None:
         runtime.taps.rest()
 
 
 def carried(request: Any) -> Mapping[str, Any]:
-    """Return the extra arguments in a new request's sampling or pooling parameters."""
+    """Return the user's extra arguments in a new request's sampling or pooling parameters; {} if there are none."""
     if request.pooling_params is not None:
         return request.pooling_params.extra_kwargs or {}
     return getattr(request.sampling_params, "extra_args", None) or {}
 
 
 def sample_of(request_id: str) -> int:
-    """Return the sample index of a request in the worker: vLLM names children of `n > 1` `<index>_<id>-<suffix>`.
+    """Return a request's sample index in a worker, where vLLM names samples of `n > 1` `<index>_<id>-<suffix>`.
 
-    steercap's own ids hold no underscore, so one can only be vLLM's.
+    steercap's request ids contain no underscore, so an underscore can only come from vLLM.
     """
     index, separator, _ = request_id.partition("_")
     return int(index) if separator else 0

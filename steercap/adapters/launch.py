@@ -2,8 +2,8 @@
 
 It relies on this: `CoreEngineProcManager` and `DPCoordinator` of `v1.engine.utils` start all processes of an engine in
 their `__init__`, and hold them as `processes` and `proc`; `envs.environment_variables` is asked for the folder of
-sockets. It can go when vLLM takes an environment and an entry for its processes. It imports vLLM only when a start
-runs, on its thread: that takes many seconds, and a user who presses Ctrl+C should not have to wait for them.
+sockets. It can go when vLLM takes an environment and an entry for its processes. It imports vLLM only on the thread
+that runs a start: that takes many seconds, for which Ctrl+C should not have to wait.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from steercap.errors import EngineFailure, ModelClosed
 if TYPE_CHECKING:
     from steercap.adapters.engine import VllmEngine
 
-#: Start that the running code of vLLM belongs to.
+#: The start in whose context vLLM's code runs; None in an engine that steercap did not start.
 _CURRENT: Final[ContextVar[Launch | None]] = ContextVar("steercap_launch", default=None)
-#: The environment and vLLM's classes are the whole process's: one start at a time changes them, for some milliseconds.
+#: Lock over changes of the process's environment and of vLLM's classes, held for some milliseconds while spawning.
 _SPAWNING: Final = threading.Lock()
 #: True if steercap chooses the level of vLLM's log.
 QUIET: Final = wants_quiet()
-#: Maximum wait at the interpreter's exit, in seconds, for a start that is importing.
+#: Maximum wait at the interpreter's exit, in seconds, for starts that are importing vLLM.
 EXIT_SECONDS: Final = 2.0
-#: Part of a start from the first process to the first weights.
+#: Name of a start's stage from its first process until weights are loaded.
 _PROCESSES: Final = "starting processes"
 
 
 class Launch:
-    """One start of an engine, and the owner of its processes from then on.
+    """One start of an engine, which afterwards owns the engine's processes.
 
     Raises:
         EngineFailure: the process that watches over the engine cannot be started.
@@ -59,7 +59,7 @@ class Launch:
             self.reaper: Final = Reaper()
         except OSError as error:
             raise EngineFailure(f"no process can be started beside the engine, to end it with us: {error}") from error
-        #: Further environment variables of the engine's processes.
+        #: Environment variables of the engine's processes, besides those that the reaper sets.
         self.environment: dict[str, str] = {}
         self._given_up = threading.Event()
         self._thread: threading.Thread | None = None
@@ -68,11 +68,11 @@ class Launch:
         _LAUNCHES.add(self)
 
     def run(self, model: str, settings: Settings, engine_args: Mapping[str, Any], candidate: int = 0) -> VllmEngine:
-        """Start an engine, on a thread of its own that calls this. If that fails, nothing is left.
+        """Start an engine; blocks its thread, which must be of this start alone. A failed start leaves nothing behind.
 
         Raises:
-            ModelClosed: the start was given up.
-            The errors of `VllmEngine.start`.
+            ModelClosed: the start was cancelled by `give_up`.
+            SteercapError: any error of `VllmEngine.start`.
         """
         self._thread = threading.current_thread()
         _CURRENT.set(self)
@@ -97,13 +97,13 @@ class Launch:
         return vllm
 
     def give_up(self) -> None:
-        """Kill the processes started so far, and make the start fail as soon as it can; callable from any thread."""
+        """Cancel the start: kill the processes started so far and make `run` fail soon; callable from any thread."""
         self._given_up.set()
         self.reaper.end()
 
     @property
     def stage(self) -> str:
-        """Part of the start that runs, "" if none does; of several workers, the first tells about the weights."""
+        """Name of the start's current stage, for a progress message; "" once it has ended."""
         if self._stage != _PROCESSES:
             return self._stage
         if (self.reaper.folder / READ).exists():
@@ -112,7 +112,7 @@ class Launch:
 
     @property
     def is_given_up(self) -> bool:
-        """True if it was given up."""
+        """True if the start was cancelled by `give_up`."""
         return self._given_up.is_set()
 
     def end(self) -> None:
@@ -124,11 +124,11 @@ class Launch:
 
     @property
     def is_starting(self) -> bool:
-        """True while the thread of the start runs."""
+        """True while the thread that runs the start is alive."""
         return self._thread is not None and self._thread.is_alive()
 
     def stop_importing(self, deadline: float) -> None:
-        """Stop the thread that starts the engine, at the interpreter's exit; wait for it until `deadline`.
+        """Raise SystemExit in the start's thread, at the interpreter's exit, and wait for it until `deadline`.
 
         A thread that ends inside a library's C++ after the interpreter aborts the process.
 
@@ -142,21 +142,21 @@ class Launch:
             self._thread.join(0.05)
 
     def require_wanted(self) -> None:
-        """Check that the start was not given up.
+        """Check that the start was not cancelled.
 
         Raises:
-            ModelClosed: it was.
+            ModelClosed: it was cancelled by `give_up`.
         """
         if self.is_given_up:
             raise ModelClosed("the model was closed, or its start cancelled, before it was up")
 
     @contextlib.contextmanager
     def spawning(self) -> Iterator[None]:
-        """Start processes in the block: they carry the mark, log little, and never receive Ctrl+C.
+        """Spawn processes in the block that inherit the engine's mark, log little, and ignore Ctrl+C.
 
-        A terminal sends SIGINT to all of them. The client decides what it means: an engine that obeyed it would be gone
-        while a notebook still needs it, with a traceback from each process. A blocked signal stays blocked in all
-        processes that these start.
+        A terminal sends SIGINT to the whole process group, but the client alone decides what it means: an engine that
+        obeyed it would be gone while a notebook still needs it, with a traceback from each process. A blocked signal
+        stays blocked in their child processes too.
         """
         with _SPAWNING, _environment({**self.environment, **self.reaper.environment}), _entries():
             self.require_wanted()
@@ -168,12 +168,12 @@ class Launch:
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-#: Starts, and engines that came of them, as long as anybody holds them.
+#: All starts of this process that are still referenced.
 _LAUNCHES: Final[WeakSet[Launch]] = WeakSet()
 
 
 def _end_all() -> None:
-    """End engines that nobody closed, and starts that still import vLLM, at the interpreter's exit."""
+    """At the interpreter's exit, end engines that nobody closed, and stop starts that still import vLLM."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl+C now means an end at once, without a traceback
     for launch in list(_LAUNCHES):
@@ -218,12 +218,12 @@ def _entries() -> Iterator[None]:
 
 
 class _Folder:
-    """Folder of the client's sockets: that of the engine for one of our starts, which is removed with it.
+    """Callable that returns the folder of vLLM's sockets: the start's own, removed with its engine, or vLLM's.
 
-    vLLM leaves behind those that it binds elsewhere.
+    vLLM does not remove its socket files in other folders.
 
     Args:
-        elsewhere: vLLM's own function, used for other starts.
+        elsewhere: vLLM's own function, used for engines that steercap did not start.
     """
 
     def __init__(self, elsewhere: Callable[[], Any]) -> None:
@@ -235,7 +235,7 @@ class _Folder:
 
 
 def _hook_launchers() -> None:
-    """Make vLLM start processes inside of `Launch.spawning` for our starts; safe to call again."""
+    """Make vLLM spawn the processes of steercap's starts inside `Launch.spawning`; a second call does nothing."""
     from vllm.envs import environment_variables
     from vllm.v1.engine.utils import CoreEngineProcManager, DPCoordinator
 

@@ -1,11 +1,11 @@
-"""LoRA adapters of requests, loaded and checked before a request that uses them is sent.
+"""LoRA adapters of requests: each is loaded in all workers and checked before a request that uses it is sent.
 
-vLLM loads an adapter within the first step that needs it: one that is missing, or does not fit, ends the engine;
-one whose weights are narrower than the model's is copied into a corner of its tables; one for layers that the model
-lacks does nothing; and two under one name or number are the same to its caches. It relies on `LoRARequest`,
+vLLM loads an adapter in the first step that needs it. An adapter that is missing or does not fit ends the engine;
+weights narrower than the model's are copied into a corner of vLLM's tables; weights for layers that the model lacks are
+ignored; and two adapters of one name or number share vLLM's caches. It relies on `LoRARequest`,
 `get_adapter_absolute_path`, `PEFTHelper`; in the worker on `add_lora`, `remove_lora` and the manager behind
-`model_runner.lora_manager`; and on `punica_wrapper` of the wrapper of a model's logits processor. It can go when vLLM
-refuses such adapters itself.
+`model_runner.lora_manager`; and on `punica_wrapper` of `LogitsProcessorWithLoRA`. It can go when vLLM refuses such
+adapters itself.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin", "adapter_mo
 
 
 class LoadedAdapter(NamedTuple):
-    """An adapter that the workers have loaded.
+    """LoRA adapter that the workers have loaded.
 
     Args:
-        request: the LoRARequest, as it is passed to vLLM.
-        files: size and modification time of each of its files when it was loaded.
+        request: vLLM's LoRARequest, with an absolute path.
+        files: size in bytes and modification time in ns of each of its files when it was loaded.
     """
 
     request: LoRARequest
@@ -46,12 +46,12 @@ class LoadedAdapter(NamedTuple):
 
 
 class Adapters:
-    """Adapters that an engine has loaded.
+    """LoRA adapters that an engine's workers have loaded.
 
     Args:
-        config: vLLM's configuration.
-        load: coroutine function that loads an adapter in every worker, given its name, number and path, and returns
-            the answer of each, see `load_adapter`.
+        config: the `VllmConfig`.
+        load: coroutine function of an adapter's name, number and path; loads it in every worker and returns each
+            worker's answer, as of `load_adapter`.
     """
 
     def __init__(self, config: Any, load: Callable[[str, int, str], Awaitable[list[Sequence[str]]]]) -> None:
@@ -61,12 +61,12 @@ class Adapters:
         self._loading = asyncio.Lock()
 
     async def ready(self, given: Any, params: SamplingParams | PoolingParams) -> LoRARequest | None:
-        """Return a request's adapter, after every worker has loaded it once.
+        """Load a request's adapter in every worker unless it is loaded; return it with checked fields, None for None.
 
         Raises:
-            InvalidRequest: it is not vLLM's LoRARequest, the engine was started without `enable_lora`, its files are
-                missing or do not fit the model, or its name or number is another adapter's; or the request wants
-                logprobs of its prompt, for which vLLM has no adapter by row (on CPU it crashes on them).
+            InvalidRequest: `given` is not vLLM's LoRARequest, the engine was started without `enable_lora`, its files
+                are missing or do not fit the model, or its name or number is another adapter's; or LoRA is enabled and
+                the request wants prompt logprobs, which vLLM cannot compute with adapters.
         """
         if (
             self._config.lora_config is not None
@@ -110,10 +110,10 @@ class Adapters:
         return request
 
     def _is_known(self, request: LoRARequest, files: tuple[tuple[int, int], ...]) -> bool:
-        """Check if the workers have loaded this adapter.
+        """Check if the workers have loaded this adapter with these file sizes and times.
 
         Raises:
-            InvalidRequest: they have another under its name or number, or its files have changed.
+            InvalidRequest: another loaded adapter has its name or number, or its files have changed since.
         """
         for known, then in self._known.values():
             if _names(known) == _names(request):
@@ -131,7 +131,7 @@ class Adapters:
         return False
 
     def _check(self, request: LoRARequest) -> None:
-        """Check an adapter's settings against the engine's, without the model."""
+        """Check an adapter's `adapter_config.json` against the engine's LoRA settings, without the model's weights."""
         text = self._config.model_config.hf_config.get_text_config()
         try:
             helper = PEFTHelper.from_local_dir(request.lora_path, getattr(text, "max_position_embeddings", None))
@@ -141,10 +141,10 @@ class Adapters:
 
 
 def _adapter_folder(request: LoRARequest) -> str:
-    """Return the absolute path of an adapter's folder, which stays valid after a change of directory.
+    """Return the absolute path of an adapter's folder, downloaded if necessary.
 
     Raises:
-        InvalidRequest: there is none.
+        InvalidRequest: the folder, its configuration or its weights are missing.
     """
     try:
         folder = Path(get_adapter_absolute_path(request.lora_path)).absolute()
@@ -173,7 +173,7 @@ def _described(request: LoRARequest) -> str:
 
 
 def _refusal(answers: Sequence[Sequence[str]]) -> str:
-    """Return the reason of the workers' answers why an adapter cannot be used; "" if it can."""
+    """Return the first reason in the workers' answers why an adapter cannot be used; "" if it can."""
     reasons = [reason for reason, *_ in answers if reason]
     # A pipeline stage lacks the modules of the other stages.
     nowhere = set[str].intersection(*(set(missing) for _, *missing in answers))
@@ -181,11 +181,11 @@ def _refusal(answers: Sequence[Sequence[str]]) -> str:
 
 
 def load_adapter(worker: Any, name: str, number: int, path: str) -> list[str]:
-    """Load an adapter in a worker, and check that the modules that this worker has fit.
+    """Load a LoRA adapter, with these fields of a LoRARequest, in a worker, and check that it fits the model's modules.
 
     Returns:
-        The reason why it cannot be used, and then it is not kept, or ""; then the names of the adapter's modules that
-        the worker lacks.
+        First the reason why the adapter cannot be used and was unloaded, or ""; then the names of the adapter's modules
+        that this worker's part of the model lacks.
     """
     missing: list[str] = []
     try:
@@ -205,7 +205,7 @@ def load_adapter(worker: Any, name: str, number: int, path: str) -> list[str]:
 
 
 def _misfit(manager: Any, number: int) -> str:
-    """Return the first mismatch between an adapter's weights and the model, or "".
+    """Return a description of the first mismatch of shapes between an adapter's weights and the model, or "".
 
     Args:
         manager: the worker's LoRA manager, which has loaded the adapter.
@@ -233,7 +233,7 @@ def _misfit(manager: Any, number: int) -> str:
 
 
 class _NoAdapter:
-    """Replacement of LoRA's kernels, whose row counts and adapters by row are those of the last pass."""
+    """Replacement of vLLM's LoRA kernels, which know only the last pass's rows, that adds no adapter."""
 
     @staticmethod
     def add_lora_logits(logits: Any, *_: Any) -> Any:
@@ -243,7 +243,7 @@ class _NoAdapter:
 
 @contextmanager
 def without_adapters(model: Any) -> Iterator[None]:
-    """Make a model compute logits of arbitrary rows in the block, as for a request with no adapter."""
+    """Make a model's `compute_logits` accept arbitrary rows in the block, without LoRA adapters."""
     wrappers = [module for module in model.modules() if isinstance(module, LogitsProcessorWithLoRA)]
     kernels = [wrapper.punica_wrapper for wrapper in wrappers]
     try:

@@ -1,8 +1,8 @@
-"""Readings of vLLM's own modules: the rules of its attention, and the choice of experts by its routers.
+"""Facts read from vLLM's modules in the loaded model: attention rules of layers, and router choices of experts.
 
-Of attention it relies, besides the names in `releases`, on this: the backends named here compute a causal softmax from
-their `scale`, `logits_soft_cap`, `sinks` and the module's `sliding_window`, and from nothing else but options that are
-refused.
+For attention it relies, besides the names in `releases`, on this: the backends in `_KNOWN` compute a causal softmax
+from their `scale`, `logits_soft_cap`, `sinks` and the module's `sliding_window`, and from nothing else but options that
+are refused.
 
 The router's computation is called before experts are mapped to the copies that a load balancer has made of them,
 and vLLM records nothing of the call.
@@ -32,7 +32,7 @@ _KNOWN: Final = frozenset({"CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"
 def attention_rules(
     layers: Mapping[int, nn.Module], family: Family, points: Sequence[Point], model_config: Any
 ) -> dict[int, AttentionRule]:
-    """Return the attention rule of each layer where queries and keys are tapped."""
+    """Return the attention rule of each layer whose queries and keys are both tapped, by layer."""
     at = {site: {point.layer for point in points if point.site == site} for site in ("q", "k")}
     if model_config.rswa_window is not None:
         return dict.fromkeys(at["q"] & at["k"], AttentionRule(0.0, unknown="its window depends on the prompt (R-SWA)"))
@@ -43,7 +43,7 @@ def attention_rules(
 
 
 def rule_of(attention: Any) -> AttentionRule:
-    """Return the rule of an attention module; if it is not understood, the rule gives the reason."""
+    """Return the softmax rule of a vLLM attention module; one that cannot be expressed has the reason in `unknown`."""
     if unknown := _unsupported(attention):
         return AttentionRule(0.0, unknown=unknown)
     impl = attention.impl
@@ -57,7 +57,7 @@ def rule_of(attention: Any) -> AttentionRule:
 
 
 def _unsupported(attention: Any) -> str:
-    """Describe what an `AttentionRule` cannot express in vLLM's attention module, joined by "; "; "" if nothing."""
+    """List the features of an attention module that an `AttentionRule` cannot express, joined by "; "; "" if none."""
     if type(attention) is not Attention:
         return f"its attention is vLLM's {type(attention).__name__}"
     require("Attention", attention)
@@ -77,18 +77,21 @@ def _unsupported(attention: Any) -> str:
     return "; ".join(reason for reason, holds in found.items() if holds)
 
 
-#: Classes of routers, by the kind of device, that choose by logits alone unless they hold one of `_TOKENS`. Others
+#: Router classes, by device type, that choose by logits alone unless they have an attribute of `_TOKENS`. Others
 #: simulate routing, or compute the output of experts that add nothing on the side.
 _ROUTERS: Final = {
     "cpu": ("CPURouter",),
     "cuda": ("CustomRoutingRouter", "FusedTopKBiasRouter", "FusedTopKRouter", "GroupedTopKRouter"),
 }
-#: Attributes of routers that choose by the token: a table of experts by token, or another bias for picture tokens.
+#: Attributes of routers that choose by token: a table of experts by token id, or a bias for image tokens.
 _TOKENS: Final = ("_hash_indices_table", "bias_vl")
 
 
 def choosing(layers: Mapping[int, nn.Module], family: Family, dtype: torch.dtype) -> Choosing:
-    """Return a function that chooses experts by the routers of the loaded layers."""
+    """Return a function from (layer index, logits [rows, experts]) to the router's choice (ids, weights) [rows, k].
+
+    The function returns None for a layer of another pipeline stage, and raises InvalidRequest as `_runner` does.
+    """
 
     def choose(index: int, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         if index not in layers:
@@ -110,10 +113,10 @@ def choosing(layers: Mapping[int, nn.Module], family: Family, dtype: torch.dtype
 
 
 def _runner(layer: nn.Module, device: torch.device) -> Any:
-    """Return the module that runs the experts of a layer, on a device.
+    """Return the module that runs a layer's experts, which has their router.
 
     Raises:
-        InvalidRequest: there is none, or logits alone do not determine its experts.
+        InvalidRequest: the layer has no router of vLLM's, or logits alone do not determine the chosen experts.
     """
     try:
         # Imported here, so that models without experts run in releases that have moved these modules.
@@ -143,10 +146,10 @@ def _runner(layer: nn.Module, device: torch.device) -> Any:
 
 
 def _as_given(gate: Any, logits: torch.Tensor) -> torch.Tensor:
-    """Convert logits to the dtype of the gate's output, in which some routers compute.
+    """Convert router logits, [rows, experts], to the dtype of the gate's output.
 
     Raises:
-        InvalidRequest: they are not exact in that dtype.
+        InvalidRequest: the logits are not exact in that dtype.
     """
     linear = getattr(gate, "base_layer", gate)
     dtype = getattr(linear, "out_dtype", None) or linear.params_dtype
@@ -159,15 +162,15 @@ def _as_given(gate: Any, logits: torch.Tensor) -> torch.Tensor:
 
 
 def _cap(layer: nn.Module, family: Family) -> float:
-    """Return the bound of the logits that a block squashes behind its gate, as Laguna's may; 0 if there is none."""
+    """Return the bound of a layer's soft-capped router logits, as Laguna's may be; 0 if they are not capped."""
     block = layer.get_submodule(located(layer, family.router).rpartition(".")[0])
     return float(getattr(getattr(block, "config", None), "moe_router_logit_softcapping", None) or 0)
 
 
 def _factor(runner: Any, dtype: torch.dtype) -> float:
-    """Return the factor of the weights if the router has not applied it.
+    """Return the factor by which the experts' weights are yet to be multiplied; 1 if the router has applied it.
 
-    It is 1 where, in float16, the shared experts' output is divided by it instead.
+    In float16 it is 1 where vLLM divides the shared experts' output by the factor instead.
     """
     one = torch.ones(1, dtype=dtype)
     shared = None if runner.shared_experts is None else one.clone()

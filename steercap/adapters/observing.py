@@ -1,6 +1,6 @@
-"""Observation of modules' inputs and outputs in one pass, before taps are installed: the shape of their rows.
+"""Row shapes of modules' inputs and outputs, observed in one forward pass before taps are installed.
 
-One pass of a few tokens runs as vLLM's own profiling does, without attention's metadata, and is not compiled.
+The pass has a few tokens and, as in vLLM's own profiling, no attention metadata; it is not compiled.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from steercap.architectures.sites.base import RowShape, read_by
 from steercap.core.spec import Point
 from steercap.errors import UnsupportedModel
 
-#: Number of tokens of the pass: no dimension of a model has this size, so that the axis of tokens can be recognised.
+#: Number of tokens of the pass; no dimension of a model has this size, so it identifies the token axis.
 TOKENS: Final = 7
 _End: TypeAlias = "tuple[nn.Module, str]"
 
 
 class Observations:
-    """Inputs and outputs of the modules of armed points, seen in one pass that the constructor runs.
+    """Callable that returns the row shape of an armed module's input or output.
 
-    Call it with a module and "input" or "output" for the shape of its rows.
+    The constructor runs one forward pass of the runner's loaded model, which observes the modules of `armed` points.
 
     Raises:
-        UnsupportedModel: a path leads into another list of layers.
+        UnsupportedModel: a point's path leads to no module, or into a list of layers other than the decoder's.
     """
 
     def __init__(self, runner: Any, decoder: Decoder, armed: Iterable[Point]) -> None:
@@ -43,10 +43,10 @@ class Observations:
             self._run(runner, decoder)
 
     def __call__(self, module: nn.Module, end: str) -> RowShape:
-        """Return the row shape of a module's input or output.
+        """Return the shape of one token's row of a module's `end`, "input" or "output".
 
         Raises:
-            UnsupportedModel: it has not one row for each token.
+            UnsupportedModel: the pass did not call the module exactly once with one floating-point row per token.
         """
         tensors = self._seen[module, end]
         verb = "reads" if end == "input" else "gives"
@@ -69,7 +69,7 @@ class Observations:
         return RowShape((shape[0] * shards, *shape[1:]), shards, str(tensor.dtype).removeprefix("torch."))
 
     def _shards(self, module: nn.Module, end: str, tensor: torch.Tensor) -> int:
-        """Return the number of ranks that rows are split over: 1 if all of them saw the same."""
+        """Return the number of tensor-parallel ranks over which rows are split; 1 if all ranks have equal rows."""
         if self._ranks == 1:
             return 1
         parts = get_tp_group().all_gather(tensor.reshape(1, -1).contiguous(), dim=0)
@@ -86,7 +86,7 @@ class Observations:
         return int(self._ranks)
 
     def _run(self, runner: Any, decoder: Decoder) -> None:
-        """Run the pass with hooks on the modules."""
+        """Run the pass, recording the modules' inputs and outputs."""
         generator = torch.Generator().manual_seed(get_tp_group().rank_in_group)
         with ExitStack() as hooks:
             for module in decoder.model.modules():
@@ -98,12 +98,12 @@ class Observations:
 
 
 def attends(module: Any) -> bool:
-    """Check if a module is one of vLLM's with attention."""
+    """Check if a module is an attention layer of vLLM."""
     return all(hasattr(module, name) for name in ("impl", "kv_cache_dtype"))
 
 
 def run_pass(runner: Any, model: Any) -> None:
-    """Run a pass of `TOKENS` tokens as vLLM's own profiling does, without attention's metadata, and not compiled."""
+    """Run a forward pass of `TOKENS` tokens as vLLM's profiling does: uncompiled, without attention metadata."""
     require("forward_context", forward_context)
     config = runner.vllm_config
     ids = torch.ones(TOKENS, dtype=torch.int32, device=runner.device)
@@ -120,10 +120,10 @@ def run_pass(runner: Any, model: Any) -> None:
 
 
 def ends_of(decoder: Decoder, armed: Iterable[Point]) -> list[_End]:
-    """Return the armed inputs and outputs of modules in the layers that a rank holds.
+    """Return the armed modules in the layers of this pipeline stage, each with "input" or "output".
 
     Raises:
-        UnsupportedModel: a path leads to no module, or is that of another list of layers.
+        UnsupportedModel: a point's path leads to no module, or belongs to a list of layers other than the decoder's.
     """
     found = []
     for point in armed:
@@ -137,10 +137,10 @@ def ends_of(decoder: Decoder, armed: Iterable[Point]) -> list[_End]:
 
 
 def _module_at(point: Point, within: nn.Module, path: str) -> nn.Module:
-    """Return the module of a point.
+    """Return the submodule of `within` at `path`, for a point.
 
     Raises:
-        UnsupportedModel: there is none; the message says how far the path leads, and lists the modules there.
+        UnsupportedModel: there is no such submodule; the message names the first missing part and its siblings.
     """
     module = within
     for name in path.split("."):
@@ -153,7 +153,7 @@ def _module_at(point: Point, within: nn.Module, path: str) -> nn.Module:
 
 
 def _drawn(generator: torch.Generator, _module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
-    """Replace attention's output, which is uninitialised without metadata, by random numbers that differ by rank."""
+    """Replace attention's output, uninitialised without metadata, by normal random numbers, different on each rank."""
     return torch.randn(output.shape, generator=generator).to(output)
 
 

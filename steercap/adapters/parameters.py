@@ -1,10 +1,10 @@
-"""Sampling and pooling parameters of users, converted to vLLM's with each value of its proper type.
+"""Conversion of users' sampling and pooling parameters to vLLM's, with each value checked for its type.
 
 vLLM accepts sampling parameters of any type and fails where they are used, in the engine. `msgspec` knows the types of
-`SamplingParams`. It can go when vLLM checks them.
+`SamplingParams`. It can go when vLLM checks types.
 
 Pooling relies on `PoolingParams`, `POOLING_TASKS`, `ModelConfig.get_pooling_task`; and on this: a model's `pooler`
-keeps one for each task in `poolers_by_task`, and those of single tokens have a `head` with `forward_chunk`.
+has a pooler for each task in `poolers_by_task`, and the token-wise poolers have a `head` with `forward_chunk`.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from steercap.core.plan import EXTRA_ARGS_KEY
 from steercap.core.values import check_seed, choices, shown
 from steercap.errors import InvalidRequest, UnsupportedModel
 
-#: Fields that vLLM fills in itself, and those it declares internal.
+#: Fields of `SamplingParams` that vLLM sets itself.
 _INTERNAL: Final = {"output_text_buffer_length", "skip_clone"}
 _PUBLIC: Final = tuple(
     name for name in SamplingParams.__struct_fields__ if not name.startswith("_") and name not in _INTERNAL
 )
-#: Levels of `extra_args`: far fewer than the frames in which Python copies and pickles on the way to the workers.
+#: Maximum nesting of `extra_args`, far below Python's recursion limit for copying and pickling.
 _DEPTH: Final = 50
 _FLOAT32: Final = torch.finfo(torch.float32)
-#: Types whose values cannot change, and need no copy.
+#: Types of immutable values, which need no copy.
 _ATOMS: Final = frozenset({type(None), bool, int, float, str, RequestOutputKind})
 _ALL_VALUES: Final = attrgetter(*_PUBLIC)
 
 
 def read_params(given: Any) -> SamplingParams:
-    """Convert a user's sampling parameters to vLLM's, sharing nothing with the given object; vLLM's defaults for None.
+    """Convert a user's sampling parameters to a new SamplingParams without shared objects; vLLM's defaults for None.
 
     Args:
         given: SamplingParams, a dict of their fields, or None.
 
     Raises:
-        InvalidRequest: an unknown name, a value of another type, one that vLLM refuses or cannot keep, or use of
-            steercap's own key in `extra_args`.
+        InvalidRequest: a name is unknown, a value has the wrong type, is refused by vLLM or does not fit its tensors,
+            or `extra_args` has steercap's own key.
     """
     fields = _fields(given)
     _check_plain(fields.get("extra_args"), "extra_args")  # before it is copied, which has its own bounds
@@ -71,7 +71,7 @@ def read_params(given: Any) -> SamplingParams:
 
 
 class ParamsReader:
-    """Reader of users' sampling parameters that converts them again only if they differ from the last ones."""
+    """Converter of users' sampling parameters that reuses the last result for equal input."""
 
     def __init__(self) -> None:
         self._copied: Any = self  # nothing yet
@@ -79,7 +79,7 @@ class ParamsReader:
         self._params = SamplingParams()
 
     def read(self, given: Any) -> SamplingParams:
-        """Convert sampling parameters; see `read_params`."""
+        """Convert a user's sampling parameters to SamplingParams that the caller owns; errors as of `read_params`."""
         types = (*(given if type(given) is dict else ()), *map(type, _values(given)))
         if types != self._types or given != self._copied:
             self._params, self._copied = read_params(given), self
@@ -89,19 +89,19 @@ class ParamsReader:
 
 
 def _values(given: Any) -> Iterable[Any]:
-    """Return the values of sampling parameters; of an object of another type, the object itself."""
+    """Return the values in SamplingParams or a dict of them; for another type, a tuple of the object itself."""
     if type(given) is SamplingParams:
         return _ALL_VALUES(given)
     return given.values() if type(given) is dict else (given,)
 
 
 def wants_prompt_logprobs(params: SamplingParams) -> bool:
-    """Check if log probabilities of prompt tokens are requested; older releases have no field for given token ids."""
+    """Check if log probabilities of prompt tokens are requested."""
     return params.prompt_logprobs is not None or getattr(params, "prompt_logprob_token_ids", None) is not None
 
 
 def _fields(given: Any) -> dict[str, Any]:
-    """Return the fields that were given, by name, with NumPy's numbers as Python's."""
+    """Return the user's sampling parameters by field name, with NumPy numbers converted to Python's; {} for None."""
     if given is None:
         return {}
     if isinstance(given, SamplingParams):
@@ -117,7 +117,7 @@ def _fields(given: Any) -> dict[str, Any]:
 
 
 def _plain_numbers(fields: Mapping[str, Any], kind: str, known: tuple[str, ...]) -> dict[str, Any]:
-    """Return fields with NumPy's numbers as Python's; raise InvalidRequest for a name that is not known."""
+    """Return fields with NumPy numbers converted to Python's; InvalidRequest for a name that is not in `known`."""
     for name in fields:
         if name not in known:
             raise InvalidRequest(f"there is no {kind} parameter {name!r}; {choices(name, known)}")
@@ -125,7 +125,7 @@ def _plain_numbers(fields: Mapping[str, Any], kind: str, known: tuple[str, ...])
 
 
 def _check_numbers(params: SamplingParams) -> None:
-    """Check that numbers fit the types in which runners keep them; vLLM has other bounds for some, none for others."""
+    """Check that numbers fit the types of the runners' tensors, which vLLM does not check; else InvalidRequest."""
     check_seed(params.seed, params.n)
     biases = params.logit_bias or {}
     if params.allowed_token_ids and all(biases.get(token) == -math.inf for token in params.allowed_token_ids):
@@ -140,10 +140,10 @@ def _check_numbers(params: SamplingParams) -> None:
 
 
 def _check_plain(value: Any, where: str, depth: int = 0) -> None:
-    """Check that a value reaches the workers unchanged; vLLM sends arrays as references to memory of this process.
+    """Check that a value of `extra_args` can be sent to the workers; vLLM sends arrays as references to local memory.
 
     Raises:
-        InvalidRequest: something other than None, a bool, a number, text, bytes, or lists and dicts of these.
+        InvalidRequest: a value is not None, a bool, number, text, bytes, list or dict; or nesting exceeds `_DEPTH`.
     """
     if depth > _DEPTH:
         raise InvalidRequest(f"extra_args is nested deeper than {_DEPTH} levels, or holds itself; make it flatter")
@@ -158,14 +158,14 @@ def _check_plain(value: Any, where: str, depth: int = 0) -> None:
         raise InvalidRequest(f"{where} is {shown(value)}; give plain numbers, text, bytes, lists or dicts")
 
 
-#: Supported tasks: other tasks of vLLM's have plug-ins of their own that read the request.
+#: Supported pooling tasks; vLLM's others are served by plug-ins that read the request themselves.
 TASKS: Final = ("embed", "classify", "token_embed", "token_classify")
-#: Tasks with an output for each token.
+#: Pooling tasks that return one output per token.
 OF_TOKENS: Final = ("token_embed", "token_classify")
 
 
 class _GivenPooling(msgspec.Struct, forbid_unknown_fields=True):
-    """Fields of `PoolingParams` that a user may set; the rest is between vLLM's server and its workers."""
+    """Fields of `PoolingParams` that a user may set; None for vLLM's default."""
 
     task: str | None = None
     use_activation: bool | None = None
@@ -176,16 +176,16 @@ class _GivenPooling(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_pooling(given: Any, supported: tuple[str, ...], default: str) -> PoolingParams:
-    """Convert a user's pooling parameters to vLLM's, sharing nothing with the given object.
+    """Convert a user's pooling parameters to a new PoolingParams without shared objects.
 
     Args:
         given: PoolingParams, a dict of their fields, or None.
-        supported: tasks of the model.
+        supported: names of the model's tasks.
         default: task used where none is named.
 
     Raises:
-        InvalidRequest: an unknown name, a value of another type, a task that the model has not, or a field that the
-            user may not set.
+        InvalidRequest: a name is unknown, a value has the wrong type, the model lacks the task, or a field is not the
+            user's to set.
     """
     fields = _pooling_fields(given)
     try:
@@ -204,12 +204,12 @@ def read_pooling(given: Any, supported: tuple[str, ...], default: str) -> Poolin
 
 
 def _pooling_fields(given: Any) -> dict[str, Any]:
-    """Return the fields of a user's pooling parameters, by name, with NumPy's numbers as Python's; {} for None.
+    """Return a user's pooling parameters by field name, with NumPy numbers converted to Python's; {} for None.
 
-    Of a PoolingParams these are all fields that a user may set, defaults included; of a dict, those in it.
+    For a PoolingParams these are all fields that a user may set, defaults included; for a dict, its items.
 
     Raises:
-        InvalidRequest: something else, an unknown name, or a PoolingParams in which a field of vLLM's own is set.
+        InvalidRequest: `given` has another type, a name is unknown, or an internal field of vLLM is set.
     """
     if given is None:
         return {}
@@ -228,10 +228,10 @@ def _pooling_fields(given: Any) -> dict[str, Any]:
 
 
 def tasks_of(supported: tuple[str, ...], model_config: Any) -> tuple[tuple[str, ...], str]:
-    """Return the tasks of a pooling model, and the one that vLLM takes where none is named.
+    """Return the names of a pooling model's supported tasks, and that of vLLM's default task for it.
 
     Raises:
-        UnsupportedModel: it has none that requests can name.
+        UnsupportedModel: the model has no task that requests can name.
     """
     tasks = tuple(task for task in TASKS if task in supported)
     if not tasks:
@@ -243,7 +243,7 @@ def tasks_of(supported: tuple[str, ...], model_config: Any) -> tuple[tuple[str, 
 
 
 def token_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return a function from normed rows to a pooling model's raw output by token, or None if it has none."""
+    """Return a function from normed rows [n, hidden] to a pooling model's raw token outputs; None if it has none."""
     poolers = getattr(model.pooler, "poolers_by_task", {})
     for task in OF_TOKENS:
         chunk = getattr(getattr(poolers.get(task), "head", None), "forward_chunk", None)

@@ -1,14 +1,14 @@
-"""Detection of an engine process that has ended, of its exit code, and of the error that it wrote at start.
+"""Detection of an engine process that has ended, of its exit code, and of the error that ended the engine's start.
 
 vLLM tells the client only that a process failed, so errors at start are written to a file in the folder of the engine's
-start, which all of its processes know, see `adapters.reaper`. Only the first is kept: later ones are consequences.
-Empty files there say how far a start is. It imports nothing heavy.
+start, which all of its processes know, see `adapters.reaper`. Only the first error is kept: later ones are
+consequences. Empty files in the folder mark the start's progress. It imports nothing heavy.
 
-A process of this machine is watched by a pidfd, which can be read once it has ended, whoever its parent is. Only its
-parent learns its exit code: the client for engine cores, an engine core for its workers. An engine core writes the exit
-code to the folder of the engine, see `recorded_error`. It relies on this: `MultiprocExecutor.shutdown` is
-called when a worker has ended, with `is_failed` set, before others are waited for, and `workers` hold their processes
-as `proc`; of the client, on `engine_manager.finished_procs`.
+A process on this machine is watched by a pidfd, which becomes readable when the process ends. Only its parent learns
+the exit code: the client for engine cores, an engine core for its workers. An engine core writes the exit code to the
+folder of the engine, see `recorded_error`. It relies on this: `MultiprocExecutor.shutdown` is called when a worker has
+ended, with `is_failed` set, before others are waited for, and `workers` hold their processes as `proc`; of the client,
+on `engine_manager.finished_procs`.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from steercap import errors
 from steercap.adapters.gpus import gather_gpus, gather_processes, named_holders
 from steercap.adapters.hardware import missing_kernel
 
-#: Variable of vLLM's with the path of the folder.
+#: vLLM's environment variable with the path of the folder of the engine's start.
 FOLDER: Final = "VLLM_RPC_BASE_PATH"
-#: Errors of vLLM and torch where a GPU has too little memory.
+#: Pattern of error messages of vLLM and torch for a GPU with too little memory.
 MEMORY: Final = re.compile(r"CUDA out of memory|Free memory on device")
-#: Name of the file with the error.
+#: Name of the file with the type and message of the error that ended a start.
 STARTUP_ERROR: Final = "refusal.json"
-#: Names of the empty files of a worker that begins to read the weights, and of one that has them.
+#: Names of the empty files that a worker creates when it starts and when it has finished loading weights.
 READING, READ = "reading", "read"
 
 
 def mark(name: str) -> None:
-    """Create an empty file in the engine's folder, which the client sees; do nothing on another machine."""
+    """Create an empty file in the engine's folder, which shows the client a start's progress; no-op elsewhere."""
     with contextlib.suppress(OSError):
         (Path(os.environ.get(FOLDER, os.devnull)) / name).touch()
 
@@ -58,19 +58,19 @@ def recorded_error() -> Iterator[None]:
 
 
 def _within(error: Exception) -> Exception:
-    """Return the original error in Ray's `RayTaskError(...)`; any other error as it is."""
+    """Return the original exception in Ray's `RayTaskError(...)`; any other exception unchanged."""
     cause = getattr(error, "cause", None)
     return cause if type(error).__name__.startswith("RayTaskError") and isinstance(cause, Exception) else error
 
 
 def startup_error(folder: Path, start: str) -> errors.SteercapError | None:
-    """Return the error that a start failed with: steercap's own as it was raised, or ModelNotLoaded with vLLM's.
+    """Return the error that a process of a failed start has recorded; None if there is none.
 
-    None if no process has written one.
+    An EngineFailure of steercap's keeps its type; any other error becomes a ModelNotLoaded with its message.
 
     Args:
-        folder: folder of the start.
-        start: sentence that says what failed, for the message.
+        folder: folder of the engine's start.
+        start: beginning of the message, such as "vLLM's engine for 'x' did not start".
     """
     try:
         name, says = json.loads((folder / STARTUP_ERROR).read_text())
@@ -83,10 +83,10 @@ def startup_error(folder: Path, start: str) -> errors.SteercapError | None:
     return errors.ModelNotLoaded(f"{start}: {missing_kernel(says) or f'{name}: {says}'}{held and f'; {held}'}")
 
 
-#: Seconds after which no report of an exit code is expected any more.
+#: Seconds to wait for the exit code of a process that has ended.
 EXIT_CODE_SECONDS: Final = 0.3
 _EXIT_CODES: Final = "ended.json"
-#: Files that identify the place of a process: the boot of the machine, and the namespace of process ids.
+#: Files that identify the machine's boot and the namespace of process ids.
 _PLACE: Final = (Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid"))
 #: Likely causes of signals that steercap did not send.
 _MEANING: Final[Mapping[int, str]] = {
@@ -96,7 +96,7 @@ _MEANING: Final[Mapping[int, str]] = {
 
 
 def place() -> str:
-    """Return the place and id of this process, comparable among processes of its machine; "" if unknown."""
+    """Return "BOOT_ID PID_NAMESPACE PID" of this process, comparable within a machine; "" if unknown."""
     boot, namespace = _PLACE
     with contextlib.suppress(OSError):
         return f"{boot.read_text().strip()} {namespace.readlink()} {os.getpid()}"
@@ -104,7 +104,7 @@ def place() -> str:
 
 
 def record_exit_codes(executor: Any) -> None:
-    """Wrap vLLM's executor class so that it writes the exit codes of workers that ended unexpectedly to a file."""
+    """Patch vLLM's executor class so that it writes exit codes of failed workers to a file in the engine's folder."""
     original = executor.shutdown
 
     @functools.wraps(original)
@@ -131,10 +131,10 @@ def _write_exit_codes(processes: Iterable[Any]) -> None:
 
 
 class Processes:
-    """Processes of a running engine, as the client sees them.
+    """Liveness watch of an engine's processes on this machine, by pidfds.
 
     Args:
-        folder: folder of the engine, where exit codes are reported.
+        folder: folder of the engine's start, where processes write exit codes and errors.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -143,7 +143,7 @@ class Processes:
         self._first: int | None = None
 
     def watch(self, places: Iterable[str]) -> None:
-        """Watch the processes of this machine among `places`, which are results of `place()`."""
+        """Watch the processes of this machine among `places`, results of `place` in the workers."""
         here = place().rpartition(" ")[0]
         for machine, _, pid in (one.rpartition(" ") for one in places):
             if here and machine == here and int(pid) not in self._watched.values():
@@ -151,7 +151,7 @@ class Processes:
                     self._watched[os.pidfd_open(int(pid))] = int(pid)
 
     def ended(self) -> bool:
-        """Check if a watched process has ended."""
+        """Check if a watched process has ended, and remember the first."""
         if self._first is None and self._watched:
             poll = select.poll()
             for descriptor in self._watched:
@@ -160,10 +160,10 @@ class Processes:
         return self._first is not None
 
     def how(self, cores: Mapping[str, int]) -> str:
-        """Return how the first process ended, in words; "" while it is not known.
+        """Return a sentence on how the engine's process ended, with its exit code or error; "" if not yet known.
 
         Args:
-            cores: exit codes of the engine cores that have ended, by name.
+            cores: exit codes of the engine core processes that have ended, by process name.
         """
         with contextlib.suppress(OSError, ValueError):
             (name, pid, code), *_ = json.loads((self._folder / _EXIT_CODES).read_text())
@@ -175,7 +175,7 @@ class Processes:
 
     @property
     def which(self) -> str:
-        """Description of the process that ended first; "" if none has."""
+        """Sentence with the id of the watched process that ended first; "" if `ended` has found none."""
         return f"its process {self._first} has ended" if self._first is not None else ""
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ class Processes:
 
 
 def _exit_text(code: int) -> str:
-    """Describe an exit code."""
+    """Describe an exit code in words; a negative one is that of a signal."""
     if code >= 0:
         return f"ended with exit code {code}"
     with contextlib.suppress(ValueError):

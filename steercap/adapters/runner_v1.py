@@ -1,13 +1,12 @@
-"""Adapter of vLLM's Model Runner V1, from which the CPU runner derives, and a repair of its samplers.
+"""Adapter of vLLM's Model Runner V1, from which the CPU runner derives, and a repair of its `logprob_token_ids`.
 
 It relies on this, besides the names in `releases`: `_preprocess` is called for real batches only, after
 `_prepare_inputs` has laid the batch out in `input_batch`, `positions` and `input_ids`. It can go when vLLM offers a
 hook with the batch's layout.
 
-The repair is of `logprob_token_ids` beside `logprobs`. vLLM answers all requests of a batch as if they had asked by
-`logprob_token_ids` as soon as one of them has: another's `logprobs=5` becomes its sampled token, and token 0 at -inf.
-With drafts it ignores `logprob_token_ids`, or ends. Here each row gets what its request asked for. Model Runner V2
-mixes them itself.
+If one request of a batch sets `logprob_token_ids`, vLLM treats all requests of the batch so: another's `logprobs=5`
+returns its sampled token, and token 0 at -inf. With drafts it ignores `logprob_token_ids`, or crashes. The repair gives
+each row the log probabilities that its request asked for. Model Runner V2 does so itself.
 
 The repair relies on this: both samplers get all log probabilities that they return from `Sampler.gather_logprobs`, with
 equally many rows for each request, in the order of the batch; and `SamplingMetadata` has the requests' options as
@@ -42,7 +41,7 @@ from steercap.worker.step import BatchRows
 
 
 def repair_logprobs() -> None:
-    """Repair this process's samplers; a second call does nothing."""
+    """Repair the log probabilities of this process's sampler classes; a second call does nothing."""
     require("Sampler", Sampler)
     require("RejectionSampler", RejectionSampler)
     require("SamplingMetadata", SamplingMetadata)
@@ -78,12 +77,12 @@ def _verify(
 
 @contextmanager
 def _mixed(sampler: Any, metadata: Any, requests: int) -> Iterator[None]:
-    """Make the sampler see a request for `logprobs` alone in the block, and gather what each request asked for.
+    """Make the sampler ignore `logprob_token_ids` in the block, and add each request's chosen tokens afterwards.
 
     Args:
         sampler: vLLM's `Sampler`.
         metadata: `SamplingMetadata` of this pass.
-        requests: number of its requests.
+        requests: number of requests in the pass.
     """
     asked, most = metadata.logprob_token_ids, metadata.max_num_logprobs
     if not asked:
@@ -106,13 +105,13 @@ def _mixed(sampler: Any, metadata: Any, requests: int) -> Iterator[None]:
 def with_tokens(
     sampled: LogprobsTensors, logprobs: torch.Tensor, requested: Mapping[int, Sequence[int]], rows_each: int
 ) -> LogprobsTensors:
-    """Return the most likely tokens of each row, and for some requests the tokens that these have asked for instead.
+    """Return log probabilities of each row's most likely tokens or, for requests in `requested`, of chosen tokens.
 
     Args:
-        sampled: the sampled token and the most likely ones, [rows, 1 + most likely].
+        sampled: ids and log probabilities of the sampled token and the most likely ones, [rows, 1 + k].
         logprobs: log probabilities of every token, [rows, vocabulary].
-        requested: token ids by the index of their request in the batch.
-        rows_each: number of rows of each request, one after the other.
+        requested: chosen token ids by the request's index in the batch.
+        rows_each: number of consecutive rows of each request.
     """
     most = max(map(len, requested.values()))
     rows = [request * rows_each + row for request in requested for row in range(rows_each)]
@@ -139,7 +138,7 @@ def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def hook() -> None:
-    """Hook the runner classes of this process; a second call finds them hooked."""
+    """Hook the V1 runner classes of this process, on GPU and CPU; a second call does nothing."""
     require("Model Runner V1", GPUModelRunner)
     require("Model Runner V1 on CPU", CPUModelRunner)
     require("ExecuteModelState", ExecuteModelState)
@@ -163,7 +162,7 @@ def _load_model(original: Callable[[], Any], runner: Any, *_args: Any, **_option
 
 
 def _give_stage_its_buffers(runner: Any, model: Any) -> None:
-    """Allocate the input buffers of a later pipeline stage, which an eager CPU engine, without warm-up, does not do."""
+    """Allocate input buffers of a later pipeline stage, which vLLM's eager CPU engine, without warm-up, leaves out."""
     if runner.device.type == "cpu" and not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
         runner.intermediate_tensors = model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
@@ -200,10 +199,10 @@ def _dummy_run(original: Callable[[], Any], runner: Any, *_args: Any, **_options
 
 
 def _sample_tokens(original: Callable[[], Any], runner: Any, *_args: Any, **_options: Any) -> Any:
-    """Add biases to the logits of `execute_model`, before tokens are sampled from them.
+    """Add steering biases to the logits that `execute_model` left, before tokens are sampled from them.
 
-    Relies on one row of logits for each request, of its last token in the pass; or, with drafts, on one for each of its
-    last `num_draft_tokens` + 1 tokens.
+    Relies on one row of logits for each request's last token in the pass; with drafts, for each of the request's last
+    `num_draft_tokens` + 1 tokens.
     """
     runtime: Runtime = getattr(runner, RUNTIME_ATTRIBUTE)
     state = runner.execute_model_state

@@ -2,8 +2,8 @@
 
 It relies on this, besides the names in `releases`: `prepare_inputs` is called for real batches only, with padding
 already decided, and returns an `InputBatch` whose `positions` and `input_ids` are views of buffers that the model,
-compiled or replayed from a CUDA graph, reads on the current stream. Dummy runs, warm-up and graph capture never call
-it, so the taps are idle there (`hooks.rest`); vLLM's own warm-up requests do, and have no plan here.
+compiled or replayed from a CUDA graph, reads on the current stream. Dummy runs and graph capture never call it, so the
+taps are idle there (`hooks.rest`); vLLM's warm-up requests do, without a plan of steercap.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from steercap.worker.step import BatchRows
 
 
 def hook() -> None:
-    """Hook the runner class of this process; a second call finds it hooked."""
+    """Hook the V2 runner class of this process; a second call does nothing."""
     require("Model Runner V2", GPUModelRunner)
     require("InputBatch of Model Runner V2", InputBatch)
     require_requests()
@@ -75,10 +75,10 @@ def _execute_model(
 def _sample(
     original: Callable[[], Any], runner: Any, _hidden_states: Any, input_batch: Any, *_args: Any, **_options: Any
 ) -> Any:
-    """Add biases to logits right after the model has computed them, before grammars and samplers see them.
+    """Add steering biases to logits right after the model has computed them, before grammars and samplers use them.
 
-    Relies on `sample` to call the model's `compute_logits` once, for the tokens at `logits_indices`, whose borders
-    between requests are `cu_num_logits_np`; and on `compute_logits_local`, where ranks sample for each other.
+    Relies on `sample` calling the model's `compute_logits` once, for the tokens at `logits_indices`, split by request
+    at `cu_num_logits_np`; and on `compute_logits_local`, where ranks sample for each other.
     """
     runtime: Runtime = getattr(runner, RUNTIME_ATTRIBUTE)
     biasing = runtime.biasing

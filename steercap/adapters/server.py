@@ -1,4 +1,4 @@
-"""vLLM's OpenAI-compatible server on a running engine: its flags, application and life.
+"""vLLM's OpenAI-compatible server on a running engine: its flags, application, socket and serving loop.
 
 It relies on `make_arg_parser`, `validate_parsed_serve_args`, `build_app`, `init_app_state`, `serve_http`; and on this:
 `APIRoute.app` is what a route runs, after vLLM's check of keys.
@@ -46,13 +46,13 @@ except ModuleNotFoundError:  # its module in older releases
 if (_OURS := logging.getLogger("steercap")).level == logging.NOTSET:
     _OURS.setLevel(logging.INFO)
 
-#: Seconds between two looks whether the server listens.
+#: Seconds between two checks whether the server's socket listens.
 LOOK_SECONDS: Final = 0.05
-#: Engine arguments that are not passed on as such: SteerModel has its own argument for them.
+#: Engine arguments that `engine_arguments` leaves out, since SteerModel has its own parameter for them.
 _LEFT_OUT: Final = ("model",)
-#: Errors of a client that asks for too much at once.
+#: Errors that are answered with HTTP status 429.
 _FULL: Final = (CaptureMemoryFull, SAEMemoryFull, SteeringSlotsFull)
-#: Flags that change no answer: addresses, keys, logs and what is told beside answers.
+#: Pattern of flags that do not change answers: addresses, keys, logs, documentation pages, headers.
 _OF_ACCESS: Final = re.compile(
     "model_tag|config|host|port|uds|api_key|api_server_count|ssl_.*|enable_ssl_refresh|allow_credentials|allowed_.*|"
     "h11_.*|uvicorn_log_level|disable_.*access_log.*|max_log_len|enable_log_.*|log_error_stack|disable_fastapi_docs|"
@@ -61,10 +61,10 @@ _OF_ACCESS: Final = re.compile(
 
 
 def read_flags(model: str, flags: Sequence[str]) -> argparse.Namespace:
-    """Parse flags as `vllm serve MODEL` does.
+    """Parse and validate command-line flags as `vllm serve MODEL` does; each flag and value is one string.
 
     Raises:
-        InvalidSetting: vLLM has no such flag, or its value does not fit.
+        InvalidSetting: vLLM has no such flag, or its value is invalid.
     """
     parser = make_arg_parser(FlexibleArgumentParser(exit_on_error=False))
     parser.set_defaults(allowed_origins=[])  # as of 0.32; releases before let any page of a browser ask
@@ -85,13 +85,13 @@ def read_flags(model: str, flags: Sequence[str]) -> argparse.Namespace:
 
 
 def tells_clients_apart(flags: argparse.Namespace) -> bool:
-    """Check if a server asks for API keys, or has middleware of the operator's, which may tell clients apart."""
+    """Check if a server requires API keys or has the operator's middleware, either of which may identify clients."""
     keys = flags.api_key or [os.environ.get("VLLM_API_KEY")]
     return any(keys) or bool(flags.middleware)
 
 
 def engine_arguments(flags: argparse.Namespace) -> dict[str, Any]:
-    """Return the engine arguments among the flags that differ from vLLM's defaults."""
+    """Return engine arguments by name, without the model, for the parsed flags that differ from vLLM's defaults."""
     given, plain = AsyncEngineArgs.from_cli_args(flags), AsyncEngineArgs(model=flags.model)
     found = {}
     for field in dataclasses.fields(AsyncEngineArgs):
@@ -102,9 +102,9 @@ def engine_arguments(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def engine_defaults(model: str) -> dict[str, Any]:
-    """Return the engine arguments of `vllm serve MODEL` without flags, by name: those that are None, a number or text.
+    """Return the scalar engine arguments of `vllm serve MODEL` without flags, by name: None, numbers or text.
 
-    They are vLLM's defaults, apart from some that its flags leave None.
+    They are the defaults of `AsyncEngineArgs` except where the command line's defaults differ.
     """
     found = {field.name: field.default for field in dataclasses.fields(AsyncEngineArgs)}
     found |= engine_arguments(read_flags(model, []))
@@ -112,7 +112,7 @@ def engine_defaults(model: str) -> dict[str, Any]:
 
 
 def frontend_flags(flags: argparse.Namespace) -> list[str]:
-    """Return the names of flags that are none of the engine's, change answers, and differ from vLLM's defaults."""
+    """Return the names, sorted, of non-engine flags that affect answers and differ from vLLM's defaults."""
     plain = vars(read_flags(flags.model, []))
     of_engine = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     differing = {name for name, value in vars(flags).items() if value != plain.get(name)} - of_engine
@@ -132,11 +132,11 @@ async def application(
         engine: object that vLLM uses as its engine.
         flags: result of `read_flags`.
         paths: paths of POST routes to wrap with `around`.
-        around: wrapper of these routes.
-        beside: wrapper of all other POST routes.
+        around: function that wraps the ASGI app of each of these routes.
+        beside: function that wraps the ASGI app of every other POST route.
 
     Raises:
-        UnsupportedRunner: vLLM has no such route.
+        UnsupportedRunner: vLLM's application lacks one of the paths.
     """
     tasks = await engine.get_supported_tasks()
     app: FastAPI = build_app(flags, tasks, engine.model_config)
@@ -178,7 +178,7 @@ def address_of(sock: socket.socket, flags: argparse.Namespace) -> str:
 async def serve(
     app: FastAPI, sock: socket.socket, flags: argparse.Namespace, up: Callable[[], object] = lambda: None
 ) -> None:
-    """Serve until the process is told to end; call `up` once clients can connect."""
+    """Serve the application until the process receives a stop signal; `up` is called once clients can connect."""
     listens = asyncio.create_task(_once_listening(sock, up))
     try:
         await _served(app, sock, flags)
@@ -193,7 +193,7 @@ async def _once_listening(sock: socket.socket, up: Callable[[], object]) -> None
 
 
 def _is_of_requests(record: logging.LogRecord) -> bool:
-    """Return whether a line of uvicorn's is no note that it cancelled 0 requests."""
+    """Check that a log record is not uvicorn's note that it cancelled 0 tasks."""
     return not (str(record.msg).startswith("Cancel %s running task") and record.args == (0,))
 
 
@@ -222,7 +222,7 @@ async def _served(app: FastAPI, sock: socket.socket, flags: argparse.Namespace) 
 
 
 def translated(error: SteercapError) -> Exception:
-    """Convert an error to one that vLLM's server answers with the right HTTP status."""
+    """Convert an error of steercap to one that vLLM's server answers with a fitting HTTP status: 429, 400 or 500."""
     found: Exception = GenerationError(str(error))
     if isinstance(error, _FULL):
         found = GracefulHTTPError(str(error), HTTPStatus.TOO_MANY_REQUESTS)

@@ -1,8 +1,8 @@
-"""Placeholders for torchvision where it is not installed, such as on the CPU set-up, where its wheels break torch's.
+"""Placeholders for torchvision where it is not installed, such as in the CPU setup, where its wheels break torch.
 
-vLLM's files of many architectures, and transformers' processors of pictures and videos, import it at their top and use
-it for media alone. Such an import gets placeholders, which raise an error when they are used: text is then served
-without it. Everything else finds torchvision absent as before: `find_spec`, `sys.modules`, other packages' imports.
+Many of vLLM's model files, and transformers' processors of images and videos, import it at the top and use it for media
+alone. Their imports get placeholders, which raise an error when called, so text can be served without it. All other
+code finds torchvision absent as before: `find_spec`, `sys.modules`, other packages' imports.
 
 It relies on this: an import statement calls the `__import__` of its module's `__builtins__`; `_run_in_subprocess` of
 vLLM's registry pickles a function by cloudpickle and calls it in a fresh process, to inspect a model's class; a
@@ -26,7 +26,7 @@ from steercap.adapters.releases import require
 NAME: Final = "torchvision"
 #: Packages whose imports get placeholders.
 _IMPORTERS: Final = ("vllm", "transformers")
-#: Function of vLLM's registry that calls another in a fresh process.
+#: Name of the function of vLLM's registry that calls another function in a fresh process.
 _INSPECTION: Final = "_run_in_subprocess"
 _HOOKED: Final = "__steercap_torchvision__"
 
@@ -37,7 +37,7 @@ def is_absent() -> bool:
 
 
 class _Placeholder(type):
-    """Type of placeholders: classes without instances, so that annotations, defaults and subclasses can be made."""
+    """Metaclass of placeholder classes, which can be annotated with and subclassed, but raise when called."""
 
     def __getattr__(cls, name: str) -> _Placeholder:
         if name.startswith("__"):
@@ -53,7 +53,7 @@ class _Placeholder(type):
 
 
 class _Placeholders(dict[str, _Placeholder]):
-    """Placeholders by name, made on first use; pickled without them."""
+    """Placeholders by dotted name, made on first use; pickled empty."""
 
     def __missing__(self, name: str) -> _Placeholder:
         made = _Placeholder(name.rpartition(".")[2], (), {"__qualname__": name, "__module__": __name__})
@@ -74,7 +74,7 @@ def _import(name: str, *args: Any, **options: Any) -> Any:
 
 
 class _Loader(SourceFileLoader):
-    """Loader that gives a module's own imports of torchvision placeholders."""
+    """Loader of source files in whose modules imports of torchvision return placeholders."""
 
     def exec_module(self, module: ModuleType) -> None:
         code = self.get_code(module.__name__)
@@ -84,7 +84,7 @@ class _Loader(SourceFileLoader):
 
 
 class _Finder:
-    """Finder that loads modules of some packages with `_Loader`."""
+    """Finder that loads the modules of `_IMPORTERS` with `_Loader`."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -97,13 +97,13 @@ class _Finder:
 
 
 def hook_imports() -> None:
-    """Give placeholders to imports of this process, where torchvision is absent; safe to call again."""
+    """Make imports of torchvision by vLLM and transformers return placeholders if it is absent; safe to call again."""
     if _Finder not in sys.meta_path and is_absent():
         sys.meta_path.insert(0, _Finder)
 
 
 def hook() -> None:
-    """Hook this process's imports, and those of processes in which it inspects a model's class; safe to call again."""
+    """Install the placeholders here and in the processes where vLLM inspects model classes; safe to call again."""
     hook_imports()
     if not is_absent():
         return
@@ -132,7 +132,7 @@ def _inspect(function: Callable[[], Any]) -> Any:
 def unserved_media(config: Any) -> tuple[str, ...]:
     """Return the kinds of media, such as "image", that this model's processor cannot prepare without torchvision.
 
-    It tries each kind that the engine's limits allow. Failures that have another cause are left to vLLM.
+    Each kind within the engine's limits is tried on dummy data. Failures of other causes are left to vLLM.
     """
     model = config.model_config
     if not is_absent() or not model.supports_multimodal_inputs:

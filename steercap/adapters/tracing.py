@@ -1,8 +1,8 @@
-"""Traced passes of layers that no family knows, from which `architectures.derivation` derives their sites.
+"""Traced forward passes of layers of no known family, from which `architectures.derivation` derives their sites.
 
-A pass runs before taps are installed, as those of `observing` do. In each, every layer gets a random stream, and
-attention returns random rows. Two further passes give the blocks' inputs that were found the same rows beside other
-streams: queries, keys, values and `mlp_out` must then be the same too.
+The passes run before taps are installed, like that of `observing`. In each, every layer gets a random residual stream,
+and attention returns random rows. Two further passes vary the stream and fix the rows at the derived block inputs:
+queries, keys, values and `mlp_out` must then be equal in both.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from steercap.architectures.families.derived import FIELDS, Traced, TracedCall, 
 from steercap.architectures.sites.base import of_input, read_by
 from steercap.architectures.sites.residual import stream_and_residual, taken_by
 
-#: Sizes of the elements of the stream and of attention's rows in the passes: a block's output that drowns in the one is
-#: seen in another, and so is what else is added.
+#: Standard deviations of the stream and of attention's rows in each pass. A block's output lost in the rounding of one
+#: pass shows in another, as do further terms that are added to the stream.
 _SCALES: Final = ((1.0, 1.0), (0.05, 1.0), (0.05, 0.05))
 
 
 def derived(runner: Any, decoder: Decoder, family: Family, head_dim: int) -> tuple[Family, dict[str, str]]:
-    """Derive the sites of a model's layers.
+    """Derive the sites of a model's layers from traced passes, starting from a family that knows only the stream.
 
     Args:
         runner: vLLM's model runner, with its model.
         decoder: decoder of the model.
-        family: the layers' stream, see `families.derived`.
-        head_dim: elements of an attention head's output, by the configuration.
+        family: family of the layers with the stream's sites alone, see `families.derived`.
+        head_dim: width of one attention head's output, by the configuration.
 
     Returns:
-        The family, and by site the reason why layers lack it: all of them, if a pass fails.
+        The family with the derived sites; and, by site, the reason why it was not derived. If a pass fails, none is.
     """
     try:
         return _derived(runner, decoder, family, head_dim)
@@ -75,7 +75,7 @@ def _derived(runner: Any, decoder: Decoder, family: Family, head_dim: int) -> tu
 
 
 class _LayerTrace:
-    """One layer in one pass: its stream, and each call as (path, module, begin, end, taken, stream, given)."""
+    """One layer's record in one pass: its stream, and calls [path, module, begin, end, input, stream, output]."""
 
     def __init__(self) -> None:
         self.before: torch.Tensor | None = None
@@ -89,13 +89,13 @@ class _TracedPass:
 
     Args:
         decoder: decoder of the model.
-        family: the layers' stream.
+        family: family of the layers, with at least the stream's sites.
         seed: seed of the random rows.
-        scales: sizes of the elements of the stream, and of attention's rows.
-        blocks: True to give the family's blocks the same input in every such pass.
+        scales: standard deviations of the stream and of attention's rows.
+        blocks: True to overwrite `attn_in` and `mlp_in` with rows that are equal in all such passes.
 
     Attributes:
-        layers: recorded tensors, by layer.
+        layers: record of each layer, by layer index.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class _TracedPass:
         self.layers = {index: _LayerTrace() for index in decoder.layers}
 
     def run(self, runner: Any) -> None:
-        """Run the pass."""
+        """Run the pass on a model runner's model, and fill `layers`."""
         with ExitStack() as hooks:
             for module in runner.vllm_config.compilation_config.static_forward_context.values():
                 if attends(module):
@@ -121,7 +121,7 @@ class _TracedPass:
             run_pass(runner, self._decoder.model)
 
     def _replace(self, module: Any) -> Callable[[], None]:
-        """Make an attention module return random rows; return the function that undoes it."""
+        """Make an attention module return random rows; return a function that undoes it."""
         plain, own = module.forward, vars(module).get("forward")
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -138,7 +138,7 @@ class _TracedPass:
         return lambda: delattr(module, "forward") if own is None else setattr(module, "forward", own)
 
     def _watch(self, layer: nn.Module, layer_trace: _LayerTrace, hooks: ExitStack) -> None:
-        """Put hooks on a layer and all modules in it."""
+        """Hook a layer and all modules in it, so that the pass fills `layer_trace`."""
         terms, names = taken_by(layer, self._family), arguments_of(layer)
         replaced = [self._family.hidden_input, self._family.residual_input]
 
@@ -195,12 +195,12 @@ class _TracedPass:
 
 
 def _same(_module: nn.Module, rows: torch.Tensor) -> None:
-    """Overwrite a block's input by random rows, the same in each pass."""
+    """Overwrite a block's input in place by random rows that are equal in each pass."""
     rows.copy_(torch.randn(rows.shape, generator=torch.Generator().manual_seed(0)))
 
 
 def _rows(tensor: Any) -> torch.Tensor | None:
-    """Copy a tensor to the host as rows [n, width]; None if it has not one for each token, or is not finite."""
+    """Copy a tensor to the host as rows [TOKENS, width]; None if it has not one row per token, or is not finite."""
     if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or tensor.dim() < 2:
         return None
     tensor = tensor[0] if tensor.shape[:2] == (1, TOKENS) else tensor
@@ -211,7 +211,7 @@ def _rows(tensor: Any) -> torch.Tensor | None:
 
 
 def _sum(hidden: Any, residual: Any) -> torch.Tensor | None:
-    """Return the rows of a stream and of the residual beside it, in the stream's dtype."""
+    """Return the sum of a stream's rows and of the residual's beside it; None if either is not rows."""
     first, second = _rows(hidden), _rows(residual)
     if first is None or second is None or first.shape != second.shape:
         return first if residual is None or not isinstance(residual, torch.Tensor) else None
@@ -219,7 +219,7 @@ def _sum(hidden: Any, residual: Any) -> torch.Tensor | None:
 
 
 def _traced(records: list[_LayerTrace]) -> Traced:
-    """Join the records of one layer in all passes; modules that were not called once in each are left out."""
+    """Combine one layer's records of all passes; modules that were not called exactly once in each are left out."""
     once = [Counter(call[0] for call in record.calls) for record in records]
     by_path: list[Mapping[str, list[Any]]] = [{call[0]: call for call in record.calls} for record in records]
     paths = [path for path in by_path[0] if all(counts[path] == 1 for counts in once)]

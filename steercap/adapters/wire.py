@@ -1,10 +1,10 @@
-"""Trial decoding of a request in the client, as the engine's input thread will do it, and msgspec's errors.
+"""Trial decoding of requests in the client, as the engine's input thread will decode them, and msgspec's errors.
 
-vLLM checks ranges in the client, and types only where the engine decodes the request's frame: a wrong one ends the
-thread that reads all requests, and the engine seems to live. So vLLM's own preparation, encoder and typed decoder run
-here first; for requests of token ids and plain numbers its preparation is enough. It relies on
-`AsyncLLM.get_supported_tasks`, `InputProcessor.process_inputs`, `EngineCoreRequest`, `MsgpackEncoder` and
-`MsgpackDecoder`. It can go when vLLM refuses such requests in the client.
+vLLM checks ranges in the client, but types only where the engine decodes the request: a wrong type ends the thread that
+reads all requests, while the engine seems alive. So vLLM's own preparation, encoder and typed decoder run here first;
+for requests of token ids and plain numbers its preparation is enough. It relies on `AsyncLLM.get_supported_tasks`,
+`InputProcessor.process_inputs`, `EngineCoreRequest`, `MsgpackEncoder` and `MsgpackDecoder`. It can go when vLLM refuses
+such requests in the client.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _NUMBERS: Final = frozenset(
         "output_text_buffer_length",
     }
 )
-#: Every other field, those of later releases too.
+#: Names of all other fields, including those of later releases.
 _OTHERS: Final = tuple(name for name in SamplingParams.__struct_fields__ if name not in _NUMBERS and name[0] != "_")
 _ALL_NUMBERS: Final = attrgetter(*(name for name in SamplingParams.__struct_fields__ if name in _NUMBERS))
 _ALL_OTHERS: Final = attrgetter(*_OTHERS)
-#: Integers that every decoder and every tensor of a runner holds.
+#: Non-negative integers that fit a runner's int32 tensors.
 _INT32: Final = range(2**31)
 
 
@@ -63,24 +63,24 @@ class Wire:
         self._llm = llm
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreRequest)
-        #: Numbers of the parameters and options of the last plain request that passed, and the greatest length and
+        #: Numeric parameters and options of the last plain request that passed, and the maximum length and
         #: token id of those that passed with them.
         self._passed: tuple[Any, ...] | None = None
         self._length = self._greatest = 0
 
     async def check(self, payload: Any, params: SamplingParams | PoolingParams, options: Mapping[str, Any]) -> None:
-        """Check that vLLM accepts a request, and that the engine can decode it.
+        """Check that vLLM accepts a request, and that the engine can decode it; nothing is sent.
 
-        A plain request that differs from one that passed only in its token ids, none of them greater and not more of
-        them, passes without a trial.
+        A plain request that differs from the last one that passed only in fewer or smaller token ids is not tried
+        again.
 
         Args:
             payload: the rendered prompt.
-            params: its sampling or pooling parameters.
+            params: the request's sampling or pooling parameters.
             options: further arguments of `AsyncLLM.generate` or `encode`.
 
         Raises:
-            InvalidRequest: they cannot be sent; the message names the argument.
+            InvalidRequest: vLLM refuses the request or could not decode it; the message names the argument.
         """
         ids = plain_ids(payload) if is_plain_options(options) and is_plain_params(params) else None
         asked = None if ids is None else (_ALL_NUMBERS(params), dict(options))
@@ -106,9 +106,9 @@ class Wire:
 
 
 def plain_ids(payload: Any) -> list[int] | None:
-    """Return the token ids of a prompt that holds nothing else, all in bounds; None for another prompt.
+    """Return the token ids of a rendered prompt of int32 token ids alone; None for any other prompt.
 
-    Decoding them would find nothing: none of its values can be of a type that the engine does not expect.
+    Such a prompt needs no trial decoding. An ASCII cache salt is allowed.
     """
     if type(payload) is not dict or payload["type"] != "token":
         return None
@@ -118,7 +118,7 @@ def plain_ids(payload: Any) -> list[int] | None:
 
 
 def is_plain_options(options: Mapping[str, Any]) -> bool:
-    """Return True if a request has no option but a priority in bounds."""
+    """Check if a request has no option except a priority that fits int32."""
     priority = options.get("priority", 0)
     return (
         type(priority) is int
@@ -128,7 +128,7 @@ def is_plain_options(options: Mapping[str, Any]) -> bool:
 
 
 def is_plain_params(params: SamplingParams | PoolingParams) -> bool:
-    """Return True for sampling parameters, as `read_params` returns them, that are numbers in bounds alone."""
+    """Check if sampling parameters, as returned by `read_params`, set nothing but numbers that fit int32."""
     return (
         type(params) is SamplingParams
         and all(value in _INT32 for value in (params.max_tokens, params.min_tokens, params.n) if value is not None)
@@ -138,21 +138,21 @@ def is_plain_params(params: SamplingParams | PoolingParams) -> bool:
 
 
 def _is_set(value: Any) -> bool:
-    """Return True for a value other than None, False, 0 and an empty list."""
+    """Check if a value is neither None, False, 0 nor an empty list."""
     return value is not None and (type(value) not in {bool, int, list} or bool(value))
 
 
-#: msgspec's message about a wrong value, with the path of the value.
+#: Pattern of msgspec's message about a wrong value, with the value's path.
 _COMPLAINT: Final = re.compile(r"(?P<says>.*?) - at (?P<key>`key` in )?`\$(?P<path>.*)`", re.DOTALL)
 
 
 def named(complaint: str, values: Mapping[str, Any], places: tuple[str, ...] = ()) -> str:
-    """Return a validation error with the name and the value that it is about.
+    """Rewrite a validation message of msgspec to name the field and show its value.
 
     Args:
-        complaint: message of msgspec; any other is returned as it is.
-        values: values by the names in which the path starts.
-        places: names for the indices in which the path starts, where it starts with a number.
+        complaint: msgspec's message; any other text is returned unchanged.
+        values: the validated values, by the field name with which the path starts.
+        places: field names by index, for a path that starts with an index.
     """
     found = _COMPLAINT.fullmatch(complaint)
     if found is None:
