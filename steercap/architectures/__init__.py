@@ -1,1 +1,1 @@
-"""Model architectures: sites, families of decoder layers, and the decoder found in a loaded model."""
+"""Model architectures: sites, families of decoder layers, and the decoder of a loaded model."""

@@ -1,7 +1,7 @@
-"""Search for the decoder layers of a loaded model, its final norm and unembedding, and the logits of rows by them.
+"""Decoder layers of a loaded model, its final norm and unembedding, and logits computed from captured rows.
 
-A model that reads images or sound holds a language model; the language model holds its layers in one list. On a
-pipeline stage that list has a placeholder for each layer of the others.
+A multimodal model contains a language model, which has its layers in one list. On a pipeline stage that list has
+placeholders for the layers of other stages.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from steercap.core.spec import Point
 from steercap.errors import UnsupportedModel
 
 _LOG: Final = logging.getLogger(__name__)
-#: Maximum number of rows that are unembedded at a time.
+#: Maximum number of rows unembedded in one call, which bounds the memory of logits.
 ROWS: Final = 64
 
 
 @dataclass(frozen=True)
 class Unembedding:
-    """Functions from rows of the last layer, [n, hidden], to logits, [n, vocabulary], or a part of these.
+    """Final norm and head of a model: functions from last-layer rows, [n, hidden], to logits, [n, vocabulary].
 
-    All ranks of a tensor-parallel group must call it together; the logits may be None on others than the first.
+    All ranks of a tensor-parallel group must call both together; the logits may be None on ranks but the first.
 
     Args:
-        norm: the final norm.
-        head: function from normed rows to logits.
+        norm: function from rows to rows after the final norm.
+        head: function from normed rows to logits, or None on some ranks.
     """
 
     norm: Callable[[torch.Tensor], torch.Tensor]
     head: Callable[[torch.Tensor], torch.Tensor | None]
 
     def logits(self, rows: torch.Tensor, *, normed: bool) -> Iterator[torch.Tensor]:
-        """Yield logits, float32 [n, vocabulary], of at most `ROWS` rows at a time.
+        """Yield logits, float32 [m, vocabulary], for consecutive blocks of m <= `ROWS` rows; nothing on ranks without.
 
         Args:
             rows: rows [n, hidden].
@@ -56,12 +56,12 @@ class Unembedding:
 
 
 def unembedded(model: Unembedding | None, request: Unembed, device: torch.device) -> Unembedded | NotCapturing:
-    """Answer an Unembed question on one rank.
+    """Compute the answer to an `Unembed` message on one rank: logits of chosen tokens, top tokens and statistics.
 
     Args:
-        model: the model's unembedding; None where the model's end is on another pipeline stage.
-        request: the question.
-        device: device where the model computes.
+        model: the model's unembedding; None if it is on another pipeline stage, which gives NotCapturing.
+        request: the message, with rows and the tokens wanted.
+        device: the model's device.
     """
     if model is None:
         return NotCapturing()
@@ -83,17 +83,17 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 def rows_of(request: Unembed | Project | Choose, device: torch.device) -> torch.Tensor:
-    """Return the rows of a question as a tensor [count, width] on the device."""
+    """Return the rows of a message as a tensor [count, width] of the message's dtype, on the device."""
     found = torch.frombuffer(bytearray(request.rows), dtype=getattr(torch, request.dtype))
     return found.view(request.count, -1).to(device)
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """Decoder layers of a loaded model.
+    """Decoder layers of a loaded model, and the modules around them.
 
     Args:
-        model: the model that vLLM runs.
+        model: vLLM's model.
         path: dotted path of the list of layers in the model.
         parent: module that holds the list of layers; if it holds nothing else, the module above it.
         layers: layers of this pipeline stage, by their indices in the whole model.
@@ -105,7 +105,7 @@ class Decoder:
     layers: Mapping[int, nn.Module]
 
     def holder(self, point: Point) -> nn.Module:
-        """Return the module that a point's site is in: a layer, the module that holds the layers, or the model."""
+        """Return the module in which a point's site is: its layer, the module around the layers, or the model."""
         match SITES[point.site].within:
             case "model":
                 model: nn.Module = self.model
@@ -117,20 +117,20 @@ class Decoder:
 
     @property
     def code(self) -> dict[str, str]:
-        """Fingerprint of `forward` of each class of its layers, by the name that families use; see `same_code`."""
+        """Fingerprint of `forward` by class of the layers, such as "llama.LlamaDecoderLayer"; see `same_code`."""
         return same_code({name_of(type(layer)): fingerprint_of(layer)} for layer in self.layers.values())
 
     def unembedding(self, family: Family, made: Callable[[torch.Tensor], Any], *, bare: bool = False) -> Unembedding:
-        """Return the final norm and the head that makes logits, or, in a pooling model, its output for each token.
+        """Return the model's final norm and head; a pooling model's head makes token outputs in place of logits.
 
         Args:
-            family: family of its layers.
-            made: function from rows after the norm (and the modules and divisor after it) to logits; None on some
-                ranks.
-            bare: True if a norm may be missing after layers that no family knows, as in encoders.
+            family: family of the layers.
+            made: function from rows after the norm, and after `family.after_norm` and `divisor`, to logits; None on
+                some ranks.
+            bare: True if the model may have no final norm, as encoders of unknown layers do.
 
         Raises:
-            UnsupportedModel: no norm is found after the layers, where the family names none.
+            UnsupportedModel: the layers are of no known family, and no final norm is found.
         """
         norm = [module for name in family.norm.split("|") if (module := self._module(name))][:1]
         after = [module for name in family.after_norm if (module := self._module(name))]
@@ -154,9 +154,9 @@ class Decoder:
         return Unembedding(normed, head)
 
     def norms_late(self, family: Family, unembedding: Unembedding, rows: torch.Tensor) -> bool:
-        """Check if making logits applies the final norm; all ranks of a tensor-parallel group must call it together.
+        """Check if the head itself applies the final norm; all ranks of a tensor-parallel group must call it together.
 
-        A head that fails on rows of zeros counts as one that does not: the proof at start computes with it too.
+        It runs the head on `rows`, [n, hidden]. A failure is logged and counts as False: the proof at start shows it.
         """
         called: list[nn.Module] = []
         with torch.inference_mode(), ExitStack() as hooks:
@@ -169,13 +169,13 @@ class Decoder:
         return bool(called)
 
     def _module(self, name: str) -> nn.Module | None:
-        """Return a module beside the layers; None if there is none of that name."""
+        """Return a child module of `parent` by name; None if there is none."""
         found = getattr(self.parent, name, None)
         return found if isinstance(found, nn.Module) else None
 
 
 def _through(modules: Sequence[Any], rows: torch.Tensor) -> torch.Tensor:
-    """Apply modules to rows one after the other, bypassing their taps, which expect tokens of a request."""
+    """Apply modules in turn to rows [n, hidden] by `forward`, which bypasses their taps."""
     hidden: Any = rows
     for module in modules:
         found = module.forward(hidden)
@@ -187,7 +187,7 @@ def decoder_of(model: nn.Module, num_layers: int, present: range) -> Decoder:
     """Find the decoder layers of a loaded model.
 
     Args:
-        model: model that vLLM has loaded.
+        model: the model that vLLM has loaded.
         num_layers: number of layers of the whole model.
         present: indices of the layers that this pipeline stage holds.
 
@@ -218,7 +218,7 @@ def decoder_of(model: nn.Module, num_layers: int, present: range) -> Decoder:
 
 
 def _lists(text: nn.Module, num_layers: int) -> tuple[dict[str, nn.Module], list[str]]:
-    """Return all modules of a language model, and the names of its outermost lists of `num_layers` modules."""
+    """Return all modules of a language model by path, and the paths of its outermost lists of `num_layers` modules."""
     modules = dict(text.named_modules())
     lists = {
         name: module

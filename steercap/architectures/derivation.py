@@ -1,14 +1,14 @@
-"""Derivation of the sites of layers that no family knows, from what their modules read and return in traced passes.
+"""Derivation of the sites of layers of no known family, from their modules' inputs and outputs in traced passes.
 
-Nothing is taken from a module's name. In each pass a layer gets another random stream, large and small, and attention
-returns random rows; a site is found where the equations of its definition close in all of them:
+Names of modules play no part. In each pass a layer gets another random residual stream, of large or small rows, and
+attention returns random rows; a module is a site if the equations that define the site hold in all passes:
 
-- `resid_mid` is read where a module takes `resid_pre` and one module's output; that output, which attention reaches, is
-  `attn_out`. `mlp_out` is the one that `resid_post` adds to it; side by side, the pair that `resid_post` adds;
-- a block's last projection gives its output, or what a norm behind the block reads; `z` is what attention returned;
-- a block's input is read by all of the block behind the norm of the stream, or the stream itself.
+- `resid_mid` is an input equal to `resid_pre` plus one output, `attn_out`, whose module calls attention; `mlp_out` is
+  the output that `resid_post` adds to it. Where blocks run in parallel, `resid_post` is `resid_pre` plus both outputs;
+- a block's output, or the input of a norm behind it, is that of its last projection, which reads `z` (attention's
+  output) or `neurons`; a block's input is the stream, or the output of the stream's norm, and all that the block reads.
 
-Outputs that are equal bit for bit are one; where two others close, or none does, the site is refused with the numbers.
+Bit-identical outputs count as one. A site for which several different outputs fit, or none, is refused with the errors.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ import torch
 
 from steercap.architectures.families.derived import FIELDS, NEEDS, Rows, Traced, TracedCall
 
-#: Roundings to the rows' dtype in a sum, and least part of a term in it that can be told from them.
+#: Allowed error of a sum in units of the dtype's eps, and the smallest relative term that is told from rounding.
 _SUM: Final = 4.0
 _SEEN: Final = 16.0
-#: Standard deviations of rounding in a factor, and its least error.
+#: Allowed deviation of a factor from 1: standard deviations of its rounding error, plus a constant.
 _FACTOR: Final = 8.0
 _EXACT: Final = 1e-6
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Closest sum of a stream and modules' outputs, each times a factor.
+    """Least-squares fit of a stream plus modules' outputs, each times a factor, to a total.
 
     Args:
-        factors: factors of the outputs.
-        error: greatest error of a row, over what rounding allows; inf where an output is too small to be seen.
-        apart: greatest distance of a factor from 1, over what rounding allows.
+        factors: factor of each output; () if the outputs are linearly dependent.
+        error: maximum error of a row, divided by the allowed rounding error; inf if an output is lost in rounding.
+        apart: maximum distance of a factor from 1, divided by the allowed rounding error.
     """
 
     factors: tuple[float, ...]
@@ -47,7 +47,7 @@ class Fit:
 
 
 def fitted(total: Rows, base: Rows, added: Sequence[Rows]) -> Fit:
-    """Find the factors with which `added` best make up `total` less `base`, each row relative to its largest term."""
+    """Fit factors so that `base` plus factors times `added` equals `total`, with rows scaled by their largest term."""
     eps = torch.finfo(total[0].dtype).eps
     joined = [torch.cat([part.double() for part in rows]) for rows in (total, base, *added)]
     sizes = torch.stack([part.norm(dim=1) for part in joined]).amax(0).clamp(min=1e-30)
@@ -67,12 +67,12 @@ def fitted(total: Rows, base: Rows, added: Sequence[Rows]) -> Fit:
 
 
 def same(first: Rows, second: Rows) -> bool:
-    """Check if two tensors are equal bit for bit in every pass."""
+    """Check if two modules' rows are bit-identical in every pass; False for ()."""
     return bool(first) and len(first) == len(second) and all(map(torch.equal, first, second))
 
 
 def close(first: Rows, second: Rows) -> bool:
-    """Check if two tensors are equal but for rounding in every pass."""
+    """Check if two modules' rows are equal up to rounding in every pass; False for () or differing shapes."""
     if not first or not second or first[0].shape != second[0].shape:
         return False
     allowed = _SUM * torch.finfo(first[0].dtype).eps
@@ -85,12 +85,12 @@ class Layer:
     """Derivation of the sites of one layer.
 
     Args:
-        traced: the layer in the passes.
-        head_dim: elements of an attention head's output, where its attention module is not in the layer.
+        traced: the layer's rows and calls in all passes.
+        head_dim: width of an attention head's output, for a layer whose attention module is called by a function.
 
     Attributes:
-        found: paths of modules, by field of `Family`.
-        refused: reasons, by site.
+        found: paths of modules within the layer, by field of `Family`; filled by `solve`.
+        refused: reason why a site was not derived, by site; filled by `solve`.
     """
 
     traced: Traced
@@ -100,7 +100,7 @@ class Layer:
 
     @cached_property
     def groups(self) -> list[list[TracedCall]]:
-        """Calls whose outputs are rows of the stream's width, those with equal outputs together, in order."""
+        """Calls whose outputs have the stream's shape, ordered by end; calls with identical outputs form one group."""
         groups: list[list[TracedCall]] = []
         for call in sorted(self.traced.calls, key=lambda call: call.end):
             if not call.given or call.given[0].shape != self.traced.before[0].shape:
@@ -113,7 +113,7 @@ class Layer:
         return groups
 
     def solve(self) -> None:
-        """Derive all sites; see `found` and `refused`."""
+        """Derive all sites of the layer, and fill `found` and `refused`."""
         if not self.traced.before or not self.traced.after:
             self._refuse(tuple(FIELDS), "its stream was not finite, or not a row for each token, in a traced pass")
             return
@@ -151,7 +151,7 @@ class Layer:
         )
 
     def _in_turn(self) -> dict[str, Any] | None:
-        """Return the groups of both blocks of a layer whose second block reads what the first has added to."""
+        """Return (group, `Fit.apart`, factor, stream read) by site if block two reads block one's sum, or None."""
         before, after = self.traced.before, self.traced.after
         readers: list[tuple[TracedCall, int, Fit]] = []
         for call in sorted(self.traced.calls, key=lambda call: call.begin):
@@ -177,7 +177,7 @@ class Layer:
         }
 
     def _side_by_side(self) -> dict[str, Any] | None:
-        """Return the groups of two blocks that both read the layer's stream."""
+        """Return the same as `_in_turn` for two parallel blocks, which both read the layer's input; None if none."""
         before, after, groups = self.traced.before, self.traced.after, self.groups
         pairs = [
             (one, other, fit)
@@ -199,7 +199,7 @@ class Layer:
         }
 
     def _sources(self, group: Sequence[TracedCall]) -> Iterator[TracedCall]:
-        """Yield the calls of a group, and those whose output a norm of the group reads."""
+        """Yield the calls of a group, and calls whose output is the input of a norm in the group."""
         yield from group
         for norm in group:
             if not norm.linear and not any(norm.module.children()):
@@ -209,14 +209,14 @@ class Layer:
         return any(call.holds(one) for call in self._sources(group) for one in self.traced.attended)
 
     def _stateful(self, group: Sequence[TracedCall]) -> str:
-        """Return the class of a module in a block that keeps a state besides attention's, "" if there is none."""
+        """Return the class name of a block's module with a state other than attention's, as Mamba has; "" if none."""
         attended = {id(one.module) for one in self.traced.attended}
         held = (c.module for call in self._sources(group) for c in self.traced.calls if c is call or call.holds(c))
         stateful = (module for module in held if hasattr(module, "get_kv_cache_spec") and id(module) not in attended)
         return next((type(module).__name__ for module in stateful), "")
 
     def _block(self, site: str, group: Sequence[TracedCall], stream: Rows, wrong: str) -> None:
-        """Derive one block's sites, given the calls of its output and the stream that it reads."""
+        """Derive a block's sites from the calls of its output; `wrong` is a reason to refuse that output, or ""."""
         attends = site == "attn_out"
         if kind := self._stateful(group):
             others = ("attn_in", "z", "q", "k", "v") if attends else ("mlp_in", "neurons")
@@ -239,7 +239,7 @@ class Layer:
         return None
 
     def _entry(self, outer: TracedCall, stream: Rows) -> TracedCall | None:
-        """Return the call of a block that reads the block's input; None if that cannot be told."""
+        """Return the call that reads the input of the block with outermost call `outer`; None if that is ambiguous."""
         outside = [call for call in self.traced.calls if not outer.holds(call)]
         norms = [c for c in outside if not c.linear and close(c.stream, stream) and c is not outer]
         norms = [c for c in norms if c.given and c.given[0].shape == stream[0].shape and c.end < outer.begin]
@@ -258,7 +258,7 @@ class Layer:
     def _projection(
         self, group: Sequence[TracedCall], outer: TracedCall | None, entry: TracedCall | None, *, attends: bool
     ) -> None:
-        """Derive what the block's last projection reads."""
+        """Derive the input of the block's last projection: `z` or `neurons`."""
         site = "z" if attends else "neurons"
         linear = [call for call in self._sources(group) if call.linear and call.taken]
         last = [call for call in linear if not any(other.holds(call) for other in linear)]
@@ -283,7 +283,7 @@ class Layer:
         return None
 
     def _attention(self) -> None:
-        """Derive the module that takes queries, keys and values."""
+        """Derive the attention module that is called with queries, keys and values."""
         calls = {id(call.module): call for call in self.traced.calls}
         inside = [calls[id(one.module)] for one in self.traced.attended if id(one.module) in calls]
         if len(self.traced.attended) != 1 or len(inside) != 1 or not hasattr(inside[0].module, "head_size_v"):
@@ -295,6 +295,6 @@ class Layer:
 
 
 def _has_experts(call: TracedCall) -> bool:
-    """Check if a module is, or holds, vLLM's experts, which may be called past hooks."""
+    """Check if a called module is, or contains, vLLM's experts, whose modules may be called without hooks."""
     kinds = (type(module).__name__ for module in call.module.modules())
     return hasattr(call.module, "w13_weight") or any("FusedMoE" in kind or "MoERunner" in kind for kind in kinds)

@@ -1,10 +1,10 @@
-"""Registry of model families: entries of tables; a file with a `MEMBER` is one too. And the models within wrappers.
+"""Registry of layer families, and selection of a family by the classes of loaded layers or by an architecture.
 
-The classes of the loaded layers decide which family serves a model; for layers of no known class a family is derived,
-see `derived`.
+Families are entries of tables `MEMBERS`, or files with a `MEMBER`. The classes of the loaded layers decide which family
+serves a model; for layers of unknown classes a family is derived, see `derived`.
 
-vLLM and transformers have a name for each wrapper, but the layers are those of the language model. Its sites must be
-known before any model is loaded.
+Multimodal wrappers have architecture names of their own, but their layers are those of the language model inside, whose
+sites must be known before a model is loaded.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ FAMILIES: Registry[Family] = Registry("family", sys.modules[__name__], Family)
 
 
 def family_of(architectures: Iterable[str]) -> Family:
-    """Return the family that serves the first known of `architectures`.
+    """Return the family of the first architecture name in `architectures` that has one.
 
     Raises:
-        UnsupportedModel: none is known; the message lists those that are.
+        UnsupportedModel: no name has a family; the message lists the known names.
     """
     asked = tuple(architectures)
     for architecture in asked:
@@ -46,19 +46,19 @@ def family_of(architectures: Iterable[str]) -> Family:
 
 
 def over_transformers(family: Family) -> Family:
-    """Return a family adapted to vLLM running transformers' own modules, which carry the whole stream.
+    """Return a family adapted to vLLM's Transformers backend, whose layers pass on the stream without a residual.
 
-    transformers' attention function calls vLLM's module past its hooks, and its routers choose experts from their
-    logits before a hook can change these.
+    It has no attention or router sites: there vLLM's attention is called past its hooks, and routers choose experts
+    before a hook could change their logits.
     """
     return replace(family, residual_output=None, loops=(), residual_input="", attention="", router="")
 
 
 def families_of(layers: Sequence[nn.Module]) -> tuple[Family, ...]:
-    """Return the family of a model's layers; if none knows their classes, derived families, the likelier first.
+    """Return the families that may serve loaded layers: the known one, or derived candidates, likeliest first.
 
     Raises:
-        UnsupportedModel: none can be derived.
+        UnsupportedModel: no family knows the layers' classes, and none can be derived.
     """
     each = {type(layer): layer for layer in layers}
     names = {name_of(kind) for kind in each}
@@ -69,7 +69,7 @@ def families_of(layers: Sequence[nn.Module]) -> tuple[Family, ...]:
     return candidates(list(each.values()), transformers=transformers)
 
 
-#: Architecture with the same layers, by the `model_type` of a language model that is published only within a wrapper.
+#: Architecture with equal layers, by `model_type` of a language model that is published only inside a wrapper.
 _WITHIN: Final[Mapping[str, str]] = {
     "granite4_vision_text": "GraniteForCausalLM",
     "paddleocr_vl_text": "Ernie4_5ForCausalLM",
@@ -80,25 +80,25 @@ _WITHIN: Final[Mapping[str, str]] = {
 }
 
 
-#: Endings of the architectures of pooling models, whose layers are those of a generating model.
+#: Pattern of the endings of pooling architectures, whose layers are those of a generating model.
 _POOLING: Final = re.compile(r"(Text)?Model$|For(Sequence|Token)Classification$|For(Process)?RewardModel$")
 
 
 def generating(architecture: str) -> str:
-    """Return the architecture of the generating model with the layers of a pooling one; any other is returned as it is.
+    """Return the generating architecture with the layers of a pooling architecture; any other name unchanged.
 
     Args:
-        architecture: name in a configuration: "Qwen3Model", "Qwen3ForSequenceClassification".
+        architecture: name in `config.json`, such as "Qwen3Model" or "Qwen3ForSequenceClassification".
     """
     return _POOLING.sub("ForCausalLM", architecture)
 
 
 def architectures_within(text: Any, by_type: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the architectures that a language model within a wrapper may have, the likelier first.
+    """Return architecture names that the language model inside a wrapper may have, likeliest first.
 
     Args:
         text: configuration of the language model.
-        by_type: transformers' names of architectures by `model_type`.
+        by_type: transformers' architecture name by `model_type`.
     """
     kind = text.model_type
     return (*(text.architectures or ()), *filter(None, (by_type.get(kind), _WITHIN.get(kind))))

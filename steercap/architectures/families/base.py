@@ -1,4 +1,4 @@
-"""Definition of a model family: inputs and outputs of its decoder layers, and the paths of their modules."""
+"""Definition of a layer family: inputs and outputs of decoder layers, and the paths of their modules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-#: Names of the norm between the last layer and the unembedding.
+#: Attribute names under which models have the norm between the last layer and the unembedding.
 NORMS: Final = (
     "norm",
     "final_layernorm",
@@ -27,72 +27,73 @@ NORMS: Final = (
 
 
 def rows_of(tensor: Any) -> Any:
-    """View a layer's tensor as rows [n, width] that share its memory; transformers' modules carry [1, n, width]."""
+    """View a layer's tensor, [n, width] or transformers' [1, n, width], as rows [n, width] that share its memory."""
     return tensor.view(-1, tensor.shape[-1]) if tensor.dim() == 3 and tensor.shape[0] == 1 else tensor
 
 
 def one(_config: Any) -> float:
-    """Return 1, the factor of most families."""
+    """Return 1: the factor of families that do not scale."""
     return 1.0
 
 
 def unknown(_config: Any) -> None:
-    """Return None: no factor is known, since these layers do not merely add their blocks' outputs to the stream."""
+    """Return None: the factor of families whose layers do more than add their blocks' outputs to the stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Description of decoder layers of one kind, in vLLM and in transformers alike.
+    """Decoder layers of one kind: architecture names, classes, module paths and factors, in vLLM and transformers.
 
-    Modules of a layer are dotted paths; "a|b" is the first of them that a layer has, since names differ between the two
-    libraries, and between the layers of a hybrid. "" stands for a module that does not exist.
+    Modules are given as dotted paths within a layer. "a|b" means the first that the layer has, since names differ
+    between the two libraries and between layers of a hybrid; "" means that there is no such module.
 
     Args:
-        architectures: names in `config.json` of models with such layers; used before a model is loaded.
-        classes: the layers' classes, each with the module that holds it: "llama.LlamaDecoderLayer". They decide.
+        architectures: names in `config.json` of models with such layers; decisive before a model is loaded.
+        classes: classes of the layers with their modules, such as "llama.LlamaDecoderLayer"; decisive once it is
+            loaded.
         layers: dotted path from transformers' model to its list of decoder layers.
         attn_out: module whose output the attention block adds to the stream.
         mlp_out: module whose output the feed-forward block adds to the stream.
-        attn_in: module that reads the input of the attention block, normed where norms come first; None for that of
+        attn_in: module whose input is the attention block's input, after a norm before the block; None for the module
             `attn_out`.
-        mlp_in: module that reads the input of the feed-forward block; None for that of `mlp_out`.
-        resid_mid: module that reads the stream first once the attention block has added to it; "" where both blocks
-            read the stream as the layer takes it, or a layer is one block.
-        final_norm: path of the norm between the last layer and the unembedding in transformers.
-        norms_embeddings: True if embeddings go through that norm too, so that it runs twice a pass and its output is
-            no site.
-        norms_late: True if that norm runs as logits are made, on sampled rows alone, so that its output is no site.
-        after_norm: names, beside the norm, of modules that follow it in vLLM.
-        divisor: name of an attribute of vLLM's model by which, if the model has it, final rows are divided before
-            logits are made of them; "" for none.
-        residual_output: index of the residual in the tuple a vLLM layer returns, when the stream is
-            hidden + residual; None when the first item is the stream.
-        loops: classes of the module that holds the layers in vLLM, as in `classes`, which pass on what a layer returns
-            untouched: to the `input_layernorm` of the next, and after the last to the norm.
-        hidden_input: name of the argument that carries the stream (or its undeferred part) into a vLLM layer.
-        residual_input: name of the argument that carries the deferred residual, "" if there is none.
+        mlp_in: module whose input is the feed-forward block's input, likewise; None for the module `mlp_out`.
+        resid_mid: first module that reads the stream after the attention block has added to it; "" where both blocks
+            read the layer's input, or a layer is one block.
+        final_norm: path, from transformers' model, of the norm between the last layer and the unembedding.
+        norms_embeddings: True if embeddings go through the final norm too, so that it runs twice a pass and its output
+            is no site.
+        norms_late: True if the final norm runs in computing logits, on sampled rows alone, so that its output is no
+            site.
+        after_norm: names, beside the final norm, of modules that follow it in vLLM.
+        divisor: name of an attribute of vLLM's model by which normed rows are divided before the unembedding, if the
+            model has it; "" for none.
+        residual_output: index of the residual in the tuple that a vLLM layer returns, where the stream is item 0 plus
+            the residual; None where item 0 is the stream.
+        loops: classes, written as in `classes`, of vLLM modules that contain the layers and pass a layer's output
+            unchanged to the next layer's `input_layernorm`, and the last layer's to the final norm.
+        hidden_input: name of a vLLM layer's argument with the stream, or the part of it that is not in the residual.
+        residual_input: name of the argument of a vLLM layer with the residual, "" if there is none.
         attn_proj: module that projects the output of the heads to the stream.
-        attention: module that vLLM calls with queries, keys and values; its parent makes them, in transformers too.
-            "" where they are passed on without a call.
+        attention: module that vLLM calls with queries, keys and values, which its parent module computes in both
+            libraries; "" where no module is called with them.
         gated: True if the output of the heads is multiplied by a gate before it is projected.
-        mlp_proj: module that projects the neurons to the stream.
-        scaled: function of transformers' configuration that returns the feed-forward block's factor of projected
-            neurons.
-        router: module that returns the logits of the experts.
-        router_rounded: True if these logits are rounded to the model's dtype before experts are chosen by them.
-        sparse: function of transformers' configuration and a layer's index that says if the layer has experts; None if
-            no layer has.
-        factor: function of transformers' configuration that returns the factor of both blocks' outputs before they are
-            added; None where a layer does more than add them to its input, so that the proof at start checks no sum.
+        mlp_proj: module that projects the neurons to the stream (down projection).
+        scaled: function of transformers' configuration; returns the factor of the down projection's output.
+        router: module that returns the router logits.
+        router_rounded: True if router logits are rounded to the model's dtype before experts are chosen.
+        sparse: predicate on transformers' configuration and a layer index: True if the layer has experts; None if no
+            layer has.
+        factor: function of transformers' configuration; returns the factor by which both blocks' outputs are multiplied
+            before they are added to the stream, or None where a layer does more than that, so that the proof at start
+            checks no sum.
         norms: for layers that norm the sum of the stream and a block's output, the norm after each: "resid_mid" for the
             attention block, "mlp_out" for the feed-forward block. There `resid_mid` is the sum before its norm, and
-            `resid_post` the output of the second; empty for others.
-        single: True if a layer is one block, so that it has `attn_out` or `mlp_out`, and adds nothing else.
-        logits: function of transformers' configuration that returns the factor of the logits, before any soft-capping.
-        mhc: True if layers carry several streams and mix them as DeepSeek-V4 does, see `sites.streams`; there is no one
-            residual stream then.
-        varied: True if layers differ, so that some lack a module that others have.
-        derived: True if the family was derived from the layers: a guess at their inputs and outputs, to be proved.
+            `resid_post` the output of the second norm; {} for all others.
+        single: True if each layer is one block, so that it has either `attn_out` or `mlp_out`.
+        logits: function of transformers' configuration; returns the factor of the logits, before any soft-capping.
+        mhc: True if layers have several residual streams and mix them as DeepSeek-V4 does, see `sites.streams`.
+        varied: True if some layers lack modules that others have.
+        derived: True if the family was derived from loaded layers, and the proof at start must confirm it.
     """
 
     architectures: tuple[str, ...] = ()
@@ -130,43 +131,43 @@ class Family:
 
     @property
     def attention_input(self) -> str:
-        """Path, within a layer, of the module that the attention block's input goes to, after a norm before the block.
+        """Path, within a layer, of the module whose input is the attention block's input, after any norm before it.
 
-        It is `attn_in`, or `attn_out` if that is None; "" if layers have no such module.
+        `attn_in`, or `attn_out` if that is None.
         """
         return self.attn_out if self.attn_in is None else self.attn_in
 
     @property
     def mlp_input(self) -> str:
-        """Path of the module that reads the input of the feed-forward block."""
+        """Path, within a layer, of the module whose input is the feed-forward block's input: `mlp_in` or `mlp_out`."""
         return self.mlp_out if self.mlp_in is None else self.mlp_in
 
     @property
     def norm(self) -> str:
-        """Name of the norm after the layers, in the module that holds these."""
+        """Name of the final norm in the module that contains the layers; "a|b" for several to try."""
         return "|".join(NORMS) if self.derived else self.final_norm.rpartition(".")[2]
 
     @property
     def end(self) -> str:
-        """Site of the last layer from which the model makes its logits."""
+        """Name of the last layer's site from which the model computes its logits."""
         return "mhc_streams_final" if self.mhc else "resid_post"
 
     @property
     def projections(self) -> dict[str, tuple[str, str]]:
-        """Paths of each block's output projection and of the module whose output is added to the stream.
+        """Paths (output projection, module whose output is added to the stream) of each block.
 
-        They are keyed by the site that the projection reads: "z" for attention, "neurons" for feed-forward.
+        The keys are the sites that the projections read: "z" for attention, "neurons" for feed-forward.
         """
         return {"z": (self.attn_proj, self.attn_out), "neurons": (self.mlp_proj, self.mlp_out)}
 
     def is_sparse(self, config: Any, layer: int) -> bool:
-        """Check if a layer has experts."""
+        """Check if the layer with this index has experts, by transformers' configuration of the model."""
         return self.sparse is not None and self.sparse(config, layer)
 
 
-#: Family whose layers take and return the whole stream: no residual is deferred.
+#: `Family` with other defaults, for layers that take and return the whole stream, without a separate residual.
 whole = partial(Family, residual_output=None, residual_input="")
-#: Family with a norm after each block, whose output is what the block adds.
+#: `Family` with other defaults, for layers with a norm after each block, whose output is added to the stream.
 normed = partial(
     Family,
     attn_out="post_attention_layernorm",
@@ -177,9 +178,9 @@ normed = partial(
 
 
 def arguments_of(module: nn.Module) -> list[str]:
-    """Return the names of the arguments of a module's `forward`.
+    """Return the names of the parameters of a module's `forward`, in order, without *args and **kwargs.
 
-    A replacement that takes any, such as that of layers whose weights vLLM offloads, passes them on to the class's.
+    If the module's own `forward` has only those, as where vLLM offloads weights, they are read from the class.
     """
     bare = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
     own = [one.name for one in inspect.signature(module.forward).parameters.values() if one.kind not in bare]
@@ -188,10 +189,10 @@ def arguments_of(module: nn.Module) -> list[str]:
 
 
 def located(layer: nn.Module, path: str) -> str:
-    """Return the dotted path of a module of a layer: the first of "a|b" that it has.
+    """Return the first of the paths "a|b" at which a layer has a module.
 
     Raises:
-        AttributeError: it has none of them.
+        AttributeError: the layer has a module at none of them.
     """
     for candidate in path.split("|"):
         try:

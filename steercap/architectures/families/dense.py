@@ -1,4 +1,4 @@
-"""Families of decoders whose feed-forward blocks are dense: by name, in the fields that differ from Llama's."""
+"""Families of decoders with dense feed-forward blocks, by name; fields not given are those of Llama."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Families derived for unknown layers: their inputs and outputs are guessed for the residual stream, and then proved.
+"""Families derived for layers of unknown classes, whose inputs and outputs are guessed and then proved.
 
-The paths of their sites come from traced passes, see `architectures.derivation`; the proof at start decides.
+The paths of sites come from traced passes, see `architectures.derivation`; the proof at start decides.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-#: Argument names of the stream that layers take, or of its part that is not deferred.
+#: Usual argument names of the stream in layers, or of the part of it that is not in the residual.
 _HIDDEN: Final = ("hidden_states", "x", "hidden")
 _RESIDUAL: Final = "residual"
-#: Sites of layers of unknown classes that the proof at start needs in any case.
+#: Sites that the proof at start needs of every layer of an unknown class.
 SITES: Final = ("resid_pre", "resid_post")
-#: Fields of `Family` with the paths of the sites that are derived of a traced pass, see `architectures.derivation`.
+#: Field of `Family` with the path of a derived site, by site; see `architectures.derivation`.
 FIELDS: Final[Mapping[str, str]] = {
     "attn_out": "attn_out",
     "mlp_out": "mlp_out",
@@ -35,7 +35,7 @@ FIELDS: Final[Mapping[str, str]] = {
     "v": "attention",
     "router": "router",
 }
-#: Derived sites whose equations hold a site that must itself be proved, by that site.
+#: Derived sites whose equations contain another site, by that other site.
 NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
     "attn_out": ("z",),
     "mlp_out": ("neurons", "mlp_in"),
@@ -44,27 +44,27 @@ NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
 #: Sites that must be armed beside a derived one, so that the proof has its equations.
 _BLOCKS: Final = ("attn_out", "resid_mid", "mlp_out")
 _HEADS: Final = ("q", "k", "v", "z")
-#: Derived sites that are served only if an equation of the proof holds them.
+#: Derived sites that are served only if an equation of the proof contains them.
 PROVED: Final = frozenset({*_BLOCKS, *_HEADS, "neurons"})
-#: Relative difference of columns that do not depend on the stream, between passes.
+#: Maximum relative difference between passes of columns that do not depend on the stream.
 _ALIKE: Final = 0.05
-#: A tensor of each pass, [n, width].
+#: Rows [n, width] of one tensor, one item for each traced pass.
 Rows: TypeAlias = "tuple[torch.Tensor, ...]"
-#: Stream of all such layers, with whatever paths, as the proof at start sees it.
+#: Placeholder for any derived family, for code that reads no paths.
 DERIVED: Final = Family(derived=True)
 
 
 @dataclass(frozen=True)
 class TracedCall:
-    """A call of one of a layer's modules in the traced passes.
+    """Call of one module of a layer, with its rows in each traced pass.
 
     Args:
         path: dotted path of the module in the layer.
         module: the module.
-        begin, end: places of its begin and end among all of a pass.
-        taken: rows of its input; () if it has not one for each token, as for the others.
-        stream: `taken`, and the residual that it is given beside it.
-        given: rows of its (first) output.
+        begin, end: sequence numbers of the call's begin and end within a pass.
+        taken: rows of the module's input; () if it has not one row per token, likewise for `stream` and `given`.
+        stream: `taken` plus the residual passed beside it, if any.
+        given: rows of the module's (first) output.
     """
 
     path: str
@@ -77,22 +77,22 @@ class TracedCall:
 
     @property
     def linear(self) -> bool:
-        """True for a linear module of vLLM's."""
+        """True if the module is one of vLLM's linear layers."""
         return hasattr(getattr(self.module, "base_layer", self.module), "input_size")
 
     def holds(self, other: TracedCall) -> bool:
-        """Check if another call was made within this one."""
+        """Check if another call was made during this one."""
         return self.begin < other.begin and other.end < self.end
 
 
 @dataclass(frozen=True)
 class Traced:
-    """One layer in the traced passes.
+    """Rows and calls of one layer in all traced passes.
 
     Args:
-        before, after: its residual stream.
-        calls: calls of its modules that were called once in each pass, in order.
-        attended: calls of vLLM's attention, with the heads' outputs as `given`.
+        before, after: residual stream at the layer's input and output.
+        calls: calls of the layer's modules that were called once in each pass.
+        attended: calls of vLLM's attention modules; `given` are the heads' outputs.
     """
 
     before: Rows
@@ -102,14 +102,14 @@ class Traced:
 
 
 def proving(site: str) -> tuple[str, ...]:
-    """Return the sites of a layer that the proof of a derived one needs."""
+    """Return the sites of the same layer that must be armed to prove a derived site; () if none."""
     if site not in PROVED | {"attn_in", "mlp_in"}:
         return ()
     return _BLOCKS + _HEADS if site in {"q", "k", "v"} else _BLOCKS
 
 
 def dropped(sites: Iterable[str]) -> frozenset[str]:
-    """Return sites and all those that are proved by them alone."""
+    """Return the given sites and all sites that cannot be proved without them."""
     found = set(sites)
     for site, others in NEEDS.items():
         found |= set(others) if site in found else set()
@@ -117,11 +117,11 @@ def dropped(sites: Iterable[str]) -> frozenset[str]:
 
 
 def candidates(layers: Sequence[nn.Module], *, transformers: bool) -> tuple[Family, ...]:
-    """Return the families that layers may be of, the likelier first.
+    """Return the families with which layers of unknown classes may be served, likeliest first.
 
     Args:
         layers: one layer of each class.
-        transformers: True if they are transformers' own, which carry the whole stream.
+        transformers: True if the layers are transformers' own, which have no separate residual.
 
     Raises:
         UnsupportedModel: no argument carries a stream, or its name differs between layers.
@@ -152,15 +152,15 @@ def candidates(layers: Sequence[nn.Module], *, transformers: bool) -> tuple[Fami
 def joined(
     layers: Mapping[int, nn.Module], solved: Mapping[int, tuple[Mapping[str, str], Mapping[str, str]]], family: Family
 ) -> tuple[Family, dict[str, str]]:
-    """Join the sites of all layers to one family.
+    """Combine the sites derived for each layer into one family.
 
     Args:
-        layers: the loaded layers, by their indices.
-        solved: what was derived of each: paths by field, and reasons by site.
-        family: the stream that they were derived with.
+        layers: the loaded layers, by index.
+        solved: by layer index, the derived paths by field of `Family`, and reasons of refusals by site.
+        family: family with the stream's fields, from which they were derived.
 
     Returns:
-        The family, and by site the reason why layers lack it.
+        The family with the derived paths; and, by site, the reason why some layers lack it.
     """
     paths: dict[str, Any] = {}
     refused: dict[str, str] = {}
@@ -189,10 +189,10 @@ def _located(layer: nn.Module, path: str) -> str:
 
 
 def reading_more(traced: Traced, layer: nn.Module, family: Family) -> dict[str, str]:
-    """Return the reason by site why a block's input is not all that the block reads.
+    """Return, by site, the reason why a block reads more than the derived input of the block; {} if none does.
 
     Args:
-        traced: passes with the same rows at the input of each block, and other streams.
+        traced: the layer in passes with equal rows at the input of each block, and differing streams.
         layer: the layer.
         family: the family with the paths of the blocks.
     """
@@ -211,7 +211,7 @@ def reading_more(traced: Traced, layer: nn.Module, family: Family) -> dict[str, 
 
 
 def _alike(rows: Rows) -> bool:
-    """Check if every column is the same in all passes; one that depends on another random stream is not nearly so."""
+    """Check if every column is nearly equal in all passes, as it is only where it does not depend on the stream."""
     first = rows[0].double() if rows else None
     return first is not None and all(
         bool(((one - first).norm(dim=0) <= _ALIKE * first.norm(dim=0)).all()) for one in rows

@@ -1,4 +1,4 @@
-"""Families of decoders with experts: by name, in the fields that differ from Llama's."""
+"""Families of decoders with experts, by name; fields not given are those of Llama."""
 
 from __future__ import annotations
 

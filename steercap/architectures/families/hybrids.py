@@ -1,4 +1,4 @@
-"""Families of encoders, and of decoders with several kinds of layers, several streams, or scaled blocks: by name."""
+"""Families of encoders, and of decoders with mixed kinds of layers, several streams or scaled blocks, by name."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from steercap.architectures.families.base import Family, unknown, whole
 
 
 def logit_scale(config: Any) -> float:
-    """Return the factor of Command's logits."""
+    """Return the factor of the logits in Command models."""
     return float(config.logit_scale)
 
 
 def multiplier(config: Any) -> float:
-    """Return the factor of the blocks' outputs in all of Granite's layers."""
+    """Return the factor of the blocks' outputs in Granite models."""
     return float(config.residual_multiplier)
 
 
 def divisor(config: Any) -> float:
-    """Return the factor of Granite's logits."""
+    """Return the factor of the logits in Granite models: 1 / `logits_scaling`."""
     return 1 / float(config.logits_scaling)
 
 

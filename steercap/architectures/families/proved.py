@@ -1,8 +1,8 @@
-"""Names and fingerprints of the code that computes a layer, and the architectures that were verified.
+"""Class names and code fingerprints of decoder layers, and records of the architectures that were verified.
 
-The same architecture moves between vLLM's own file and transformers' modules, and its file changes between releases.
-The class of the loaded layers identifies the family; the fingerprint of their `forward` says if just this code was
-verified: `proved.json`, written by a run of `scripts/prove_models.py`, holds the results.
+An architecture may be run by vLLM's own file or by transformers' modules, and the file changes between releases. The
+class of the loaded layers identifies the family; the fingerprint of `forward` says if exactly this code was verified.
+`scripts/prove_models.py` writes the results to `proved.json`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any, Final
 
 import msgspec
 
-#: Packages of the models in vLLM and transformers.
+#: Prefixes of the modules that define models in vLLM and transformers.
 _HOMES: Final = ("vllm.model_executor.models.", "vllm.models.", "transformers.models.")
-#: Fields of syntax trees that do not affect the computation.
+#: Fields of syntax tree nodes that do not affect the computation.
 _SAID: Final = ("annotation", "returns", "type_comment", "type_params")
 
 
 def name_of(layer: type) -> str:
-    """Return the name of a class in families: "llama.LlamaDecoderLayer", both in vLLM and in transformers."""
+    """Return a layer class's name as families write it, such as "llama.LlamaDecoderLayer", for both libraries."""
     module = layer.__module__
     for home in _HOMES:
         if module.startswith(home):
@@ -42,12 +42,12 @@ def is_transformers(layer: type) -> bool:
 
 
 def fingerprint_of(layer: Any) -> str:
-    """Return 12 hexadecimal digits that identify the code of `forward`, without types and docstrings; "" if unknown.
+    """Return 12 hex digits of a SHA-256 of `forward`'s code without types and docstrings; "" if it has no source.
 
-    It covers the code that runs: a `forward` that replaces the class's own, and every function wrapped around it.
+    It covers the code that runs: a `forward` set on the instance, and every function wrapped around it.
 
     Args:
-        layer: a layer, which may have a `forward` of its own, or a class of layers.
+        layer: a layer or a class of layers.
     """
     try:
         written = [_code_of(function) for function in _around(layer.forward)]
@@ -70,7 +70,7 @@ def same_code(each: Iterable[Mapping[str, str]]) -> dict[str, str]:
 
 
 def _around(forward: Any) -> Iterator[Any]:
-    """Yield a function and those that it wraps, outermost first."""
+    """Yield a function and the functions that it wraps, outermost first."""
     inspect.unwrap(forward)  # raises ValueError if it wraps itself
     while True:
         forward = getattr(forward, "__func__", forward)
@@ -82,7 +82,7 @@ def _around(forward: Any) -> Iterator[Any]:
 
 @functools.cache
 def _code_of(function: Any) -> str:
-    """Return a function's syntax tree as text; cached, since the layers of a model share it."""
+    """Return a function's syntax tree as text; cached, since layers share functions."""
     if not inspect.isfunction(function):  # a callable object has the source of its class, not of its call
         raise TypeError(function)
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
@@ -90,7 +90,7 @@ def _code_of(function: Any) -> str:
 
 
 def _written(node: Any) -> str:
-    """Return a syntax tree as text that is the same in every version of Python that has the syntax."""
+    """Return a syntax tree as text that is equal in all Python versions that have the syntax."""
     if isinstance(node, list):
         return "[" + ",".join(map(_written, node)) + "]"
     if not isinstance(node, ast.AST):
@@ -105,11 +105,11 @@ PATH: Final = Path(__file__).parent / "proved.json"
 
 
 class Same(msgspec.Struct, frozen=True):
-    """Agreement of the worst row of a site with transformers' row.
+    """Agreement of a site's rows with transformers' rows, for the worst row.
 
     Args:
-        cosine: least cosine.
-        error: greatest error of an element, over the norm of transformers' row.
+        cosine: minimum cosine similarity of a row.
+        error: maximum error of an element, divided by the norm of transformers' row.
     """
 
     cosine: float
@@ -117,22 +117,21 @@ class Same(msgspec.Struct, frozen=True):
 
 
 class ProvedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Result of verifying one tiny model.
+    """Record of verifying one tiny model of an architecture.
 
     Args:
-        name: name of its configuration, see `testing.architectures`.
-        model_type, architecture: transformers' names.
+        name: name of the model's configuration in `testing.architectures`.
+        model_type, architecture: transformers' names of the model.
         device: "cpu" or "cuda".
         vllm: version of vLLM.
-        family: family that knows the classes of its layers, "" where it was derived.
-        code: fingerprint of the `forward` of each of these classes, by class.
-        dtype: dtype that it was run in.
-        sites: sites that can be read and edited.
-        lens: error of the logit lens at start, relative to the spread of the logits.
-        rows: the worst row against transformers', by site and part of the sequence; empty where no comparison with
-            transformers was possible.
-        edits: the worst row of all sites, by operation, likewise.
-        refused: reason why it cannot be served here; "" if it can.
+        family: name of the family of the layers; "" where it was derived.
+        code: fingerprint of `forward` of each class of layers, by `name_of` the class.
+        dtype: dtype of the run.
+        sites: names of the sites that can be read and edited.
+        lens: error of the logit lens in the proof at start, relative to the standard deviation of the logits.
+        rows: agreement with transformers, by site and part of the sequence; {} if they could not be compared.
+        edits: maximum error after edits over all sites, by operation; {} likewise.
+        refused: reason why the model cannot be served; "" if it can.
     """
 
     name: str
@@ -151,12 +150,12 @@ class ProvedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def against_transformers(self) -> bool:
-        """True if its rows were compared with transformers'."""
+        """True if captured rows were compared with transformers' rows."""
         return bool(self.rows)
 
     @property
     def worst(self) -> Same | None:
-        """Agreement of the worst row of all sites."""
+        """Minimum cosine and maximum error over all sites; None if there was no comparison."""
         if not self.rows:
             return None
         found = self.rows.values()
@@ -165,22 +164,22 @@ class ProvedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @cache
 def records() -> tuple[ProvedModel, ...]:
-    """Read the records; () if no run has written them."""
+    """Read all records of `proved.json`, once a process; () if the file does not exist."""
     return tuple(msgspec.json.decode(PATH.read_bytes(), type=list[ProvedModel])) if PATH.exists() else ()
 
 
 def verified(code: Mapping[str, str]) -> bool:
-    """Check if rows of layers with exactly this code were compared with transformers'.
+    """Check if layers with exactly this code were compared with transformers; False for unknown code.
 
     Args:
-        code: fingerprint of the `forward` of each class of layers, by class as families name it.
+        code: fingerprint of `forward` of each class of layers, by `name_of` the class.
     """
     known = {pair for record in records() if record.against_transformers for pair in record.code.items()}
     return bool(code) and all(code.values()) and set(code.items()) <= known
 
 
 def cells_of(record: ProvedModel) -> tuple[str, ...]:
-    """Return the cells of a record's row, in a table with the columns `TITLES`."""
+    """Return the cells of a record as text, one for each column of `TITLES`."""
     if record.refused:
         said = ("refused", "", "", "", "")
     else:

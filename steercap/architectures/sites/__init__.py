@@ -1,7 +1,7 @@
-"""Registry of sites: files with a `MEMBER`, or tables of sites that share code. Paths of modules are sites too.
+"""Registry of sites, the kinds of places where rows are captured and edited; module paths are sites too.
 
-`model.layers.*.mlp.down_proj.input` is one in every layer, `model.norm.output` one of the model. The shape of their
-rows is observed in a pass before taps are installed, see `adapters.observing`.
+Sites are files with a `MEMBER`, or tables `MEMBERS`. The module path `model.layers.*.mlp.down_proj.input` is a site of
+every layer, `model.norm.output` of the model; `adapters.observing` observes the shape of their rows in a pass.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 
 
 class ModuleSite(Site):
-    """Tap on a copy of a module's input or output; edits affect only the module, or only those who read its output.
+    """Site at the input or output of any module, tapped on a copy: input edits reach that module alone.
 
     Args:
-        name: path of the module, with a `*` for the layer if it is in one, then ".input" or ".output".
+        name: path of the module, with `*` for the layer index if it is in a layer, then ".input" or ".output".
     """
 
-    #: The role of the module is unknown, so its keys and values may depend on it.
+    #: True, since keys and values of the module's own layer may depend on it.
     before_keys: ClassVar[bool] = True
 
     def __init__(self, name: str) -> None:
         whole, _, self.end = name.rpartition(".")
         before, _, behind = whole.partition(f".{EVERY}.")
-        #: Path of the list of layers, "" for a module that is in none.
+        #: Path of the list of layers, "" for a module that is in no layer.
         self.layers = before if behind else ""
-        #: Path of the module, in a layer or in the model.
+        #: Path of the module within a layer, or within the model.
         self.path = behind or whole
         self.of_model = None if behind else -1
         self.within = "layer" if behind else "model"
@@ -46,7 +46,7 @@ class ModuleSite(Site):
     @classmethod
     @cache
     def named(cls, name: str) -> ModuleSite:
-        """Return the site of a name."""
+        """Return the site for a module path with ".input" or ".output"; cached."""
         return cls(name)
 
     def known(self, family: Family) -> bool:
@@ -69,7 +69,7 @@ class ModuleSite(Site):
 
 
 class Sites(Registry[Site]):
-    """Sites by name. Paths of modules are looked up too (see `ModuleSite`), but not listed."""
+    """Registry of sites by name; module paths are valid keys too (see `ModuleSite`), but are not iterated over."""
 
     def __getitem__(self, name: str) -> Site:
         if isinstance(name, str) and is_module(name):
@@ -84,10 +84,10 @@ SITES = Sites("site", sys.modules[__name__], Site)
 
 
 def placed(points: Iterable[Point], num_layers: int) -> tuple[Point, ...]:
-    """Return points as engines number them: a site that exists once in a model gets its one layer, whatever was given.
+    """Return points without duplicates; those of a site that exists once in a model get that site's layer index.
 
     Raises:
-        UnknownName: a site that does not exist.
+        UnknownName: a site does not exist.
     """
     at = (Point(SITES[point.site].placed(point.layer, num_layers), point.site) for point in points)
     return tuple(dict.fromkeys(at))

@@ -1,8 +1,8 @@
-"""Base of sites: a place in a decoder layer or in the model, the shape of its rows, and the installation of its tap.
+"""Base of sites: a site's place in a decoder layer or in the model, the shape of its rows, and its tap.
 
-Taps are PyTorch forward hooks, put in before vLLM first traces the model: torch.compile inlines them, CUDA
-graphs record them, and vLLM's own code stays untouched. Each tapped module carries the tap's point as a
-buffer, so that layers trace to the same code. transformers' layers have the same places, which references read.
+Taps are PyTorch forward hooks, registered before vLLM first traces the model: torch.compile inlines them, CUDA
+graphs record them, and vLLM's own code stays untouched. Each tapped module has the index of its point as a buffer, so
+that all layers trace to the same code. transformers' layers have the same sites, whose rows references visit.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ if TYPE_CHECKING:
 
     from steercap.architectures.families.base import Family
 
-#: Kind of module that holds a site.
+#: Kind of module in which a site is: a layer, the module that contains the layers, or the model.
 Within: TypeAlias = Literal["layer", "decoder", "model"]
-#: Function that a hook calls with a module and its tensor, which it may change in place.
+#: Function that a hook calls with a module and a tensor of its input or output, which it may change in place.
 Act: TypeAlias = "Callable[[nn.Module, torch.Tensor], None]"
-#: Function from a module's arguments to the stream and the deferred residual to add to it, or None.
+#: Function from a module's `args` and `kwargs` to the stream and the residual to add to it, or None.
 Terms: TypeAlias = "Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]"
-#: Function called with the rows of a point in a layer of transformers, [..., width]; it may change them in place.
+#: Function called with the rows [..., width] of a point in a transformers model; it may change them in place.
 Visit: TypeAlias = "Callable[[torch.Tensor], None]"
 
-#: Names of modules' arguments for their input, and for positions beside it.
+#: Usual names of modules' arguments for the input, and for positions.
 _READ: Final = ("hidden_states", "x", "hidden", "input", "input_")
 _POSITIONS: Final = ("positions", "position_ids")
 
 
 class Removable(Protocol):
-    """A hook, or several, installed in a module."""
+    """Handle of one or several hooks on a module."""
 
     def remove(self) -> None:
-        """Remove it from the module."""
+        """Remove the hooks from the module."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a model's rows, from its configuration.
+    """Sizes of a model's rows, from the model's configuration.
 
     Args:
-        hidden: elements of the residual stream.
-        head_dim: elements of an attention head's output, where its attention module does not state it.
-        kv_heads: heads of keys and values, on all ranks together.
-        ranks: number of ranks of a tensor-parallel group.
-        observed: function that returns the rows of a module's "input" or "output", as observed in a pass. Raises
-            `UnsupportedModel` where it has no row for each token.
+        hidden: width of the residual stream.
+        head_dim: width of an attention head's output, for layers whose attention module does not state it.
+        kv_heads: number of key heads, over all ranks.
+        ranks: tensor-parallel size.
+        observed: function of a module and "input" or "output" that returns the row shape observed in a pass; raises
+            `UnsupportedModel` unless there is one row per token.
     """
 
     hidden: int
@@ -65,12 +65,12 @@ class Sizes:
 
 @dataclass(frozen=True)
 class RowShape:
-    """Shape and dtype of the rows of a point.
+    """Shape, sharding and dtype of a point's rows.
 
     Args:
-        shape: shape of a row, on all ranks together.
-        shards: number of ranks that its first axis is split over.
-        dtype: torch name of the dtype, None for the model's.
+        shape: shape of one token's row, over all ranks.
+        shards: number of tensor-parallel ranks over which the first axis is split; 1 if each rank has all of it.
+        dtype: torch name of the rows' dtype, such as "float32"; None for the model's dtype.
     """
 
     shape: tuple[int, ...]
@@ -80,11 +80,11 @@ class RowShape:
 
 @dataclass(frozen=True)
 class Tap:
-    """Parameters of a tap.
+    """Parameters of an installed tap.
 
     Args:
-        point: number of the point, int32 [1], on the model's device.
-        kind: kind of its rows, see `kernels.tap.tap`.
+        point: index of the point among the armed points, int32 [1], on the model's device.
+        kind: kind of rows, as for `kernels.tap.tap`.
         dims: number of dimensions of a row.
     """
 
@@ -94,66 +94,66 @@ class Tap:
 
 
 class Site(ABC):
-    """A place where rows can be read and changed: in every layer, or once in a model.
+    """Kind of place where rows can be read and changed: in every layer, or once in a model.
 
-    Its methods take the module that the site is `within`.
+    The argument `layer` of its methods is the module that the site is `within`, even if that is no layer.
     """
 
-    #: Layer number of a site that exists once in a model: 0, or -1 for the last; None for a site in each layer.
+    #: Layer index of a site that exists once in a model: 0, or -1 for the last layer; None for a site in each layer.
     of_model: int | None = None
-    #: Module that holds it: a decoder layer, the module that holds the layers, or the model.
+    #: Module in which the site is: a decoder layer, the module that contains the layers, or the model.
     within: Within = "layer"
 
-    #: True if its tap must run before other taps on the same module. It is then installed before them, rather than
+    #: True if the tap must run before other taps on the same module. It is then installed before them, rather than
     #: moved to the front: torch.compile guards hooks by their places, and mistakes one that was moved for another.
     first: ClassVar[bool] = False
-    #: True if the keys and values of its own layer depend on its rows; those of later layers always do.
+    #: True if keys and values of the same layer depend on the site's rows; those of later layers always do.
     before_keys: ClassVar[bool] = False
-    #: True if its rows can be changed.
+    #: True if edits can change the rows.
     writable: ClassVar[bool] = True
     #: True if a row has a part for each head of keys, of which there may be fewer than tensor-parallel ranks.
     per_key_head: ClassVar[bool] = False
 
     def placed(self, layer: int, num_layers: int) -> int:
-        """Return the layer number of a point requested at `layer`: always the same for a site that a model has once."""
+        """Return the layer index of a point that is requested at `layer`; always the same for a site of the model."""
         return layer if self.of_model is None else self.of_model % num_layers
 
     def exists(self, family: Family, config: Any, layer: int) -> bool:
-        """Check if a layer has the site, as far as it can be told before the model is loaded.
+        """Check if a layer has the site, as far as the configuration tells before the model is loaded.
 
         Args:
             family: family of the model's layers.
             config: transformers' configuration of the model.
-            layer: index of the layer.
+            layer: layer index.
         """
         return self.known(family)
 
     @abstractmethod
     def known(self, family: Family) -> bool:
-        """Return True if the family says where the site is, in layers that have it."""
+        """Check if the family has the site, in the layers that have the module."""
 
     @abstractmethod
     def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
-        """Return the shape of its rows in one of vLLM's decoder layers."""
+        """Return the shape of the site's rows in a layer of vLLM's; AttributeError if the layer lacks the site."""
 
     @abstractmethod
     def attach(self, layer: nn.Module, family: Family, tap: Tap) -> Removable:
-        """Install a tap in one of vLLM's decoder layers."""
+        """Install a tap in one of vLLM's decoder layers, and return the handle that removes it."""
 
     @abstractmethod
     def visit(self, layer: nn.Module, family: Family, visit: Visit) -> Removable:
-        """Call `visit` with the rows of one of transformers' decoder layers in each pass; return the hook's handle."""
+        """Call `visit` with the site's rows in a transformers decoder layer, in each pass; return the hook's handle."""
 
 
 def output_tap(layer: nn.Module, path: str, name: str, tap: Tap, stream: int | None = None) -> RemovableHandle:
-    """Tap the output of the submodule `path` of `layer` ("" is the layer itself).
+    """Tap the output, or the first item of it, of the submodule `path` of `layer` ("" is the layer itself).
 
     Args:
         layer: decoder layer.
-        path: dotted path of the submodule, see `Family`.
-        name: name of the site, which names the buffer.
+        path: path of the submodule as in `Family`.
+        name: name of the site, used in the name of the buffer.
         tap: parameters of the tap.
-        stream: index of the residual in the returned tuple, to be added to the rows read; None for none.
+        stream: index in the output tuple of a residual that is added to the rows read; None for none.
     """
     from steercap.kernels.tap import tap as operator
 
@@ -173,7 +173,7 @@ def output_tap(layer: nn.Module, path: str, name: str, tap: Tap, stream: int | N
 
 
 def tapping(module: nn.Module, name: str, tap: Tap) -> Act:
-    """Give a module a tap, and return the function that taps a tensor it is called with, [n, *row]."""
+    """Register a tap's buffer on a module, and return a function that taps a tensor of the module, [n, *row]."""
     from steercap.kernels.tap import tap as operator
 
     buffer = f"steercap_{name}"
@@ -188,7 +188,7 @@ def tapping(module: nn.Module, name: str, tap: Tap) -> Act:
 
 
 def of_input(module: nn.Module, act: Act) -> Callable[..., Any]:
-    """Return a pre-hook that calls `act` with a copy of the module's input, and passes on the copy."""
+    """Return a pre-hook that calls `act` on a copy of the module's input and passes on the copy."""
     at, name = read_by(module)
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -203,7 +203,7 @@ def of_input(module: nn.Module, act: Act) -> Callable[..., Any]:
 
 
 def of_output(act: Act) -> Callable[..., Any]:
-    """Return a hook that calls `act` with a copy of a module's (first) output, and returns the copy in its place."""
+    """Return a hook that calls `act` on a copy of the module's (first) output and returns the copy in its place."""
 
     def hook(module: nn.Module, _args: Any, output: Any) -> Any:
         many = isinstance(output, tuple)
@@ -215,10 +215,10 @@ def of_output(act: Act) -> Callable[..., Any]:
 
 
 def read_by(module: nn.Module) -> tuple[int, str]:
-    """Return the index and the name of the argument that carries a module's input.
+    """Return the position and the name of the parameter of `forward` that takes a module's input.
 
-    It is determined before the module is traced: a hook that looks at all arguments has guards on all of them, which
-    torch.compile cannot have on functions.
+    Call it before the module is traced: a hook that inspects all arguments would make torch.compile guard all of them,
+    which it cannot do for functions.
     """
     names = _arguments(module)
     name = next((one for one in _READ if one in names), next((one for one in names if one not in _POSITIONS), ""))
@@ -226,13 +226,13 @@ def read_by(module: nn.Module) -> tuple[int, str]:
 
 
 def _arguments(module: Any) -> list[str]:
-    """Return the names of a module's arguments; for an operator of vLLM's, those of its implementation in PyTorch."""
+    """Return the parameter names of a module's `forward`; for a custom operator of vLLM's, of `forward_native`."""
     native = getattr(module, "forward_native", None)
     return arguments_of(module) or ([] if native is None else list(inspect.signature(native).parameters))
 
 
 def input_tap(layer: nn.Module, path: str, name: str, tap: Tap, argument: int = 0) -> RemovableHandle:
-    """Tap an argument of the submodule `path` of `layer`, by default the first; the rest as for `output_tap`."""
+    """Tap an argument of the submodule `path` of `layer`, given by position; other parameters as of `output_tap`."""
     from steercap.kernels.tap import tap as operator
 
     module = layer.get_submodule(located(layer, path))
@@ -252,7 +252,7 @@ def input_tap(layer: nn.Module, path: str, name: str, tap: Tap, argument: int = 
 
 
 def visit_output(module: nn.Module, visit: Visit) -> RemovableHandle:
-    """Visit the (first) output of a module of transformers."""
+    """Call `visit` with the (first) output of a transformers module in each pass; return the hook's handle."""
 
     def hook(_module: nn.Module, _args: Any, output: Any) -> None:
         visit(output[0] if isinstance(output, tuple) else output)
@@ -261,7 +261,7 @@ def visit_output(module: nn.Module, visit: Visit) -> RemovableHandle:
 
 
 def part_of(module: nn.Module) -> tuple[int, int]:
-    """Return the size of a linear module's input on all ranks together, and the number of ranks it is split over."""
+    """Return a linear module's input width over all tensor-parallel ranks, and the number of ranks that split it."""
     # vLLM's wrapper for LoRA adapters has another `input_size`: that of one rank's part.
     linear: Any = getattr(module, "base_layer", module)
     whole = int(linear.input_size)
@@ -270,9 +270,9 @@ def part_of(module: nn.Module) -> tuple[int, int]:
 
 
 def by_itself(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor if its rows are adjacent in memory, else a contiguous copy, as of `q`, a view of a fused qkv.
+    """Return the tensor if its rows are adjacent in memory, else a contiguous copy, as for `q` in a fused qkv.
 
-    Inductor of PyTorch 2.13 compiles an in-place change of such a view to a copy of more than the view, and with
-    several views of one tensor this copy reads beyond the buffer's end.
+    Inductor of PyTorch 2.13 compiles an in-place change of such a view to a copy larger than the view, which, with
+    several views of one tensor, reads beyond the buffer's end.
     """
     return tensor if tensor.stride(-2) == tensor.shape[-1] else tensor.contiguous()

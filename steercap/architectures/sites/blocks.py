@@ -1,6 +1,6 @@
-"""Sites at a layer's blocks: the input of a block, that of its last projection, the term that it adds, router logits.
+"""Sites at a layer's blocks: a block's input, the input of its last projection, its output, and router logits.
 
-The input of attention's last projection, `z`, is the output of each head, [heads, head_dim]; that of the down
+The input of attention's output projection, `z`, has the output of each head, [heads, head_dim]; the input of the down
 projection, `neurons`, comes after the activation and any gate.
 """
 
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 
 class BlockInput(Site):
-    """Tap on the input of a block of the family; edits reach no other module that reads the same tensor.
+    """Site at the input of an attention or feed-forward block; edits reach no other module that reads the tensor.
 
     Args:
         name: name of the site.
-        path: function that returns the family's path of the module that reads the input.
-        added: function that returns the family's path of the block's last module, which layers without it lack.
+        path: function of a family that returns the path of the module whose input it is.
+        added: function of a family that returns the path of the block's last module, to check for the block.
     """
 
     def __init__(self, name: str, path: Callable[[Family], str], added: Callable[[Family], str]) -> None:
@@ -60,7 +60,7 @@ class BlockInput(Site):
 
 
 class BlockOutput(Site):
-    """Tap on the output of the last module of a block of the family."""
+    """Site at the output of a block's last module, which is added to the stream; `path` returns the module's path."""
 
     def __init__(self, name: str, path: Callable[[Family], str]) -> None:
         self._name, self._path = name, path
@@ -80,13 +80,13 @@ class BlockOutput(Site):
 
 
 class AttnIn(BlockInput):
-    """Tap on the input of the attention block, from which keys and values are made."""
+    """Site at the input of the attention block, from which keys and values are computed."""
 
     before_keys: ClassVar[bool] = True
 
 
 class Z(Site):
-    """Tap on the input of the family's output projection; each tensor-parallel rank has some of the heads."""
+    """Site of the attention heads' outputs before their projection; each tensor-parallel rank has some heads."""
 
     def known(self, family: Family) -> bool:
         return bool(family.attn_proj)
@@ -111,7 +111,7 @@ class Z(Site):
 
 
 class Neurons(Site):
-    """Tap on the input of the family's down projection; each tensor-parallel rank has some of the neurons."""
+    """Site at the input of the down projection; each tensor-parallel rank has some of the neurons."""
 
     def known(self, family: Family) -> bool:
         return bool(family.mlp_proj)
@@ -131,7 +131,7 @@ class Neurons(Site):
 
 
 class Router(Site):
-    """Tap on the output of the family's gate, which every rank has in full."""
+    """Site of the router logits, float32 [experts], which every tensor-parallel rank has in full."""
 
     def known(self, family: Family) -> bool:
         return bool(family.router)
@@ -149,13 +149,13 @@ class Router(Site):
     def visit(self, layer: nn.Module, family: Family, visit: Visit) -> Removable:
         """Visit the logits in transformers' gate.
 
-        They are the product that the gate computes, before it chooses experts by rules of its own.
+        They are the result of the gate's linear function, before the gate chooses experts.
         """
         return _Products(layer.get_submodule(located(layer, family.router)), visit)
 
 
 class _Products:
-    """Hooks that visit the results of linear functions within a module."""
+    """Hooks that call `visit` with the result of each `torch.nn.functional.linear` within a module."""
 
     def __init__(self, module: nn.Module, visit: Visit) -> None:
         import torch
@@ -183,7 +183,7 @@ class _Products:
             handle.remove()
 
 
-#: By name. Inputs are normed where the norm comes first; the terms are those after any norm.
+#: Sites of blocks, by name. Inputs come after a norm before the block; outputs after any norm behind it.
 MEMBERS: Final[Mapping[str, Site]] = {
     "attn_in": AttnIn("attn_in", lambda family: family.attention_input, lambda family: family.attn_out),
     "attn_out": BlockOutput("attn_out", lambda family: family.attn_out),
@@ -196,15 +196,14 @@ MEMBERS: Final[Mapping[str, Site]] = {
 
 
 def read_tap(layer: nn.Module, path: str, name: str, tap: Tap) -> RemovableHandle:
-    """Tap the input of the submodule `path` of `layer`; edits are made to a copy that no other module reads.
+    """Tap a copy of the input of the submodule `path` of `layer`, so that edits reach no other module.
 
-    The input of a block may also be that of the other block beside it, or the stream itself. Arguments as for
-    `output_tap`.
+    The tensor may also be the input of a parallel block, or the stream itself. Arguments as for `output_tap`.
     """
     module = layer.get_submodule(located(layer, path))
     return module.register_forward_pre_hook(of_input(module, tapping(module, name, tap)), with_kwargs=True)
 
 
 def visit_read(module: nn.Module, visit: Visit) -> RemovableHandle:
-    """Visit a copy of the input of a module of transformers, which then reads the copy."""
+    """Call `visit` with a copy of a transformers module's input, which the module then reads."""
     return module.register_forward_pre_hook(of_input(module, lambda _, rows: visit(rows)), with_kwargs=True)

@@ -1,10 +1,10 @@
-"""Sites `q`, `k` and `v`: queries, keys and values that attention reads, after rotary embedding and norms.
+"""Sites `q`, `k` and `v`: queries, keys and values as attention reads them, after rotary embedding and norms.
 
-[heads, head_dim] and [kv_heads, head_dim]; keys and values are also what it caches.
+Rows are [heads, head_dim] and [kv_heads, head_dim]; keys and values are cached as edited.
 
-Each is one argument of the family's attention module. vLLM's module is called with queries, keys and values,
-[tokens, heads × head_dim] each. transformers passes them to its attention function, [1, heads, tokens, head_dim], which
-`_Visited` replaces while rows are visited.
+vLLM calls the family's attention module with queries, keys and values, each [tokens, heads × head_dim]. transformers
+passes them, each [1, heads, tokens, head_dim], to its attention function, which `_Visited` replaces while rows are
+visited.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 
 class AttentionInput(Site):
-    """Tap on an argument of the family's attention module; each tensor-parallel rank has some of the heads."""
+    """Site at an argument of the family's attention module; each tensor-parallel rank has some of the heads."""
 
-    #: Name of the site, and index of the argument.
+    #: Name of the site, and position of the argument.
     name: ClassVar[str]
     argument: ClassVar[int]
 
@@ -59,7 +59,7 @@ class AttentionInput(Site):
 
     @abstractmethod
     def heads(self, attention: Any) -> tuple[int, int]:
-        """Return the number of heads of one rank, and of elements of each, as vLLM's attention module states them."""
+        """Return one rank's number of heads and the width of each, as vLLM's attention module states them."""
 
     def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:
         return input_tap(layer, family.attention, self.name, tap, self.argument)
@@ -72,14 +72,14 @@ class AttentionInput(Site):
 
 
 def _parent(layer: nn.Module, attention: str) -> str:
-    """Return the path of the module that makes queries, keys and values, which has the same name in both libraries."""
+    """Return the path of the module that computes queries, keys and values, equal in vLLM and transformers."""
     return located(layer, "|".join(path.rpartition(".")[0] for path in attention.split("|")))
 
 
 class _Visited:
-    """Replacement of transformers' attention functions while modules wait to have their inputs visited.
+    """Replacement of transformers' attention functions, in place while modules have inputs to be visited.
 
-    Modules of other threads call it too, and get the original function.
+    For all other modules, also in other threads, it calls the original function.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class _Visited:
         self._standing = threading.Lock()
 
     def expect(self, module: nn.Module, argument: int, visit: Visit) -> None:
-        """Visit an input of the module's next call."""
+        """Visit the input at position `argument` in the module's next attention call."""
         with extra("cuda", "cpu"):
             from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -100,9 +100,9 @@ class _Visited:
             self._waiting.setdefault(module, []).append((argument, visit))
 
     def _called(self, module: nn.Module) -> tuple[list[tuple[int, Visit]], Callable[..., Any]]:
-        """Return the visits of this call, and the attention function.
+        """Remove and return a module's pending visits, with the original attention function.
 
-        Where transformers lists no function, it is the one in the module's file.
+        Where transformers registers no function, it is `eager_attention_forward` of the module's file.
         """
         with extra("cuda", "cpu"):
             from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -130,7 +130,7 @@ class _Visited:
 
 
 def _implementation(module: Any) -> str:
-    """Return the name by which transformers looks up the module's attention function."""
+    """Return the name under which transformers registers the module's attention function, such as "eager"."""
     return str(module.config._attn_implementation)  # noqa: SLF001 -- as transformers' modules do
 
 
@@ -138,7 +138,7 @@ _VISITED: Final = _Visited()
 
 
 class Q(AttentionInput):
-    """Tap on the first argument of the family's attention module."""
+    """Site `q`: the queries, first argument of the family's attention module."""
 
     name: ClassVar[str] = "q"
     argument: ClassVar[int] = 0
@@ -148,7 +148,7 @@ class Q(AttentionInput):
 
 
 class K(AttentionInput):
-    """Tap on the second argument of the family's attention module, before it is cached."""
+    """Site `k`: the keys, second argument of the family's attention module, before they are cached."""
 
     name: ClassVar[str] = "k"
     argument: ClassVar[int] = 1
@@ -160,7 +160,7 @@ class K(AttentionInput):
 
 
 class V(AttentionInput):
-    """Tap on the third argument of the family's attention module, before it is cached."""
+    """Site `v`: the values, third argument of the family's attention module, before they are cached."""
 
     name: ClassVar[str] = "v"
     argument: ClassVar[int] = 2
@@ -171,7 +171,7 @@ class V(AttentionInput):
         return int(attention.num_kv_heads), int(attention.head_size_v)
 
 
-#: By name.
+#: Sites of attention inputs, by name.
 MEMBERS: Final[Mapping[str, Site]] = {
     "q": Q(),
     "k": K(),

@@ -1,8 +1,8 @@
-"""Sites of the residual stream, or of several (mHC): before, within and after a layer, at the start, behind the norm.
+"""Sites of the residual stream, or of several streams (mHC): embedding, before, within and after layers, final norm.
 
 `embed` and `resid_pre` of layer 0 equal transformers' `hidden_states[0]`; `resid_pre` is `hidden_states[layer]` and
-`resid_post` is `hidden_states[layer + 1]`, before any final norm. `embed` comes after any scale and position embedding;
-`resid_mid` after attention has been added; the model makes its logits from `final_norm`.
+`resid_post` is `hidden_states[layer + 1]`, before any final norm. `embed` comes after any scale and position embedding,
+`resid_mid` after attention has been added; logits are computed from `final_norm`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class ResidPre(Site):
-    """Tap on the layer's input, with the deferred residual added where the family has one and it is passed."""
+    """Site `resid_pre`: the residual stream at a layer's input, including a separate residual."""
 
     name: ClassVar[str] = "resid_pre"
     before_keys: ClassVar[bool] = True
@@ -56,10 +56,10 @@ class ResidPre(Site):
 
 
 def taken_by(layer: nn.Module, family: Family) -> Terms:
-    """Return a function of the `args` and `kwargs` of a vLLM layer's `forward`, for its summands of the stream.
+    """Return a function that picks the stream's summands from the arguments of a vLLM layer's `forward`.
 
     Returns:
-        Function that returns the layer's hidden states and its residual, None if not passed.
+        Function of `args` and `kwargs` that returns the hidden states, and the residual or None.
     """
     names = arguments_of(layer)
     hidden_name, residual_name = family.hidden_input, family.residual_input
@@ -74,7 +74,7 @@ def taken_by(layer: nn.Module, family: Family) -> Terms:
 
 
 class Embed(ResidPre):
-    """Tap on the first layer's input, before that of `resid_pre`; on the first pipeline stage."""
+    """Site `embed`: the first layer's input, tapped before `resid_pre`; on the first pipeline stage."""
 
     name: ClassVar[str] = "embed"
     of_model = 0
@@ -82,7 +82,7 @@ class Embed(ResidPre):
 
 
 class ResidMid(Site):
-    """Tap on the stream where the family's first module after the attention block takes it."""
+    """Site `resid_mid`: the residual stream between the attention block and the feed-forward block."""
 
     first: ClassVar[bool] = True
 
@@ -112,7 +112,7 @@ class ResidMid(Site):
 
 
 class ResidPost(Site):
-    """Tap on the layer's output, with the deferred residual added where the family has one."""
+    """Site `resid_post`: the residual stream at a layer's output, including a separate residual."""
 
     def known(self, family: Family) -> bool:
         return not family.mhc
@@ -128,12 +128,12 @@ class ResidPost(Site):
 
 
 def norm_tap(norm: Any, tap: Tap) -> None:
-    """Make the norm behind a layer tap `resid_post`: its input plus its residual.
+    """Make vLLM's norm behind a layer tap `resid_post`, the sum of the norm's input and its residual.
 
-    On CUDA, tap, sum and norm are one kernel. Without a residual it taps nothing, and the pass fails.
+    On CUDA, tap, sum and norm are one kernel. A call without a residual is not tapped, and the pass is then refused.
 
     Args:
-        norm: one of vLLM's `RMSNorm`, whose `_forward_method` computes its output.
+        norm: vLLM's `RMSNorm`; its `_forward_method` is replaced.
         tap: parameters of the tap.
     """
     from steercap.kernels.tap import tap_norm
@@ -153,7 +153,7 @@ def norm_tap(norm: Any, tap: Tap) -> None:
 
 
 class FinalNorm(Site):
-    """Tap on the output of the norm after the last layer; it exists once in a model, on the last pipeline stage."""
+    """Site `final_norm`: output of the norm after the last layer, once in a model, on the last pipeline stage."""
 
     of_model = -1
     within = "decoder"
@@ -173,13 +173,13 @@ class FinalNorm(Site):
 
 
 class BeforeAttention(Streams):
-    """Streams from which keys and values are made."""
+    """Site of the streams before the attention block, from which keys and values are computed."""
 
     before_keys: ClassVar[bool] = True
 
 
 class FinalStreams(Site):
-    """Tap on the input of the model's collapsing operator; it exists once in a model, on the last pipeline stage."""
+    """Site of the streams after the last layer, which the model collapses to one; on the last pipeline stage."""
 
     of_model = -1
     within = "decoder"
@@ -226,13 +226,13 @@ MEMBERS: Final[Mapping[str, Site]] = {
 
 
 def stream_tap(module: nn.Module, name: str, tap: Tap, terms: Terms) -> RemovableHandle:
-    """Tap the residual stream where a module takes it.
+    """Tap the residual stream at a module's input.
 
     Args:
         module: module to tap.
-        name: name of the site, which names the buffer.
+        name: name of the site, used in the name of the buffer.
         tap: parameters of the tap.
-        terms: function from the module's arguments to the stream and the residual still to be added to it, or None.
+        terms: function from the module's `args` and `kwargs` to the stream, and the residual to add to it or None.
     """
     from steercap.kernels.tap import tap as operator
 
@@ -248,7 +248,7 @@ def stream_tap(module: nn.Module, name: str, tap: Tap, terms: Terms) -> Removabl
 
 
 def stream_and_residual(module: nn.Module) -> Terms:
-    """Return a function that finds the stream and the residual, None if absent, in a norm's or block's arguments."""
+    """Return a function that picks the stream, and the residual or None, from the arguments of a norm or block."""
     names = _arguments(module)
     at, name = read_by(module)
     beside = names.index("residual") if "residual" in names else 0 if names else 1
@@ -261,7 +261,7 @@ def stream_and_residual(module: nn.Module) -> Terms:
 
 
 def visit_input(module: nn.Module, visit: Visit) -> RemovableHandle:
-    """Visit the first argument of a module of transformers."""
+    """Call `visit` with the first argument of a transformers module in each pass; return the hook's handle."""
 
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         visit(args[0] if args else kwargs["hidden_states"])

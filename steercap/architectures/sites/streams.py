@@ -1,10 +1,10 @@
-"""Base of the sites of several streams: the operators that mix the streams, and taps on their inputs and outputs.
+"""Base of the sites of several residual streams: the operators that mix streams, and taps on them.
 
-DeepSeek-V4 carries [n, streams, hidden] (manifold-constrained hyper-connections, arXiv:2512.24880). Before each block
-an operator collapses the streams to the block's input, and gives the coefficients by which its output is added to them
-afterwards. Where vLLM fuses, the operator before a block also adds the block before it, so that streams are a tensor
-only once they are mixed again. Operators are modules on CPU. On CUDA they are functions in the layers' file, of which
-each layer then gets a copy.
+DeepSeek-V4 has streams [n, streams, hidden] (manifold-constrained hyper-connections, arXiv:2512.24880). Before each
+block an operator collapses the streams to the block's input, and returns the coefficients by which the block's output
+is added to the streams. Where vLLM fuses operators, that before a block also adds the output of the previous block, so
+that the streams exist as a tensor only at its end. Operators are modules on CPU. On CUDA they are functions in the
+layers' file, and each tapped layer gets modules in their place.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from steercap.architectures.families.base import Family
     from steercap.architectures.sites.base import Removable
 
-#: Names of the operators that take the streams, and return post mix, residual mix and the block's input.
+#: Names of operators that read the streams, and return post mix, residual mix and the block's input.
 PRE: Final = ("mhc_pre", "mhc_pre_tilelang")
-#: Names of those that make the streams, of the block before or of embeddings, and return them before these.
+#: Names of operators that compute the streams first, from the previous block or embeddings, and return them first.
 FUSED: Final = ("mhc_fused_post_pre", "mhc_fused_post_pre_tilelang", "mhc_pre_broadcast_tilelang")
-#: Names of the operator that collapses the model's last streams.
+#: Names of the operator that collapses the streams after the last layer.
 HEAD: Final = ("hc_head_op", "hc_head_fused_kernel_tilelang")
 
 
 @cache
 def _function() -> type[nn.Module]:
-    """Return the class of a module that calls a function and can have hooks; PyTorch is imported at the first call."""
+    """Return a module class that calls a function, so that the call can have hooks; PyTorch is imported here."""
     from torch import nn
 
     class Function(nn.Module):
@@ -54,12 +54,12 @@ def _function() -> type[nn.Module]:
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator that a module's `forward` may call.
+    """Operator on streams that a module's `forward` may call.
 
     Args:
-        module: the operator.
-        arguments: names of its arguments.
-        makes: True if it makes the streams, and returns them first.
+        module: the operator as a module.
+        arguments: names of the operator's parameters, in order.
+        makes: True if the operator computes the streams and returns them first, as those of `FUSED` do.
     """
 
     module: nn.Module
@@ -67,15 +67,15 @@ class Operator:
     makes: bool
 
     def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call by name."""
+        """Return the arguments of a call of the operator, by name."""
         return {**dict(zip(self.arguments, args, strict=False)), **kwargs}
 
 
 def operators(module: nn.Module, names: Sequence[str]) -> list[Operator]:
-    """Return the operators that a module's `forward` may call by these names.
+    """Return the operators with these names that a module's `forward` may call.
 
     Raises:
-        UnsupportedModel: it calls none of them.
+        UnsupportedModel: it calls no operator of these names.
     """
     children = dict(module.named_children())
     called: Mapping[str, Any] = {name: one for name, one in _functions(module).items() if name in names} or {
@@ -91,9 +91,9 @@ def operators(module: nn.Module, names: Sequence[str]) -> list[Operator]:
 
 
 def _functions(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the operators that a module's `forward` calls as functions, wrapped in modules.
+    """Wrap the operators that a module's `forward` calls as functions in modules, and return them by name.
 
-    From then on `forward` is the same code with a copy of its file's globals, in which these functions are replaced.
+    The module then gets a `forward` of the same code, with a copy of its globals in which these functions are replaced.
     """
     written: Any = getattr(module.forward, "__func__", None)
     if written is None:
@@ -110,7 +110,7 @@ def _functions(module: nn.Module) -> dict[str, nn.Module]:
 
 @dataclass(frozen=True)
 class Hooks:
-    """Hooks on several operators."""
+    """Handle of hooks on several operators."""
 
     handles: Sequence[Removable]
 
@@ -121,7 +121,7 @@ class Hooks:
 
 
 def tapped(operator: nn.Module, name: str, tap: Tap) -> Callable[[torch.Tensor], None]:
-    """Return a function that taps a tensor [n, *shape of a row] of an operator; `name` is the name of the site."""
+    """Register a tap's buffer on an operator; return a function that taps a tensor [n, *row] of the site `name`."""
     from steercap.kernels.tap import tap as call
 
     buffer = f"steercap_{name}"
@@ -135,17 +135,17 @@ def tapped(operator: nn.Module, name: str, tap: Tap) -> Callable[[torch.Tensor],
 
 
 class OfBlock(Site):
-    """A site before one of a layer's blocks.
+    """Base of the sites of the operator before one of a layer's blocks.
 
     Args:
         name: name of the site.
-        block: "attn" or "ffn", the name of the block in the names of its weights.
+        block: "attn" or "ffn", as in the names of the operator's weights.
     """
 
     def __init__(self, name: str, block: str) -> None:
         self.name = name
         self.weights = f"hc_{block}_fn"
-        #: Module of transformers that corresponds to the operator.
+        #: Name of the transformers module that corresponds to the operator.
         self.module = f"{block}_hc"
 
     def known(self, family: Family) -> bool:
@@ -160,7 +160,7 @@ class OfBlock(Site):
 
     @abstractmethod
     def shape(self, streams: int, sizes: Sizes) -> RowShape:
-        """Return the shape of its rows for this number of streams."""
+        """Return the shape of a row, given the number of streams."""
 
     def attach(self, layer: nn.Module, family: Family, tap: Tap) -> Removable:
         pre = operators(layer, PRE)
@@ -172,20 +172,20 @@ class OfBlock(Site):
     def hook(
         self, operator: Operator, pre: Operator, weights: torch.Tensor, see: Callable[[torch.Tensor], None]
     ) -> Removable:
-        """Tap an operator, which the layer calls for both blocks.
+        """Tap an operator in the calls for this site's block, since the layer calls one operator for both blocks.
 
         Args:
             operator: operator to tap.
-            pre: the layer's operator that takes the streams.
-            weights: weights that it is called with for the block of this site.
-            see: function that taps a tensor.
+            pre: the layer's operator that reads the streams.
+            weights: the operator's argument `fn` in calls for this site's block.
+            see: function that taps a tensor [n, *row].
         """
 
 
 class Streams(OfBlock):
-    """Streams before a block, which the operator before it reads."""
+    """Site of the streams [streams, hidden] before a block, which the block's operator reads."""
 
-    #: The taps of coefficients, which are computed from the edited streams, run after it.
+    #: True, since taps of the coefficients, which are computed from edited streams, run afterwards.
     first: ClassVar[bool] = True
 
     def shape(self, streams: int, sizes: Sizes) -> RowShape:
@@ -194,9 +194,9 @@ class Streams(OfBlock):
     def hook(
         self, operator: Operator, pre: Operator, weights: torch.Tensor, see: Callable[[torch.Tensor], None]
     ) -> Removable:
-        """Edit the streams before an operator that takes them; or after one that makes them.
+        """Tap the streams before an operator that reads them, or after one that computes them.
 
-        Then its results for the edited rows are recomputed, and the others stay bit for bit.
+        In the second case the operator's other results are recomputed for edited rows; the rest stay bit-identical.
         """
 
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -222,12 +222,12 @@ class Streams(OfBlock):
 def _again(
     pre: Operator, arguments: Mapping[str, Any], outputs: Sequence[Any], see: Callable[[torch.Tensor], None]
 ) -> tuple[Any, ...]:
-    """Return an operator's results, recomputed for the rows whose streams an edit changed.
+    """Tap an operator's streams, and return its results, recomputed for the rows that an edit changed.
 
     Args:
-        pre: operator that takes streams.
-        arguments: arguments of the operator.
-        outputs: its results: the streams, then the others.
+        pre: operator that reads the streams.
+        arguments: the operator's arguments, by name.
+        outputs: the operator's results, the streams first.
         see: function that taps the streams.
     """
     streams, *before = outputs
@@ -241,12 +241,12 @@ def _again(
 
 
 class Coefficients(OfBlock):
-    """Coefficients that mix the streams after the block; read-only, since kernels hold copies of them.
+    """Site of the coefficients that mix streams after a block; read-only, since kernels have copies of them.
 
     Args:
         name, block: see `OfBlock`.
-        output: index among the operator's results, the streams not counted.
-        axes: number of axes of a row, each as long as there are streams.
+        output: index among the operator's results, without the streams.
+        axes: number of axes of a row, each of length `streams`.
     """
 
     writable: ClassVar[bool] = False
@@ -282,10 +282,10 @@ class Coefficients(OfBlock):
 
 
 def collapsed(model: Any, rows: torch.Tensor) -> torch.Tensor:
-    """Collapse the last streams as the model's end does, bypassing the tap on them: [n, hidden].
+    """Return last-layer streams collapsed as the model's head operator does, [n, hidden], bypassing its tap.
 
     Args:
-        model: module that holds the layers.
+        model: module that contains the layers.
         rows: streams, [n, streams × hidden].
     """
     (head,) = operators(model, HEAD)
