@@ -1,7 +1,7 @@
-"""Rules by which a layer's attention computes weights from queries and keys, read off the loaded module.
+"""Rules by which a layer's attention weights follow from queries and keys, read from the loaded module.
 
-Workers send them to the client. Where a module does something that a rule cannot express, the rule says so, and no
-weights are computed by it.
+Workers send the rules to the client. Where a module does something that a rule cannot express, the rule has the reason,
+and no weights are computed.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from steercap.errors import InvalidRequest
 
 
 class AttentionRule(msgspec.Struct, frozen=True):
-    """Attention weights of one layer: causal softmax of `scale * q·k`, modified by the other fields.
+    """Formula of one layer's attention weights: causal softmax of `scale * q·k`, modified by the other fields.
 
     Args:
         scale: factor of the scalar product of a query and a key.
-        window: maximum number of keys a query sees, that of its own position included; None for all up to it.
+        window: maximum number of keys that a query attends to, its own position included; None for all earlier ones.
         soft_cap: bound of the scaled products, `soft_cap * tanh(x / soft_cap)`; None for no bound.
-        sinks: learned logit of each head that takes part in its softmax without a key; () for none.
+        sinks: learned attention sinks: a logit for each head that joins the head's softmax without a key; () for none.
         unknown: reason why weights cannot be computed from these fields, "" if they can.
     """
 
@@ -31,10 +31,10 @@ class AttentionRule(msgspec.Struct, frozen=True):
     unknown: str = ""
 
     def understood(self, layer: int) -> AttentionRule:
-        """Return this rule if weights can be computed by it.
+        """Return this rule if attention weights can be computed by it.
 
         Raises:
-            InvalidRequest: they cannot.
+            InvalidRequest: the rule has a reason in `unknown`.
         """
         if self.unknown:
             raise InvalidRequest(f"attention weights of layer {layer} cannot be computed: {self.unknown}")
@@ -42,10 +42,10 @@ class AttentionRule(msgspec.Struct, frozen=True):
 
 
 def joined(parts: Sequence[AttentionRule]) -> AttentionRule:
-    """Join the rules of a layer's tensor-parallel ranks into one for all heads.
+    """Merge the attention rules of a layer's tensor-parallel ranks into one for all heads.
 
     Args:
-        parts: rule of each rank for its own heads, in the order of the ranks.
+        parts: rule of each rank for the rank's heads, by rank. If rules differ, the result has a reason in `unknown`.
     """
     sinks = tuple(sink for part in parts for sink in part.sinks)
     whole = [msgspec.structs.replace(part, sinks=sinks) for part in parts]

@@ -1,12 +1,10 @@
 """Admission of capturing requests: arena memory is reserved before a request reaches the engine.
 
-This is pure bookkeeping: it decides and returns the requests admitted and their engines; the caller wakes them. Units
-are pages of the arena.
+Pure bookkeeping: it returns the admitted requests with their engines, and the caller wakes them. Units are arena pages.
 
-With data parallelism every engine has an arena of its own, and a request lives in one. So the claim decides which
-engine runs a request that captures, rather than vLLM's load balancer, which knows nothing of arenas: among those with
-room the one that runs fewest of them, then the one with most room. Otherwise each claim would have to be made on every
-engine, and N arenas would hold no more than one.
+With data parallelism every engine has its own arena, and a request's rows are in one of them. So admission, not vLLM's
+load balancer, chooses the engine of a capturing request: among those with room, the one that runs the fewest such
+requests, then the one with most free pages. Otherwise each request would need pages on every engine.
 """
 
 from __future__ import annotations
@@ -21,14 +19,14 @@ Phase = Literal["waiting", "running", "finished"]
 
 @dataclass(eq=False)
 class Reservation:
-    """Arena pages of one request, reserved or waited for.
+    """Arena pages that one request, or one handle of finished rows, has reserved or waits for.
 
     Args:
-        pages: number of pages reserved.
-        call: the `generate` call it belongs to; handles of a call reach the user only when it ends.
-        phase: state of the request.
-        engine: index of the engine whose arena it is, or None for the first one with room.
-        reductions: number of reductions that run along with the request.
+        pages: number of pages.
+        call: identity of the `generate` call; handles of a call reach the user only when the call ends.
+        phase: "waiting" in the queue, "running" in the engine, or "finished" with rows in the arena.
+        engine: index of the engine whose arena it is in; None until admission chooses one.
+        reductions: number of reductions of the request that are updated in each pass.
         disk: reservation of disk space for rows that leave memory while the request runs, or None.
     """
 
@@ -41,12 +39,12 @@ class Reservation:
 
 
 class Budget:
-    """Pages of the arenas, reserved in order of arrival.
+    """Bookkeeping of arena pages, reserved for requests in order of arrival.
 
     Args:
-        pages: pages of the arena of each engine, the smallest where they differ.
+        pages: number of pages of each engine's arena, the minimum where they differ.
         engines: number of engines.
-        reductions: number of reductions that can run along at once in each engine.
+        reductions: maximum number of reductions that each engine can update in passes at once.
     """
 
     def __init__(self, pages: int, engines: int = 1, reductions: int = 0) -> None:
@@ -60,12 +58,12 @@ class Budget:
 
     @property
     def reserved(self) -> int:
-        """Pages reserved for running and finished requests, on the fullest engine."""
+        """Number of pages reserved for running and finished requests, on the fullest engine."""
         return max(self._reserved)
 
     @property
     def reducing(self) -> int:
-        """Reductions that run along, in the engine with most of them."""
+        """Number of reductions of running requests, on the engine with most of them."""
         return max(self._reducing)
 
     @property
@@ -74,38 +72,38 @@ class Budget:
         return sum(self._running)
 
     def free(self, engine: int | None = None) -> int:
-        """Return the free pages of one engine, or of the emptiest."""
+        """Return the number of free pages of an engine; None for the engine with most."""
         return self.pages - (min(self._reserved) if engine is None else self._reserved[engine])
 
     def holds(self, reservation: Reservation) -> bool:
-        """Check if a reservation has its pages."""
+        """Check if a reservation was admitted and has its pages, rather than waiting or released."""
         return reservation in self._held
 
     @property
     def wanted(self) -> int:
-        """Pages that the waiting requests need."""
+        """Number of pages that all waiting requests need."""
         return sum(reservation.pages for reservation in self._queue)
 
     @property
     def waiting(self) -> int:
-        """Number of requests that wait for room."""
+        """Number of requests that wait for pages."""
         return len(self._queue)
 
     @property
     def head(self) -> Reservation | None:
-        """First reservation in the queue, or None."""
+        """First reservation in the queue; None if nothing waits."""
         return self._queue[0] if self._queue else None
 
     def claim(self, reservation: Reservation) -> list[Reservation]:
-        """Queue a request, and return the reservations admitted."""
+        """Queue a request's reservation, and return all reservations that are admitted now."""
         self._queue.append(reservation)
         return self.admit()
 
     def finish(self, reservation: Reservation, parts: Sequence[int]) -> tuple[list[Reservation], list[Reservation]]:
-        """Replace the reservation of a request that ended by one for each handle, with `parts` pages each.
+        """Replace the reservation of a request that ended by one for each handle, of `parts[i]` pages.
 
         Returns:
-            The reservations of the handles, and the reservations admitted into the freed pages.
+            The handles' reservations, in the order of `parts`; and the waiting reservations that are admitted now.
         """
         self._drop(reservation)
         handles = [
@@ -118,7 +116,7 @@ class Budget:
         return handles, self.admit()
 
     def release(self, reservation: Reservation) -> list[Reservation]:
-        """Free a reservation's pages, or remove it from the queue, and return the reservations admitted."""
+        """Free a reservation's pages or remove it from the queue; return the waiting reservations admitted now."""
         self._drop(reservation)
         reservation.disk = None
         return self.admit()
@@ -143,7 +141,7 @@ class Budget:
             self._queue.remove(reservation)
 
     def admit(self) -> list[Reservation]:
-        """Admit reservations from the head of the queue while there is room."""
+        """Admit and return reservations from the head of the queue, in order, as long as each has room."""
         admitted: list[Reservation] = []
         while self._queue and (possible := self._possible(self._queue[0])):
             reservation = self._queue.popleft()
@@ -154,7 +152,7 @@ class Budget:
         return admitted
 
     def _possible(self, reservation: Reservation) -> list[int]:
-        """Return the engines that may run the reservation's request and have room for it."""
+        """Return the indices of the engines that have room for a reservation."""
         wanted = range(len(self._reserved)) if reservation.engine is None else (reservation.engine,)
         return [
             engine
@@ -164,15 +162,15 @@ class Budget:
         ]
 
     def movable(self, may: Callable[[Reservation], bool], most: int) -> list[Reservation]:
-        """Return finished reservations whose rows should leave the arena so that the queue advances, the oldest first.
+        """Return finished reservations whose rows to move to disk so that the queue advances, the oldest first.
 
-        They are all of one engine: of those that may run the head of the queue, one where that makes room for it, and
-        of several such the one where least has to move. Where nothing makes enough room, moving some still helps the
-        running requests to make it.
+        They are all of one engine: one where moving them makes room for the head of the queue, and of several the one
+        where least has to move. If none can make enough room, some are returned all the same, since running requests
+        may free the rest.
 
         Args:
             may: predicate that says if the rows of a reservation can be moved now.
-            most: maximum pages to move at once, unless the head needs more.
+            most: maximum number of pages to move at once, unless the head of the queue needs more.
         """
         head = self.head
         if head is None:
@@ -186,9 +184,7 @@ class Budget:
         return min(found, key=lambda one: one[:2])[2] if found else []
 
     def _oldest(self, engine: int, pages: int, may: Callable[[Reservation], bool]) -> list[Reservation]:
-        """Return the oldest finished reservations of an engine that `may` allows, until they have at least `pages`
-        pages. They have fewer if no more are allowed.
-        """
+        """Return an engine's oldest finished reservations that `may` allows, until they have `pages` pages together."""
         reservations: list[Reservation] = []
         for reservation in self._held:
             if pages <= 0:
@@ -204,10 +200,10 @@ class Budget:
         return reservations
 
     def hopeless(self) -> Reservation | None:
-        """Return the head of the queue if it can never be admitted, because handles of waiting calls take the room.
+        """Return the head of the queue if handles of waiting calls take so many pages that it can never be admitted.
 
-        Handles of a call that still runs have not reached the user, so nobody can release them; and no call that waits
-        in the queue ends before its head is admitted.
+        The user gets a call's handles when the call ends, so nobody can release those of a waiting call; and no waiting
+        call ends before the head is admitted. None if the head can be admitted.
         """
         if not self.stalled:
             return None
@@ -220,7 +216,7 @@ class Budget:
         return head if head.pages > self.pages - in_the_way else None
 
     def pass_head(self) -> list[Reservation]:
-        """Admit, before the head of the queue, a request whose call has handles that take room, and may then end."""
+        """Admit one waiting request, whose call has handles in the arena, before the head, so that the call may end."""
         calls = {id(held.call) for held in self._held}
         for reservation in self._queue:
             if id(reservation.call) in calls and self._possible(reservation):
@@ -230,10 +226,10 @@ class Budget:
         return []
 
     def waiting_of(self, call: object) -> list[Reservation]:
-        """Return the reservations of a call that wait for room."""
+        """Return the waiting reservations of a call, in queue order."""
         return [reservation for reservation in self._queue if reservation.call is call]
 
     @property
     def stalled(self) -> bool:
-        """True if requests wait although none is running, so that only releasing handles can help."""
+        """True if requests wait and none runs, so that only a release of handles can make room."""
         return bool(self._queue) and self.running == 0

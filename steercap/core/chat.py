@@ -1,12 +1,12 @@
-"""Positions in a prompt: of each message's content in a templated conversation, how it is searched for, and of media.
+"""Positions of messages and media in a prompt, found by rendering the chat template with marks in the messages.
 
-A chat template is a program: it may drop, move, trim, repeat or merge messages, and branch on their text. So
-nothing is inferred from its special tokens, nor from the difference of two texts alone. The conversation is rendered
-again with marks in one message's content. A rendering counts only if it equals the prompt, to the character, once
-the marks are taken out or the content is put back: then the template decided as before, and the marks are where the
-content is. A message for which no rendering counts has no span, and a reason says why.
+A chat template is a program: it may drop, move, trim, repeat or merge messages, and branch on their text. So nothing is
+inferred from special tokens, nor from the difference of two texts alone. The conversation is rendered again with marks,
+rare characters, in one message's content. A rendering counts only if it equals the prompt once the marks are removed or
+replaced by the content: then the template took the same branches, and the marks are where the content is. A message
+without such a rendering has no span but a reason.
 
-Where media stand, the model reads embeddings made of them, not of the token ids, which are placeholders.
+At the positions of media, the model reads embeddings of the media, and token ids are placeholders.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from steercap.errors import InvalidPrompt
 
 _T = TypeVar("_T")
 _PART: Final = "{'type': 'text', 'text': ...}"
-#: Key of the text in each type of part that is text.
+#: Key of the text in a content part, by type of part.
 _TEXT_KEYS: Final = {
     "text": "text",
     "input_text": "text",
@@ -35,9 +35,9 @@ _TEXT_KEYS: Final = {
     "refusal": "refusal",
     "thinking": "thinking",
 }
-#: Characters [start, stop).
+#: Range [start, stop) of characters in the rendered prompt.
 Region = tuple[int, int]
-#: Generator of conversations to render; it is sent each rendered text or, where the template refuses it, None.
+#: Generator that yields conversations to render, and is sent each rendered text, or None if the template refuses it.
 Renderings = Generator[list[Mapping[str, Any]], str | None, _T]
 
 LEFT_OUT: Final = "is not in the prompt: the chat template leaves it out"
@@ -45,18 +45,18 @@ UNCLEAR: Final = (
     "cannot be placed in the prompt: the chat template depends on its content, or changes it; select its rows by "
     "position"
 )
-#: Maximum number of renderings with marks for one text: two tags that a template branches on take about forty.
+#: Maximum number of renderings with marks for one text; two tags that a template branches on need about forty.
 PROBES: Final = 64
-#: Characters used as marks: the private use area, which belongs to no script.
+#: Code points used as marks: Unicode's private use area.
 _MARKS: Final = range(0xE000, 0xF900)
 _BLANK: Final = " \t\n\r\f\v"
 
 
 def content_text(message: Mapping[str, Any]) -> str:
-    """Return the text of a message's content: "" for None, the texts of several parts with line feeds between them.
+    """Return the text of a message's content: "" for None, the texts of several parts joined by line feeds.
 
     Raises:
-        InvalidPrompt: a part that is no text.
+        InvalidPrompt: the content, or a part of it, is no text.
     """
     content: Any = message.get("content")
     if isinstance(content, str):
@@ -72,7 +72,7 @@ def content_text(message: Mapping[str, Any]) -> str:
 
 
 def texts_in(message: Mapping[str, Any]) -> str:
-    """Return the texts of a message's content with line feeds between them, whatever else it holds."""
+    """Return all texts in a message's content, joined by line feeds; other parts, such as images, are ignored."""
     return "\n".join(text for text, _ in _texts(message))
 
 
@@ -84,25 +84,25 @@ def _text_of_part(part: Any) -> str | None:
     return found if isinstance(found, str) else None
 
 
-#: Function that gives a message a form of content, with further fields in each of its parts.
+#: Function that converts a message's content to one form, adding further fields to each part.
 _Form: TypeAlias = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
 
 
 def content_form(
     conversation: Sequence[Mapping[str, Any]], render: Callable[[Sequence[Mapping[str, Any]]], str]
 ) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
-    """Find the form of content that a chat template reads: text, or parts.
+    """Find the form of message content that a chat template reads, a string or a list of parts.
 
-    The conversation is rendered with its content as text and as parts; the form that leaves nothing out is taken.
-    A template that writes parts as a Python list shows a field that they are given for this, and that form is left
-    out. Marks stand for the texts, which could be words of the template's own.
+    The conversation is rendered in each form with marks in place of the texts; the form whose rendering has most marks
+    wins. Parts get an additional field, which shows in the rendering if the template prints a list of parts as Python;
+    that form is rejected.
 
     Args:
-        conversation: its messages.
-        render: function that renders messages, and raises where the template refuses them.
+        conversation: messages, each with "role" and "content".
+        render: function that renders messages to text, and raises if the template refuses them.
 
     Returns:
-        A function that gives a message that form.
+        Function that converts a message to that form.
     """
     field = "content-part"
     while field in str(conversation):
@@ -134,7 +134,7 @@ def _mark(number: int) -> str:
 
 
 def _marked(message: Mapping[str, Any], count: Iterator[int]) -> Mapping[str, Any]:
-    """Return a message with a mark in place of each text that is not blank."""
+    """Replace each text in a message's content that is not blank by a mark, numbered by `count`."""
     for at, (words, _) in enumerate(_texts(message)):
         if words.strip():
             message = [*_texts(message)][at][1](_mark(next(count)))
@@ -142,7 +142,7 @@ def _marked(message: Mapping[str, Any], count: Iterator[int]) -> Mapping[str, An
 
 
 def _as_given(message: Mapping[str, Any], more: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message as it is, but with "" for content that is None, which templates would write as a word."""
+    """Return a message unchanged, except that content None becomes "", which templates would print as "None"."""
     if isinstance(message.get("content"), (list, tuple)):
         return _in_parts(message, more)
     return {**message, "content": ""} if message.get("content", "") is None else message
@@ -169,16 +169,16 @@ def _part(part: Any, more: Mapping[str, Any]) -> Mapping[str, Any]:
 def place(
     text: str, conversation: Sequence[Mapping[str, Any]], index: int, spell: Callable[[str], str] = str
 ) -> Renderings[list[Region] | str]:
-    """Find the regions of a rendered conversation that hold a message's content.
+    """Find the character regions of a rendered conversation that are one message's content.
 
     Args:
         text: the rendered conversation.
-        conversation: its messages.
-        index: index of the message.
-        spell: function that converts content to the spelling used in `text`, character by character.
+        conversation: the messages that were rendered.
+        index: index of the message to find.
+        spell: function that converts content, character by character, to its spelling in `text`.
 
     Returns:
-        The regions, none if the content is empty; `LEFT_OUT` or `UNCLEAR` if there are none to give.
+        As the generator's return value: the regions, [] for empty content, or `LEFT_OUT` or `UNCLEAR`.
     """
     taken = {*text}.union(*(words for message in conversation for words, _ in _texts(message)))
     marks = [mark for mark in map(chr, _MARKS) if mark not in taken]
@@ -203,7 +203,7 @@ def place(
 
 
 def _texts(message: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[str], Mapping[str, Any]]]]:
-    """Yield each text in a message's content, and a function that makes the message with another text in its place."""
+    """Yield each text in a message's content, with a function that returns the message with another text there."""
     content: Any = message.get("content")
     if isinstance(content, str):
         yield content, lambda given: {**message, "content": given}
@@ -224,7 +224,13 @@ def _key(part: Mapping[str, Any]) -> str:
 
 
 class _TextSearch:
-    """Search for one text of a message in the rendered prompt."""
+    """Search for one text, `words`, of a message in the rendered prompt `text`.
+
+    Args:
+        text, words, spell: the rendered prompt, the text to find, and the spelling as for `place`.
+        changed: function that returns the conversation with another text in place of `words`.
+        marks: characters that occur nowhere in the prompt or the messages.
+    """
 
     def __init__(
         self,
@@ -241,7 +247,7 @@ class _TextSearch:
         self.marks = marks
 
     def regions(self) -> Renderings[list[Region] | str]:
-        """Find the regions by replacing the text; where that changes more than its place, put marks into it."""
+        """Find the text's regions by replacing it; where that changes more of the rendering, by marks inside it."""
         if not self.words:
             return []
         if (rendered := (yield self.changed(self.marks[0]))) == self.text:
@@ -275,7 +281,7 @@ class _TextSearch:
         return None
 
     def _marked(self) -> Renderings[list[Region] | str]:
-        """Find the regions by marks between the characters, except where a mark changes the template's decisions."""
+        """Find the regions by marks between characters, except where a mark makes the template take another branch."""
         for words in _trimmed(self.words)[1:]:
             if (yield self.changed(words)) == self.text:
                 self.words = words
@@ -305,9 +311,9 @@ class _TextSearch:
         return regions
 
     def _probe(self) -> Renderings[dict[int, list[int]]]:
-        """Return the places in the prompt of a mark put before each character, by character index.
+        """Return the offsets in the prompt at which a mark put before a character appears, by character index.
 
-        Marks that change the rest of the rendering are halved and tried again.
+        If a set of marks changes the rest of the rendering, each half of it is tried again.
         """
         pending, seen = [_places(self.words)], dict[int, list[int]]()
         for _ in range(PROBES):
@@ -326,7 +332,7 @@ class _TextSearch:
         return seen
 
     def _read(self, rendered: str, marks: Mapping[int, str]) -> dict[int, list[int]] | None:
-        """Find each mark's places in the prompt; return None if the rendering without marks is not the prompt."""
+        """Return the offsets of each mark in the prompt; None if the rendering without marks is not the prompt."""
         places = {self.spell(mark): place for place, mark in marks.items()}
         found: dict[int, list[int]] = {place: [] for place in marks}
         read, before = "", 0
@@ -337,18 +343,17 @@ class _TextSearch:
         return found if read + rendered[before:] == self.text else None
 
     def _edges(self, marks: Sequence[tuple[int, int]], *, backwards: bool) -> Renderings[list[int] | None]:
-        """Find the start (or, with `backwards`, the end) of each occurrence of the text from its outermost marks.
+        """Find the start (with `backwards`, the end) of each occurrence of the text, from its outermost marks.
 
-        Beyond such a mark lie characters between which a mark changes the rendering. Those that stand in the prompt,
-        such as
-        tags, count as the message's. Otherwise the text is rendered without them.
+        Beyond the outermost mark are characters, such as tags, among which a mark would change the rendering. If the
+        prompt has them there, they belong to the message; if not, the text is rendered without them to find the edge.
 
         Args:
-            marks: outermost mark of each occurrence, as place in the prompt and index in the text.
-            backwards: True for ends.
+            marks: outermost mark of each occurrence: offset in the prompt, and character index in the text.
+            backwards: True to find ends.
 
         Returns:
-            Places in the prompt, or None if they are unclear.
+            Character offsets in the prompt; None if they are ambiguous.
         """
         place = marks[0][1]
         turn: Callable[[str], str] = (lambda one: one[::-1]) if backwards else str
@@ -375,7 +380,7 @@ class _TextSearch:
     def _parts(
         self, run: Sequence[tuple[int, int]], region: Region, dropped: set[int]
     ) -> Renderings[list[Region] | None]:
-        """Return the regions of one occurrence: one, or several where the template leaves out text between them."""
+        """Return the regions of one occurrence, several if the template leaves out text between; None if ambiguous."""
         regions, begin = [], region[0]
         for (at, place), (then, after) in itertools.pairwise(run):
             here, said = self.text[at:then], self.spell(self.words[place:after])
@@ -390,16 +395,16 @@ class _TextSearch:
 
 
 def _shifted(text: str, places: Sequence[int], pieces: Sequence[str], beyond: str) -> list[int] | None:
-    """Find the starts of the occurrences, given a rendering without the characters beyond the mark.
+    """Find the starts of a text's occurrences from a rendering without the characters beyond the mark.
 
     Args:
         text: the prompt.
-        places: place of the mark in each occurrence.
+        places: offset of the mark in each occurrence.
         pieces: the rendering, split at the mark.
-        beyond: text that each occurrence may have before the mark.
+        beyond: spelled characters that each occurrence may have before the mark.
 
     Returns:
-        Places in the prompt, or None if they are unclear.
+        Character offsets in the prompt; None if they are ambiguous.
     """
     found, before = [], 0
     for place, piece in zip([*places, len(text)], pieces, strict=False):
@@ -412,26 +417,26 @@ def _shifted(text: str, places: Sequence[int], pieces: Sequence[str], beyond: st
 
 
 def _trimmed(words: str) -> list[str]:
-    """Return a text as it is, and in each form to which templates trim it."""
+    """Return a text, and the text in each form to which templates trim it, without duplicates."""
     cuts = (cut(words, blank) for blank in (None, "\n") for cut in (str.strip, str.lstrip, str.rstrip))
     return list(dict.fromkeys((words, *cuts)))
 
 
 def _gaps(pieces: Sequence[str], length: int) -> list[Region]:
-    """Return the regions between pieces of a text, each `length` characters long."""
+    """Return the regions between consecutive pieces of a text, each `length` characters long."""
     starts = list(itertools.accumulate(len(piece) + length for piece in pieces[:-1]))
     return [(stop - length, stop) for stop in starts]
 
 
 def _places(words: str) -> list[int]:
-    """List indices for marks in a text: the ends, the middle, and beside each character that is no letter or digit."""
+    """Return indices for marks in a text: ends, middle, and beside each character that is no letter or digit."""
     inner = [at for at in range(1, len(words)) if not (words[at - 1].isalnum() and words[at].isalnum())]
     half = len(_MARKS) // 4
     return sorted({0, len(words) // 2, len(words), *inner[:half], *inner[-half:]})
 
 
 def _start_of(text: str, stop: int, words: str) -> int | None:
-    """Find where `words` begins in `text` if it ends at `stop`; blanks are ignored. None if it does not end there."""
+    """Return the offset where `words` begins in `text` if it ends at `stop`, ignoring blanks; None if it does not."""
     for one in reversed(words.lstrip(_BLANK)):
         if one in _BLANK:
             continue
@@ -448,22 +453,22 @@ def _dense(text: str) -> str:
     return text.translate(dict.fromkeys(map(ord, _BLANK)))
 
 
-#: Type of an ordinary token, whose embedding is that of its id.
+#: Token type of an ordinary token, whose embedding is looked up by its id.
 TEXT: Final = "text"
 
 
 @dataclass(frozen=True)
 class MediaSpan:
-    """Positions [start, stop) of a prompt whose embeddings are made of one picture, sound or video.
+    """Positions [start, stop) of a prompt whose embeddings come from one image, sound or video.
 
-    A picture that is cut into tiles can have several: tokens between them, such as the end of a line, are text.
+    An image that is cut into tiles can have several spans; tokens between them, such as line ends, are text.
 
     Args:
-        kind: "image", "audio" or "video", as vLLM calls it.
+        kind: kind of media: "image", "audio" or "video".
         index: index among the media of its kind in the prompt, from 0.
         start: first position.
         stop: position after the last.
-        digest: vLLM's hash of the content, the same for the same picture in the same model.
+        digest: vLLM's hash of the content, equal for equal content in the same model.
     """
 
     kind: str
@@ -474,10 +479,10 @@ class MediaSpan:
 
 
 def types_at(spans: Sequence[MediaSpan], positions: Ints) -> npt.NDArray[np.str_]:
-    """Return the type of each token, "text" or the kind of its media span: str [rows].
+    """Return the token type of each row, "text" or the kind of its media span: str [rows].
 
     Args:
-        spans: media spans of the prompt; generated tokens are text.
+        spans: media spans of the prompt.
         positions: positions of the rows, int64 [rows].
     """
     kinds = [TEXT, *(span.kind for span in spans)]
@@ -489,16 +494,16 @@ def types_at(spans: Sequence[MediaSpan], positions: Ints) -> npt.NDArray[np.str_
 
 @dataclass(frozen=True)
 class MessageSpan:
-    """Positions [start, stop) of one message's content, without the template's own tokens around it.
+    """Positions [start, stop) of one message's content in a prompt, without the template's tokens around it.
 
     A message that the template writes several times has several spans.
 
     Args:
-        role: the message's role; "generation_prompt" for the tokens that invite the reply, and
-            "assistant" with `index` None for the reply itself.
-        index: index of the message in the conversation, or None.
+        role: the message's role; "generation_prompt" for the tokens after the last message, and "assistant" with
+            `index` None for the reply.
+        index: index of the message in the conversation; None for the generation prompt and the reply.
         start: first position.
-        stop: position after the last; `start` where the message has no token.
+        stop: position after the last; equal to `start` if the message has no token.
         missing: reason why a message has no span (the template leaves it out, or its place is unclear), or "".
     """
 
@@ -514,12 +519,12 @@ def message_spans(
     placed: Sequence[list[Region] | str],
     offsets: Sequence[tuple[int, int]],
 ) -> list[MessageSpan]:
-    """Return the spans of all messages, in their order.
+    """Return the spans of all messages, by message; overlapping regions of two messages count as unclear.
 
     Args:
-        conversation: messages.
-        placed: result of `place` for each message.
-        offsets: characters [start, stop) of each token.
+        conversation: messages with their roles.
+        placed: result of `place` for each message: regions, or a reason.
+        offsets: character range [start, stop) of each token of the prompt.
     """
     every = [(region, index) for index, one in enumerate(placed) if isinstance(one, list) for region in one]
     every = sorted(one for one in every if one[0][0] < one[0][1])
@@ -540,10 +545,10 @@ def message_spans(
 
 
 def token_span(offsets: Sequence[tuple[int, int]], region: Region) -> tuple[int, int]:
-    """Return the tokens [start, stop) that hold any character of a region; empty if no token does.
+    """Return the tokens [start, stop) that contain a character of a region; (0, 0) if there are none.
 
     Args:
-        offsets: characters [start, stop) of each token.
+        offsets: character range [start, stop) of each token.
         region: characters [start, stop).
     """
     inside = [index for index, (start, stop) in enumerate(offsets) if start < region[1] and stop > region[0]]

@@ -1,6 +1,6 @@
-"""Short texts and tables by which results show themselves: `repr`, and HTML in a notebook.
+"""Short texts and tables that display results: `repr`, HTML in a notebook, and labels in plots.
 
-Nothing here computes, reads a file or asks a worker, so that any object can be shown at any time.
+Nothing here computes results, reads files or calls a worker, so any object can be displayed at any time.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import numpy as np
 from steercap.core.extras import extra
 from steercap.core.values import shown
 
-#: Number of items that a `repr` lists, and of rows and letters of a cell that a notebook's table has.
+#: Maximum number of items in a `repr`, of rows in a notebook's table, and of characters in its cells.
 FEW: Final = 8
 MOST_ROWS: Final = 60
 MOST_LETTERS: Final = 200
-#: Stands for a field or a default that is not there.
+#: Sentinel for an absent field or default.
 _LACKING: Final = object()
-#: Types whose defaults a `repr` leaves out, and mappings without a short `repr` of their own.
+#: Types whose default values a `repr` leaves out, and types of mappings that are abbreviated.
 _PLAIN: Final = (bool, int, float, str, tuple, type(None))
 _MAPPINGS: Final = frozenset({dict, MappingProxyType})
 
-#: Colours of pictures that every kind of eye tells apart, the palette of Okabe and Ito; and the grey of chance.
+#: Colour-blind safe colours of plots, the palette of Okabe and Ito; and the grey of chance levels.
 COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 GREY: Final = "#999999"
-#: Candidate places of a name: offset in points to the right of its dot and above it, and the anchor of the text.
+#: Candidate places of a label: offset (x, y) in points from its dot, and the text's (ha, va).
 SIDES: Final = (
     (4, 0, "left", "center"),
     (-4, 0, "right", "center"),
@@ -44,13 +44,13 @@ SIDES: Final = (
 
 
 def brief(owner: Any, *without: str) -> str:
-    """Return a short text of a record, to be its `__repr__`: shapes for tensors, counts for many items.
+    """Return a one-line `repr` of a record, with dtype and shape for tensors and counts for long lists.
 
-    Private fields and those at a plain default are left out, and those that an unfinished object lacks.
+    Private fields, fields at their default and fields not yet set are left out.
 
     Args:
         owner: a dataclass, a NamedTuple or a msgspec Struct.
-        without: further fields to leave out.
+        without: names of further fields to leave out.
     """
     parts = []
     for name, default in _fields_of(type(owner)).items():
@@ -62,7 +62,7 @@ def brief(owner: Any, *without: str) -> str:
 
 
 def _fields_of(kind: Any) -> dict[str, Any]:
-    """Return the default of each field of a kind of record, `_LACKING` or MISSING for those without."""
+    """Return the default of each field of a dataclass, Struct or NamedTuple type; `_LACKING` or MISSING for none."""
     if known := getattr(kind, "__dataclass_fields__", None):
         return {name: field.default for name, field in known.items()}
     if (names := getattr(kind, "__struct_fields__", None)) is not None:
@@ -72,7 +72,7 @@ def _fields_of(kind: Any) -> dict[str, Any]:
 
 
 def described(value: Any, depth: int = 2) -> str:
-    """Return a short text of a value: dtype and shape of a tensor or an array, the number of many items.
+    """Return a short text of a value: dtype and shape of a tensor or array, the length of a long list.
 
     Args:
         value: any value.
@@ -94,7 +94,7 @@ def described(value: Any, depth: int = 2) -> str:
 
 
 def span(layers: Sequence[int]) -> str:
-    """Describe layers briefly: "0 to 29" or "8, 16"; of many with gaps the first, the last and the number."""
+    """Describe layer indices briefly: "0 to 29", "8, 16", or "40 from 0 to 90" for many with gaps."""
     if len(layers) > 2 and list(layers) == list(range(layers[0], layers[-1] + 1)):
         return f"{layers[0]} to {layers[-1]}"
     if len(layers) > 2 * FEW:
@@ -103,7 +103,7 @@ def span(layers: Sequence[int]) -> str:
 
 
 def layers_by_site(points: Iterable[tuple[int, str]]) -> str:
-    """Describe points (layer, site) briefly, in their order: "resid_post: 0 to 29; z: 8, 16"."""
+    """Describe points (layer, site) briefly, sites in order of appearance: "resid_post: 0 to 29; z: 8, 16"."""
     sites: dict[str, list[int]] = {}
     for layer, site in points:
         sites.setdefault(site, []).append(layer)
@@ -111,12 +111,12 @@ def layers_by_site(points: Iterable[tuple[int, str]]) -> str:
 
 
 def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return an HTML table for a notebook: every text escaped, at most `MOST_ROWS` rows, and the number of the others.
+    """Return an HTML table for a notebook, with escaped text and at most `MOST_ROWS` rows and a count of the rest.
 
     Args:
-        title: line above it.
-        columns: heads of the columns.
-        rows: cells of each row; numbers are shown with four digits, None and NaN as an empty cell.
+        title: title above the table.
+        columns: column headings.
+        rows: cells of each row; floats are shown with four significant digits, None and NaN as an empty cell.
     """
     cells = [list(row) for row in rows]
     more = f"<div>and {len(cells) - MOST_ROWS:,} rows more</div>" if len(cells) > MOST_ROWS else ""
@@ -135,7 +135,7 @@ def _cell(value: object) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in words: "45 s", "12 min", "3 h 20 min"."""
+    """Format a duration given in seconds: "45 s", "12 min", "3 h 20 min"."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes = int(seconds // 60)
@@ -143,7 +143,7 @@ def duration(seconds: float) -> str:
 
 
 def ink() -> str:
-    """Return the colour of texts and lines in pictures: that of matplotlib's style, black without one."""
+    """Return the colour of texts and lines in plots: the text colour of matplotlib's current style."""
     with extra("plots"):
         from matplotlib import rcParams
 
@@ -151,10 +151,10 @@ def ink() -> str:
 
 
 def place_names(axes: Any, names: Sequence[str], points: Any, size: float = 6.5, **style: Any) -> None:
-    """Draw names beside points, [names, 2], each on the first side where it fits.
+    """Draw labels beside points, [names, 2] in data coordinates, each at the first place of `SIDES` where it fits.
 
-    A name fits if it covers no other name and no point, and stays in the axes, whose limits are final; if no side fits,
-    the last one is used. `style` goes to matplotlib's `annotate`.
+    A label fits if it covers no other label and no point, and stays in the axes, whose limits must be final; if none
+    fits, the last place is used. `size` is the font size in points; `style` is passed to matplotlib's `annotate`.
     """
     axes.figure.draw_without_rendering()  # so that places in the axes are known
     taken: list[Any] = []

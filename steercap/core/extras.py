@@ -1,4 +1,4 @@
-"""Optional libraries, the extra of the package that installs each, and names of a package that load when first used.
+"""Optional libraries, the package extra that installs each, and lazily loaded names of packages.
 
 Capture and steering need none of them.
 """
@@ -19,7 +19,7 @@ _VLLM: Final = (
     *("tokenizers", "transformers", "uvloop", "vllm", "zmq"),
 )
 _TABLES: Final = ("pyarrow", "yaml")
-#: Libraries that each extra installs, by import name.
+#: Import names of the libraries that each extra installs, by extra.
 EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "analysis": ("matplotlib", "pyarrow", "scipy"),
     "cli": ("rich", "typer"),
@@ -41,13 +41,13 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
 
 @contextmanager
 def extra(*names: str) -> Iterator[None]:
-    """Import libraries of an extra in the block; if one is missing, raise an error that names the extra.
+    """Import libraries of an extra in the block; a missing one raises an error that says what to install.
 
     Args:
-        names: name of the extra, or of several of which each installs the libraries.
+        names: name of the extra, or of several extras each of which installs the libraries.
 
     Raises:
-        MissingExtra: one of their libraries is not installed.
+        MissingExtra: a library of these extras is not installed.
     """
     try:
         yield
@@ -60,7 +60,7 @@ def extra(*names: str) -> Iterator[None]:
 
 
 def require(*names: str) -> None:
-    """Check that all libraries of some extras are installed, before work that needs them only at its end.
+    """Check that all libraries of all these extras are installed, before work that needs them only at its end.
 
     Raises:
         MissingExtra: a library is missing.
@@ -78,12 +78,12 @@ _ALWAYS = {"__doc__", "__file__", "__name__", "__path__", "__version__"}
 def lazy_names(
     package: str, homes: Mapping[str, str], packages: Collection[str] = ()
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return the `__getattr__` and the `__dir__` of a package.
+    """Return a package's `__getattr__` and `__dir__`, which import the names' modules at first use.
 
     Args:
-        package: its name.
-        homes: module within the package that defines a name, by name.
-        packages: modules within the package that are names of it themselves.
+        package: dotted name of the package.
+        homes: submodule that defines a public name, by name.
+        packages: submodules that are public names themselves.
     """
 
     def load(name: str) -> object:

@@ -1,8 +1,7 @@
-"""Header of every frame between client and workers: a magic number and the format version.
+"""Header of every frame between client and workers, a magic number and a format version; types of bounded fields.
 
-Client and workers may be installed apart, on machines of a cluster. A frame of another version is refused with both
-versions in the message, and never read as if it were of this one. Raise `VERSION` with any change of the meaning of a
-frame, a plan or a configuration.
+Client and workers may be installed separately, on machines of a cluster. A frame of another version is refused with an
+error that has both versions. Increase `VERSION` with any change of the meaning of a frame, plan or configuration.
 """
 
 from __future__ import annotations
@@ -20,35 +19,35 @@ Part = TypeVar("Part")
 VERSION: Final = 2
 _MAGIC: Final = b"sc"
 HEADER: Final = _MAGIC + VERSION.to_bytes(2, "little")
-#: Maximum length of a frame in bytes: more than any question or answer needs, and less than would exhaust memory.
+#: Maximum length of a frame in bytes: more than any message needs, and too little to exhaust memory.
 MOST_BYTES: Final = 1 << 30
 
-#: A count, an index, a position or an arena line: non-negative, of 32 bits.
+#: Count, index, position or arena line: 0 to 2**32 - 1.
 Whole: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-#: The same, or -1 for none.
+#: `Whole`, or -1 for none.
 WholeOrNone: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 32)]
-#: Distance between consecutive positions.
+#: Distance between consecutive positions of a range, 1 or more.
 Step: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
-#: A number of bytes, or a counter that runs for months: non-negative, of 60 bits.
+#: Number of bytes, or a counter of a long-running process: 0 to 2**60 - 1.
 Large: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
-#: Number of values that a codec stores per row; of 17 bits, so that no matrix is larger than one of the model's.
+#: Number of values that a codec stores per row, 0 to 2**16, which bounds the codec's matrices.
 Numbers: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
-#: Seed of a random matrix: non-negative, of 64 bits.
+#: Seed of a random matrix: a non-negative integer of 64 bits.
 Seed: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
-#: A key, or the name of a point, a kind or an encoding.
+#: Short text: a key, or the name of a point, kind or encoding.
 Label: TypeAlias = Annotated[str, msgspec.Meta(max_length=1 << 12)]
-#: A SHA-256 digest; one of another length matches nothing.
+#: SHA-256 digest; of another length, it matches nothing.
 Digest: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=64)]
-#: A path, a reason, an error.
+#: Text of a path, a reason or an error, up to 1 Mi characters.
 BoundedText: TypeAlias = Annotated[str, msgspec.Meta(max_length=1 << 20)]
-#: Rows, vectors, labels.
+#: Bytes of rows, vectors or labels, up to `MOST_BYTES`.
 Data: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=MOST_BYTES)]
 
 
 def in_batches(
     parts: Iterable[Part], bytes_of: Callable[[Part], int], most_bytes: int, most: int | None = None
 ) -> Iterator[tuple[Part, ...]]:
-    """Group parts into batches of bounded size, and of at most `most` parts; a larger part is a batch by itself."""
+    """Yield consecutive batches of parts, of at most `most_bytes` bytes and `most` parts (None for any number)."""
     batch: list[Part] = []
     size = 0
     for part in parts:
@@ -62,20 +61,21 @@ def in_batches(
 
 
 def framed(body: bytes) -> bytes:
-    """Put the header before the body of a frame."""
+    """Return a frame: the header followed by the encoded body."""
     return HEADER + body
 
 
 def read(decoder: msgspec.msgpack.Decoder[Any], frame: object, what: str) -> Any:
-    """Decode a frame.
+    """Check a frame's header and decode its body.
 
     Args:
-        decoder: decoder of its body.
+        decoder: decoder of the body's type.
         frame: bytes received.
-        what: name of the frame, for the message.
+        what: name of the frame, for error messages.
 
     Raises:
-        InvalidFrame: not bytes, longer than `MOST_BYTES`, of another version, damaged, or with a value out of bounds.
+        InvalidFrame: the frame is not bytes, longer than `MOST_BYTES`, of another version, damaged, or has a value out
+            of bounds.
     """
     if not isinstance(frame, (bytes, bytearray)):
         raise InvalidFrame(f"{what}: expected bytes, got {type(frame).__name__}")

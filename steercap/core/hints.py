@@ -1,6 +1,6 @@
-"""Hints in the errors of an open model on names of other libraries, and on misspelt ones: attributes and arguments.
+"""Error messages of an open model that translate names of other libraries, and correct misspelt ones.
 
-The errors are those that Python raises in any case; a right call takes a microsecond or two more.
+They add advice on attributes and arguments to errors that Python raises anyway; a valid call takes 1 to 2 us more.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from steercap.core.values import choices, nearest
 
 _READ: Final = "use read(prompts, capture_layers=[...]), or generate with capture_layers="
 _EDIT: Final = "give steering=Add(vector, layer=..., scale=...) to a call, or use `model.steered(...)`"
-#: What to use here in place of attributes of other libraries' models.
+#: Advice by name of an attribute that models of other libraries have.
 ATTRIBUTES: Final[Mapping[str, str]] = {
     name: advice
     for names, advice in (
@@ -34,7 +34,7 @@ ATTRIBUTES: Final[Mapping[str, str]] = {
     )
     for name in names.split()
 }
-#: Arguments of other libraries' calls: their names, the argument here, and what to write.
+#: Names of other libraries' arguments, the corresponding argument here, and the advice, formatted with `name`.
 ARGUMENTS: Final[Sequence[tuple[str, str, str]]] = (
     ("prompt text texts input inputs input_ids prompt_token_ids messages", "prompts", "give prompts="),
     ("prompts prompt text texts conversation conversations", "messages", "give messages="),
@@ -61,9 +61,9 @@ ARGUMENTS: Final[Sequence[tuple[str, str, str]]] = (
 
 
 class Hinting:
-    """Base of open models, whose errors on a wrong attribute or argument name the right one.
+    """Base of open models whose AttributeError and TypeError for an unknown name suggest the right one.
 
-    A subclass may set `_lacking`, advice by the names of attributes that others of its kind have.
+    A subclass may set `_lacking`: advice by name of an attribute that only other subclasses have.
     """
 
     _lacking: ClassVar[Mapping[str, str]] = {}
@@ -99,7 +99,7 @@ def _missing(kind: type, name: str, lacking: Mapping[str, str]) -> str:
 
 
 def _hinting(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method whose TypeError on an unknown argument names the right one."""
+    """Wrap a method so that its TypeError for an unknown argument suggests the right one."""
 
     @functools.wraps(method)
     def call(*args: Any, **given: Any) -> Any:
@@ -114,7 +114,7 @@ def _hinting(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unknown(method: Callable[..., Any], given: Mapping[str, Any]) -> Iterator[str]:
-    """Iterate over the given arguments that a method does not take."""
+    """Yield the names in `given` that are no parameters of a method; none if it accepts **kwargs."""
     known = inspect.signature(method).parameters
     if not any(one.kind is one.VAR_KEYWORD for one in known.values()):
         yield from (name for name in given if name not in known)

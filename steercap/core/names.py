@@ -1,9 +1,9 @@
-"""Parser of point names: steercap's own, TransformerLens's, the fork's, and paths of modules.
+"""Parser of point names: steercap's, TransformerLens's, those of a vLLM fork, and module paths.
 
 A small grammar, matched and never evaluated:
 
 - `resid_post[5]`, as points are shown;
-- `blocks.5.hook_resid_post`, `blocks.5.attn.hook_z`: those of TransformerLens whose tensors are the same here;
+- `blocks.5.hook_resid_post`, `blocks.5.attn.hook_z`: TransformerLens's names of tensors that exist here;
 - `post_block`, `post_mlp[5]`: hooks of RhizoNymph's fork of vLLM, whose files `captures.fork_files` reads;
 - `model.layers.5.mlp.down_proj.input`, `model.layers[5].mlp.output`, `model.norm.output`: input or output of a module.
   A `*` stands for all layers.
@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 from steercap.core.values import choices, shown
 from steercap.errors import UnknownName
 
-#: Names of TransformerLens within a block, and the sites with the same rows.
+#: Site with equal rows, by TransformerLens's name within a block.
 TRANSFORMER_LENS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "hook_resid_pre": "resid_pre",
@@ -34,7 +34,7 @@ TRANSFORMER_LENS: Final[Mapping[str, str]] = MappingProxyType(
         "mlp.hook_post": "neurons",
     }
 )
-#: Hooks of RhizoNymph's fork of vLLM, and the sites with the same rows; "post_block" is the later name of "post_mlp".
+#: Site with equal rows, by hook of RhizoNymph's fork of vLLM; "post_block" is the later name of "post_mlp".
 FORK_HOOKS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "pre_attn": "resid_pre",
@@ -46,7 +46,7 @@ FORK_HOOKS: Final[Mapping[str, str]] = MappingProxyType(
         **{f"mhc_{mix}_mix": f"mhc_{mix}_mix" for mix in ("attn_post", "ffn_post", "attn_res", "ffn_res")},
     }
 )
-#: Names of TransformerLens without a site of the same rows, and the difference.
+#: Difference from the nearest site, by TransformerLens's name without a site of equal rows.
 _OTHERS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "hook_embed": "it leaves out what is added for positions, which 'embed' holds",
@@ -63,24 +63,24 @@ _OTHERS: Final[Mapping[str, str]] = MappingProxyType(
         "ln_final.hook_normalized": "it leaves out the norm's weights, which 'final_norm' holds",
     }
 )
-#: Sites with the rows of a whole layer's input and output.
+#: Site with the rows of a whole layer's input or output.
 _WHOLE: Final[Mapping[str, str]] = MappingProxyType({"input": "resid_pre", "output": "resid_post"})
 _BLOCK: Final = re.compile(r"blocks\.(\d+|\*)\.(.+)", re.ASCII)
 _SHOWN: Final = re.compile(r"(.+)\[(-?\d+)\]", re.ASCII)
 _MODULE: Final = re.compile(r"(?:[A-Za-z_]\w*|\d+|\*)(?:\.(?:[A-Za-z_]\w*|\d+|\*))*\.(?:input|output)", re.ASCII)
 _LAYER: Final = re.compile(r"\.(\d+|\*)\.", re.ASCII)
-#: Maximum number of digits of a layer; Python refuses to parse some thousands.
+#: Maximum number of digits of a layer index; Python refuses to parse thousands.
 _DIGITS: Final = 9
-#: Wildcard for every layer in a module's path.
+#: Wildcard for the layer index in a module path.
 EVERY: Final = "*"
 
 
 class Name(NamedTuple):
-    """A parsed name of a point.
+    """Parsed name of a point.
 
     Args:
-        site: name of the site; for a module, its path with a `*` for the layer.
-        layer: index of the layer; None where the name leaves it open.
+        site: name of the site; for a module, its path with `*` for the layer index.
+        layer: layer index; None if the name has none.
     """
 
     site: str
@@ -88,16 +88,16 @@ class Name(NamedTuple):
 
 
 def is_module(site: str) -> bool:
-    """Check if the name of a site is a module's path that ends in `.input` or `.output`."""
+    """Check if the name of a site is a module path that ends in `.input` or `.output`."""
     return _MODULE.fullmatch(site) is not None
 
 
 def read_name(name: str) -> Name:
-    """Parse a name; it is not checked that the site exists.
+    """Parse the name of a point to a site and a layer; the site need not exist.
 
     Raises:
-        UnknownName: a name of TransformerLens's whose rows differ from every site's, a path with several layers or of a
-            whole layer, a name that gives its layer twice, or brackets around something other than one layer.
+        UnknownName: a TransformerLens name has no site of equal rows, a path has several layers or is a whole layer, a
+            name has two layer indices, or brackets contain something else than one index.
     """
     if "[" in name or "]" in name:
         return _bracketed(name)
@@ -124,7 +124,7 @@ def read_name(name: str) -> Name:
 
 
 def _bracketed(name: str) -> Name:
-    """Parse a name with the number of its layer in brackets."""
+    """Parse a name with a layer index in brackets."""
     if found := _SHOWN.fullmatch(name):
         inner = read_name(found[1])
         if inner.layer is not None:
@@ -138,7 +138,7 @@ def _bracketed(name: str) -> Name:
 
 
 def _number(digits: str, name: str) -> int:
-    """Parse the layer in a name."""
+    """Parse the digits of a layer index in `name`; UnknownName if there are too many."""
     if len(digits) > _DIGITS:
         raise UnknownName(f"{shown(name)}: no model has so many layers; they count from 0, or from -1 backwards")
     return int(digits)

@@ -1,6 +1,6 @@
-"""Plan of a request: its capture and steering, compiled to indices and ranges for the worker.
+"""Plan of a request: its capture and steering, compiled to point indices and position ranges for the workers.
 
-The client compiles it, `SamplingParams.extra_args` carries it.
+The client compiles it; vLLM passes it to the workers in `SamplingParams.extra_args`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ EXTRA_ARGS_KEY: Final = "steercap"
 
 
 class InSlot(msgspec.Struct, frozen=True, array_like=True):
-    """Reference to the vectors that the encoding of a request's rows needs: directions, or a calibration.
+    """Reference to a configuration in a worker's slot, whose vectors an encoding needs: directions or a calibration.
 
     Args:
-        slot: slot of the configuration with them, NONE until it has one.
-        configuration: digest of the configuration that must be in the slot.
+        slot: index of the slot; a placeholder until `CapturePlan.placed` fills it in.
+        configuration: digest of the configuration that the slot must have.
     """
 
     slot: Whole
@@ -33,11 +33,11 @@ class InSlot(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AttentionPlan(msgspec.Struct, frozen=True, array_like=True):
-    """Summary of attention that leaves the workers in place of queries and keys.
+    """Summary of attention weights that workers send in place of queries and keys.
 
     Args:
-        top: number of targets of each head and token.
-        layers: for each layer its index, and the indices of its queries and of its keys among the armed points.
+        top: number of most attended positions kept for each head and token.
+        layers: (layer index, armed index of its queries, armed index of its keys) for each layer.
     """
 
     top: Whole
@@ -45,23 +45,23 @@ class AttentionPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CapturePlan(msgspec.Struct, frozen=True):
-    """Compiled capture of one request.
+    """Compiled capture of one request, as the workers read it.
 
     Args:
         points: indices into the engine's list of armed points, ascending.
-        ranges: positions selected.
-        reduce: reduction of the selected rows to one, or None.
-        coding: encoding of the rows of each token.
-        before_edits: True to keep rows as they were before the edits of their point.
-        accumulates: True if the reduction runs along with the rows, which are then never kept; otherwise all rows are
-            kept until the client says where the sequence ends.
-        vectors: vectors that the encoding needs, or None.
-        allow_nonfinite: True to hand over rows that are not finite.
-        gather: True if the client joins shards.
-        saes: digests of the encoders that read the rows of each point, or ().
-        window: number of records that are in the arena at once, while the others are in the worker's file; 0 where all
-            of them are in the arena.
-        attention: the summary that is made of the rows, or None.
+        ranges: ranges of selected positions.
+        reduce: reduction of the selected rows to one per point, or None.
+        coding: encoding of each position's rows.
+        before_edits: True to keep rows from before the edits at their point.
+        accumulates: True to update the reduction in each pass, without keeping rows; False to keep all rows until the
+            client reports the sequence's end.
+        vectors: reference to vectors that the encoding needs, or None.
+        allow_nonfinite: True to return rows with NaN or infinity.
+        gather: True if the client concatenates the parts of rows that are split over ranks.
+        saes: digest of the SAE encoder that reads each point's rows; () for none.
+        window: number of records in the arena at a time, while the others are in the worker's file; 0 if all are in the
+            arena.
+        attention: summary of attention to compute from the rows, or None.
     """
 
     points: tuple[Whole, ...]
@@ -79,13 +79,13 @@ class CapturePlan(msgspec.Struct, frozen=True):
 
     @property
     def sent(self) -> Coding:
-        """Encoding of the rows as they leave the worker."""
+        """Encoding in which rows leave the worker."""
         if self.attention is not None:
             return Coding(ATTENTION, self.attention.top)
         return self.coding if self.reduce is None else REDUCED
 
     def placed(self, slots: Mapping[bytes, int]) -> CapturePlan:
-        """Return the plan with the slot of its vectors filled in, if it has some."""
+        """Return the plan with its vectors' slot filled in, given the slot of each configuration by digest."""
         if self.vectors is None:
             return self
         slot = slots[self.vectors.configuration]
@@ -93,13 +93,13 @@ class CapturePlan(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Compiled request, as the worker reads it.
+    """Compiled request, as the workers read it.
 
     Args:
-        key: steercap's own name of the request; the children of `n > 1` share it.
+        key: steercap's key of the request, shared by the samples of `n > 1`.
         prompt_len: number of prompt tokens.
-        limit: number of positions that can be inputs of the model: prompt + generated - 1 at most.
-        samples: `n` of the request: number of children that share the key.
+        limit: maximum number of positions that become model inputs: prompt + generated - 1.
+        samples: number of samples of the request, `n`.
         capture: compiled capture, or None.
         steering: compiled steering, or None.
     """
@@ -113,22 +113,22 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def reads_prompt(self) -> bool:
-        """True if a row before the last prompt token is kept, which must be computed and not read from the cache.
+        """True if a row before the last prompt token is captured, which the prefix cache would leave out.
 
         The last prompt token is computed even on a full hit of the prefix cache.
         """
         return self.capture is not None and any(item.start < self.prompt_len - 1 for item in self.capture.ranges)
 
     def encode(self) -> bytes:
-        """Return the plan as a frame."""
+        """Encode the plan as a frame."""
         return framed(_ENCODER.encode(self))
 
     @staticmethod
     def decode(data: bytes) -> Plan:
-        """Read a plan from a frame.
+        """Decode a plan from a frame.
 
         Raises:
-            InvalidFrame: not a plan of this version, damaged, or out of bounds.
+            InvalidFrame: the frame is no plan, of another version, damaged, or has a value out of bounds.
         """
         found: Plan = read(_DECODER, data, "a plan")
         return found
@@ -145,17 +145,17 @@ def compile_capture(
     vectors: InSlot | None = None,
     attention: AttentionPlan | None = None,
 ) -> CapturePlan:
-    """Compile `spec` for one request.
+    """Compile a capture spec for one request.
 
     Args:
         spec: the user's spec.
-        points: indices of its points among the armed, ascending.
-        coding: encoding of its rows.
+        points: the spec's points, as indices into the armed points, ascending.
+        coding: encoding of the rows.
         prompt_len: number of prompt tokens.
-        limit: number of positions that can be inputs of the model: prompt + generated - 1 at most.
-        accumulates: True if a reduction may run along.
-        vectors: vectors that its encoding needs, or None.
-        attention: the summary that is made of its rows, or None.
+        limit: maximum number of positions that become model inputs: prompt + generated - 1.
+        accumulates: True if a reduction may be updated in each pass.
+        vectors: reference to vectors that the encoding needs, or None.
+        attention: summary of attention to compute from the rows, or None.
 
     Raises:
         InvalidSelection, EmptySelection: `tokens` does not fit the prompt.

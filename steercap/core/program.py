@@ -1,7 +1,7 @@
-"""Compiled steering and projections: every operation as rank-one edits in order.
+"""Compiled steering and projections: every operation as a sequence of rank-one edits.
 
-One edit is `h <- h + f(u·h + b) w`; the worker knows no others. Shape legend: blob = rows of the vector bank
-that are sent and kept together: one vector, or the rows of a replacement.
+One edit is `h <- h + f(u·h + b) w` of a row h, or replaces the row. Legend: blob = bank rows that are sent and kept
+together, one vector or the rows of a replacement; scope = positions that one token selection selects.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from steercap.core.biases import Bias
 from steercap.core.framing import Digest, Whole, WholeOrNone
 from steercap.core.tokens import Range, selected
 
-#: Index that stands for none: an entry without a read vector, a write vector or a replacement.
+#: Index for none: of an entry without a read vector, a replacement or a norm group.
 NONE: Final = -1
 #: Element of a replacement that keeps the row's own value, so that one head of several can be replaced. It is the
 #: greatest number of float32, which no edited row may hold; finite, since kernels multiply vectors by zero.
@@ -32,7 +32,7 @@ MAX_REPLACEMENTS: Final = 256
 
 
 class Response(msgspec.Struct, frozen=True, array_like=True):
-    """Response function f: the length of a row's step along the write direction, from its projection p = u·h + bias.
+    """Response function f: length of a row's step along the write direction w, given its projection p = u·h + bias.
 
         f(p) = g s (clamp(gain q + offset, low, high) - minus q)
         q = max(p, floor);  g = 1 if p > threshold else 0;  s = ‖h‖ if relative else 1
@@ -52,29 +52,28 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """Parameters in the order of a table's columns, `RESPONSE_NUMBERS`."""
+        """Numeric parameters, in the order of `RESPONSE_NUMBERS`."""
         return tuple(getattr(self, name) for name in RESPONSE_NUMBERS)
 
 
-#: Columns of a table of responses.
+#: Names of the columns of the workers' table of responses.
 RESPONSE_NUMBERS: Final = ("bias", "gain", "offset", "minus", "low", "high", "floor", "threshold")
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """One rank-one edit, or one replacement, at some points.
+    """One rank-one edit, or one replacement of rows, at some points and positions.
 
     Args:
-        edit: index of the user's edit that it comes from.
+        edit: index of the user's edit from which it was compiled.
         points: indices into the engine's armed points.
-        scope: index of its token selection among those of the configuration.
-        write: index of the blob of w, or of the replacement rows.
-        read: index of the blob of u; NONE for a response that needs no projection.
+        scope: index of its token selection among the scopes of the configuration.
+        write: index of the blob with the write vector w, or with the replacement rows.
+        read: index of the blob with the read vector u; NONE for a response that needs no projection.
         response: response function f.
-        joined: True if it reads the row as it was before the preceding entry, as the parts of one low-rank edit do.
-        replacement: number of the replacement among those of the configuration; NONE for a rank-one edit.
-        norm: group of entries that preserve a row's norm together: it is measured before the first entry of the group
-            at a
-            point and restored after the last; NONE where the norm may change.
+        joined: True to project the row from before the preceding entry, as the parts of one low-rank edit do.
+        replacement: index among the configuration's replacements; NONE for a rank-one edit.
+        norm: number of a group of entries that together preserve a row's norm, which is measured before the group's
+            first entry at a point and restored after its last; NONE where the norm may change.
     """
 
     edit: Whole
@@ -89,10 +88,10 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Blob(msgspec.Struct, frozen=True, array_like=True):
-    """Rows of the bank that belong together, identified by their content.
+    """Rows of the vector bank that belong together, identified by their content.
 
     Args:
-        digest: see `blob_digest`.
+        digest: digest of the content, see `blob_digest`.
         rows: number of rows.
     """
 
@@ -101,7 +100,7 @@ class Blob(msgspec.Struct, frozen=True, array_like=True):
 
 
 def blob_digest(data: bytes, rows: int) -> bytes:
-    """Return the digest of rows of vectors: SHA-256 of their number and of their float32 bytes.
+    """Return the SHA-256 of the number of rows and their float32 bytes.
 
     The number is included since 2 rows of 64 zeros are not 1 row of 128.
     """
@@ -109,16 +108,16 @@ def blob_digest(data: bytes, rows: int) -> bytes:
 
 
 class Configuration(msgspec.Struct, frozen=True, cache_hash=True):
-    """Content of a slot: the edits of a spec, or the vectors of an encoding, independent of any prompt.
+    """Content of a slot, independent of any prompt: the edits of a spec, or the vectors of an encoding.
 
     Args:
         entries: entries in the order in which they are applied.
-        blobs: vectors they use.
+        blobs: the vectors that the entries use.
         scopes: number of different token selections.
-        replacements: number of entries that replace rows; they are numbered in order.
-        reads: points that an encoding's vectors are for, () where there are edits; the one blob has equally many rows
-            for each, in this order.
-        biases: logit biases.
+        replacements: number of entries that replace rows.
+        reads: armed points of an encoding's vectors, whose one blob has equally many rows for each, in this order; ()
+            for edits.
+        biases: compiled logit biases.
     """
 
     entries: tuple[Entry, ...]
@@ -135,22 +134,22 @@ class Configuration(msgspec.Struct, frozen=True, cache_hash=True):
 
     @property
     def edits(self) -> int:
-        """Number of the user's edits, logit biases included."""
+        """Number of the user's edits, including logit biases."""
         numbers = [entry.edit for entry in self.entries] + [bias.edit for bias in self.biases]
         return 1 + max(numbers, default=NONE)
 
     @property
     def rows(self) -> int:
-        """Number of bank rows that the blobs take."""
+        """Number of bank rows of all blobs."""
         return sum(blob.rows for blob in self.blobs)
 
     @property
     def bias_bytes(self) -> int:
-        """Bytes of its logit biases."""
+        """Number of bytes of all logit biases."""
         return sum(len(bias.ids) + len(bias.values) for bias in self.biases)
 
     def at(self, point: int) -> tuple[Entry, ...]:
-        """Return the entries of one point, in order."""
+        """Return the entries of the point with this armed index, in order."""
         return tuple(entry for entry in self.entries if point in entry.points)
 
 
@@ -158,13 +157,13 @@ class SteeringPlan(msgspec.Struct, frozen=True):
     """Compiled steering of one request, as the worker reads it.
 
     Args:
-        slot: slot of its configuration.
-        configuration: digest of the configuration that must be in the slot.
-        identity: hash of all that the request's KV depends on; see `identity`.
-        scopes: positions of each token selection.
-        replaced: positions of each replacement, in the order of its rows.
-        biased: positions of each token selection of its biases.
-        held: True if nothing is edited until the client says so, see `messages.Engage`.
+        slot: slot of the request's configuration.
+        configuration: digest of the configuration that the slot must have.
+        identity: hash of everything besides tokens that the request's KV depends on; see `identity`.
+        scopes: position ranges of each scope of edits.
+        replaced: positions of each replacement, one for each of its rows, in order.
+        biased: position ranges of each scope of logit biases.
+        held: True to edit nothing until the client sends `messages.Engage`.
     """
 
     slot: Whole
@@ -176,7 +175,7 @@ class SteeringPlan(msgspec.Struct, frozen=True):
     held: bool = False
 
     def since(self, position: int | None) -> SteeringPlan:
-        """Return the plan restricted to positions from `position` on; with no positions if it is None."""
+        """Return the plan with edits restricted to positions from `position` on; None for no position at all."""
         scopes = tuple(() if position is None else _since(ranges, position) for ranges in self.scopes)
         return msgspec.structs.replace(self, scopes=scopes)
 
@@ -197,24 +196,24 @@ def identity(
     epoch: int,
     hashed: str = "",
 ) -> bytes:
-    """Return the SHA-256 of all that the KV of a steered request depends on besides its tokens.
+    """Return the SHA-256 of everything besides tokens that the KV of a steered request depends on.
 
     Resolved positions are part of it: `tokens="prompt"` means other positions for a longer prompt, which may share its
     first blocks with the generated tokens of a shorter one.
 
     Args:
-        configuration: digest of the edits; logit biases affect no key or value.
-        scopes: positions of each token selection.
+        configuration: digest of the edits, without logit biases, which affect no KV.
+        scopes: position ranges of each scope.
         replaced: positions of each replacement.
-        epoch: counter raised whenever steering failed, so that KV written before is never read.
-        hashed: key of a request whose steering begins at a position not known yet, so that its KV is not shared.
+        epoch: counter that increases whenever steering fails, so that earlier KV is never reused.
+        hashed: key of a request whose steering begins at a position not known yet, whose KV is not shared; else "".
     """
     return hashlib.sha256(_ENCODER.encode((configuration, scopes, replaced, epoch, hashed))).digest()
 
 
 @lru_cache(maxsize=256)
 def scope_masks(scopes: tuple[tuple[Range, ...], ...], limit: int) -> npt.NDArray[np.int32]:
-    """Return the scopes that select each position as bit masks: bit `i` of entry `p` for scope `i`, int32 [limit]."""
+    """Return bit masks of the scopes that select each position: bit `i` of entry `p` for scope `i`, int32 [limit]."""
     masks = np.zeros(limit, dtype=np.int32)
     for bit, ranges in enumerate(scopes):
         masks |= selected(ranges, limit).astype(np.int32) << bit
@@ -223,14 +222,14 @@ def scope_masks(scopes: tuple[tuple[Range, ...], ...], limit: int) -> npt.NDArra
 
 
 def rows_touched(configuration: Configuration, points: Iterable[int], masks: npt.NDArray[np.int32]) -> tuple[int, ...]:
-    """Count the rows that each edit touches, at all of its points among `points` together.
+    """Count the rows that each of the user's edits changes, over its points among `points`.
 
-    A low-rank edit touches a row once, however many parts it has.
+    A low-rank edit counts a row once, however many entries it has.
 
     Args:
         configuration: configuration with the edits.
         points: indices of the points to count at.
-        masks: scopes that hold each computed token, as bit masks: int32 [tokens].
+        masks: bit masks of the scopes that select each computed token: int32 [tokens].
     """
     tokens = [int(((masks >> scope) & 1).sum()) for scope in range(configuration.scopes)]
     known, rows = set(points), [0] * configuration.edits

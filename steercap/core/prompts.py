@@ -1,4 +1,4 @@
-"""Normalisation and checks of prompts, conversations and flags; their token ids, and tokens as visible text."""
+"""Checks and normalisation of prompts, conversations and their arguments; token ids; tokens as visible text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from steercap.errors import InvalidPrompt, InvalidRequest, InvalidSpec
 
 
 def tokens_of(tokenizer: Any, text: Any, *, special: bool) -> list[int]:
-    """Tokenise a str or a conversation, by the chat template; token ids stay as they are.
+    """Tokenise a str, or a conversation by the chat template; token ids are returned as plain ints.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -26,9 +26,9 @@ def tokens_of(tokenizer: Any, text: Any, *, special: bool) -> list[int]:
         special: True to add the special tokens that the tokenizer puts around a str.
 
     Raises:
-        InvalidSpec: something else.
-        InvalidPrompt: a str that is no text.
-        InvalidRequest: no chat template, or one that refuses the conversation.
+        InvalidSpec: `text` is none of these.
+        InvalidPrompt: a str contains half of a surrogate pair.
+        InvalidRequest: the tokenizer has no chat template, or the template refuses the conversation.
     """
     if isinstance(text, str):
         return list(tokenizer.encode(require_text(text), add_special_tokens=special))
@@ -38,15 +38,15 @@ def tokens_of(tokenizer: Any, text: Any, *, special: bool) -> list[int]:
 
 
 def is_chat(text: Any) -> bool:
-    """Check for a list of {"role", "content"} dicts."""
+    """Check if a value is a conversation: a non-empty sequence of dicts."""
     return isinstance(text, Sequence) and bool(text) and all(isinstance(part, Mapping) for part in text)
 
 
 Item = TypeVar("Item")
 
-#: Font of plots, which comes with matplotlib.
+#: Font of tokens in plots; it is installed with matplotlib.
 FONT: Final = "DejaVu Sans Mono"
-#: Signs of white space; any other is shown as SPACE.
+#: Visible sign by white space character; any other white space is shown as SPACE.
 VISIBLE: Final = {" ": "·", "\t": "⇥", "\r": "␍", "\n": "↵", "\u00a0": "⍽"}
 SPACE: Final = "␣"
 #: Sign of an empty text, such as that of a token that `decode` leaves out.
@@ -64,42 +64,42 @@ def _printed(letter: str) -> str:
 
 
 def drawn(text: str) -> str:
-    """Return visible text that matplotlib can draw: signs for letters its font lacks, and escaped dollars."""
+    """Return visible text for matplotlib, with a sign for characters that the plots' font lacks, and $ escaped."""
     font = _font()
     shown = (letter if font.get_char_index(ord(letter)) else UNKNOWN for letter in visible(text))
     return "".join(shown).replace("$", r"\$")
 
 
 def shortened(text: str, width: int) -> str:
-    """Return visible text of at most `width` letters, with an ellipsis if it is cut."""
+    """Return visible text of at most `width` characters, with an ellipsis if it is cut."""
     shown = visible(text)
     return shown if len(shown) <= width else f"{shown[: width - 1]}…"
 
 
 def texts_of(tokenizer: Any, token_ids: Iterable[int]) -> list[str]:
-    """Decode each token by itself; a token that is part of a letter is shown as the replacement sign."""
+    """Decode each token by itself; a token that is part of a character becomes U+FFFD."""
     decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
     return [str(decode([token])) for token in token_ids]
 
 
 def lines_of(items: Sequence[Item], count: int) -> Iterator[tuple[int, Sequence[Item]]]:
-    """Split items into lines of at most `count`; yield each line after the index of its first item."""
+    """Split items into lines of at most `count`; yield (index of the first item, items) of each line."""
     for first in range(0, len(items), count):
         yield first, items[first : first + count]
 
 
 @functools.cache
 def _font() -> Any:
-    """Return the font of plots, which knows the characters that it can draw."""
+    """Return matplotlib's font object of `FONT`, which knows the characters it has."""
     with extra("plots"):
         from matplotlib.font_manager import findfont, get_font
 
     return get_font(findfont(FONT))
 
 
-#: Numbers of tokens that tokenizers put before or after a text; GLM's puts two.
+#: Numbers of special tokens that tokenizers add before or after a text; GLM's adds two.
 _AROUND: Final = (1, 2)
-#: Words in the type of a message part that is not text: "image_url", "input_audio".
+#: Words in the type of a message part that is no text, such as "image_url" or "input_audio".
 MEDIA: Final = ("image", "audio", "video", "file")
 
 
@@ -111,13 +111,13 @@ class CallArguments:
         name: name of the method.
         sampling_params: sampling parameters, or pooling parameters if the prompts are encoded.
         capture_layers, capture: as given to the call, see `SteerModel.generate`.
-        steering: as given to the call, or the spec in force where it is made.
+        steering: steering as given to the call, or the surrounding default of `model.steered`.
         options: the call's `lora_request` and `priority`.
-        reading: True if the prompts alone are wanted, and the token that vLLM must sample is kept from the caller.
-        sketches: running sketches (`model.sketch`) in force where the call is made; its rows are added to them.
-        encoding: True if the prompts are encoded by a pooling model.
+        reading: True to run the prompts alone, and drop the token that vLLM must sample.
+        sketches: open sketches (`model.sketch`) to which the call's rows are added.
+        encoding: True for a call of a pooling model.
         monitors: monitors that watch each request.
-        add_special_tokens: see `checked_special`.
+        add_special_tokens: True, False or None, see `checked_special`.
         template_kwargs: further arguments of the chat template, for conversations.
     """
 
@@ -136,15 +136,15 @@ class CallArguments:
 
     @property
     def spec(self) -> Any:
-        """Capture spec, for all prompts or one each; None for no capture."""
+        """Capture spec for all prompts, or a list with one for each; None for no capture."""
         return capture_of_call(self.capture_layers, self.capture)
 
 
 def listed(prompts: Any) -> tuple[bool, list[Any]]:
-    """Return the prompts as a list, and True before it if several were given; token ids become prompt dicts.
+    """Return (True if several prompts were given, list of the prompts), with token ids as prompt dicts.
 
     Raises:
-        InvalidPrompt: no prompt, or something that cannot be one.
+        InvalidPrompt: there is no prompt, or an item cannot be a prompt.
     """
     if isinstance(prompts, (str, Mapping)):
         return False, [prompts]
@@ -166,7 +166,7 @@ def _one_prompt(prompt: Any) -> Any:
 
 
 def _token_ids(given: Sequence[Any]) -> list[int] | None:
-    """Convert token ids of any library to plain integers; None if something else is among them."""
+    """Convert token ids of any library to plain ints; None if an item is no integer."""
     if {type(one) for one in given} <= {int}:
         return [*given]
     ids = [index_of(one) for one in given]
@@ -174,10 +174,10 @@ def _token_ids(given: Sequence[Any]) -> list[int] | None:
 
 
 def ids_of_text(text: Any) -> list[int]:
-    """Check token ids given in place of a text, and return them as plain integers.
+    """Return token ids that were given in place of a text as plain ints; [] for an empty sequence.
 
     Raises:
-        InvalidSpec: something else.
+        InvalidSpec: `text` is no sequence of integers.
     """
     try:
         nothing = not len(text) and not isinstance(text, (Mapping, bytes, AbstractSet))
@@ -194,10 +194,10 @@ def ids_of_text(text: Any) -> list[int]:
 
 
 def ids_of_prompt(given: Any) -> list[int]:
-    """Convert token ids, of NumPy or torch too, to plain ints.
+    """Convert token ids, from a list or a NumPy or torch vector, to plain ints.
 
     Raises:
-        InvalidPrompt: something else among them, such as a float or a bool.
+        InvalidPrompt: an item is no integer, such as a float or a bool.
     """
     array = hasattr(given, "tolist") and getattr(given, "ndim", 0) == 1
     if isinstance(given, (str, bytes)) or not (array or isinstance(given, Sequence)):
@@ -216,20 +216,20 @@ def _token_id(value: Any, index: int) -> int:
 
 
 def require_salt(salt: Any) -> None:
-    """Check a prompt's `cache_salt`.
+    """Check that a prompt's `cache_salt` is a str or None.
 
     Raises:
-        InvalidPrompt: it is no text.
+        InvalidPrompt: it is something else.
     """
     if salt is not None and not isinstance(salt, str):
         raise InvalidPrompt(f"cache_salt={shown(salt)}; give a str")
 
 
 def require_text(text: str) -> str:
-    """Return a text that can be tokenised.
+    """Return a text unchanged, after checking that it can be tokenised.
 
     Raises:
-        InvalidPrompt: it holds half of a surrogate pair, which is no character.
+        InvalidPrompt: it contains half of a surrogate pair, which is no character.
     """
     try:
         text.encode()
@@ -242,12 +242,12 @@ def require_text(text: str) -> str:
 
 
 def no_token(prompt: Any) -> InvalidPrompt:
-    """Return the error about a prompt without tokens."""
+    """Return the error for a prompt without tokens."""
     return InvalidPrompt(f"{shown(prompt)} holds no token; a prompt needs at least one")
 
 
 def no_room(prompt: Any, tokens: int, context: int) -> InvalidPrompt:
-    """Return the error about a prompt of more tokens than the context has room for."""
+    """Return the error for a prompt of `tokens` tokens, which leave no room in a context of `context` tokens."""
     return InvalidPrompt(
         f"{shown(prompt)} has {tokens} tokens, but the context holds {context}, one generated token at least included; "
         "shorten it or start the engine with a larger max_model_len"
@@ -255,26 +255,26 @@ def no_room(prompt: Any, tokens: int, context: int) -> InvalidPrompt:
 
 
 def text_of(prompt: Any) -> str | None:
-    """Return the text of a prompt that is to be tokenised; None if it is no text."""
+    """Return a prompt's text; None for a prompt of token ids."""
     if isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None:
         prompt = prompt.get("prompt")
     return prompt if isinstance(prompt, str) else None
 
 
 def checked_special(given: Any) -> bool | None:
-    """Check `add_special_tokens`: True or False, or None for True with a warning (`warn_of_doubled`).
+    """Return a call's `add_special_tokens`, checked; None stands for True with a warning about doubled tokens.
 
     Raises:
-        InvalidRequest: any other value.
+        InvalidRequest: it is any other value.
     """
     return None if given is None else truth_of(given, "add_special_tokens", wrong=InvalidRequest)
 
 
 def repeating(given: Iterable[tuple[Any, Sequence[int]]]) -> list[tuple[str, Sequence[int]]]:
-    """Find texts whose first or last tokens come twice, as when text and tokenizer both add a special token.
+    """Return the texts and token ids of prompts whose first or last tokens occur twice in a row.
 
     Args:
-        given: prompts with their token ids; prompts that are not text are skipped.
+        given: prompts with their token ids; prompts that are no text are skipped.
     """
     return [
         (text, ids)
@@ -285,11 +285,11 @@ def repeating(given: Iterable[tuple[Any, Sequence[int]]]) -> list[tuple[str, Seq
 
 
 def warn_of_doubled(given: Iterable[tuple[Any, Sequence[int]]], special: Sequence[int]) -> None:
-    """Warn of texts that begin or end with a special token that the tokenizer has added once more.
+    """Issue one warning for texts that begin or end with a special token that the tokenizer adds as well.
 
     Args:
-        given: texts, and their token ids.
-        special: token ids of an empty text: the special tokens that the tokenizer adds.
+        given: texts with their token ids.
+        special: token ids of an empty text, that is, the special tokens that the tokenizer adds.
     """
 
     def doubled(ids: Sequence[int]) -> bool:
@@ -311,12 +311,12 @@ def warn_of_doubled(given: Iterable[tuple[Any, Sequence[int]]], special: Sequenc
 
 
 def warn_of_room(requests: Iterable[tuple[Any, int | None, int]], context: int | None) -> None:
-    """Warn if `max_tokens` is more than the context has room for after a prompt: generation ends where it is full.
+    """Issue a warning if a request's `max_tokens` exceeds the room that its prompt leaves in the context.
 
     Args:
-        requests: for each request, the sampling parameters as the user gave them, their parsed `max_tokens`, and the
-            number of prompt tokens; where the user set no `max_tokens`, nothing is warned of.
-        context: maximum number of tokens of a prompt and its reply; None if unknown.
+        requests: for each request, the user's sampling parameters, the parsed `max_tokens`, and the number of prompt
+            tokens; requests for which the user set no `max_tokens` are skipped.
+        context: maximum number of tokens of a prompt and its reply; None if unknown, for no warning.
     """
     if context is None:
         return
@@ -332,10 +332,10 @@ def warn_of_room(requests: Iterable[tuple[Any, int | None, int]], context: int |
 
 
 def conversations_in(messages: Any) -> tuple[bool, list[Any]]:
-    """Return the conversations as a list, and True before it if several were given.
+    """Return (True if several conversations were given, list of the conversations).
 
     Raises:
-        InvalidPrompt: no conversation, or something that cannot be one.
+        InvalidPrompt: there is no conversation, or an item cannot be one.
     """
     if _is_messages(messages):
         return False, [messages]
@@ -353,13 +353,13 @@ def _is_messages(messages: Any) -> bool:
 
 
 def prompts_or_conversations(prompts: Any, template_kwargs: Any) -> tuple[bool, list[Any]]:
-    """Return the arguments of `run` as a list, and True before it if several were given.
+    """Return (True if several prompts were given, list of prompts and conversations) for the arguments of `run`.
 
     A list of dicts that each have a "role" is a conversation, and stays a list; a prompt is a str or a dict.
 
     Raises:
-        InvalidPrompt: no prompt, or something that cannot be one.
-        InvalidRequest: there are arguments of the chat template, but a prompt is no conversation.
+        InvalidPrompt: there is no prompt, or an item cannot be one.
+        InvalidRequest: `template_kwargs` is given, but a prompt is no conversation.
     """
     if _has_roles(prompts):
         many, found = False, [prompts]
@@ -379,7 +379,7 @@ def prompts_or_conversations(prompts: Any, template_kwargs: Any) -> tuple[bool, 
 
 
 def is_conversation(prompt: Any) -> bool:
-    """Return True if an entry of `prompts_or_conversations` or `conversations_in` is a conversation."""
+    """Check if an item returned by `prompts_or_conversations` or `conversations_in` is a conversation."""
     return isinstance(prompt, (list, tuple))
 
 
@@ -388,10 +388,10 @@ def _has_roles(messages: Any) -> bool:
 
 
 def without_media(conversation: Sequence[Mapping[str, Any]]) -> None:
-    """Check that all messages hold text alone; a template writes only a placeholder for media.
+    """Check that all messages of a conversation contain text alone.
 
     Raises:
-        InvalidPrompt: one does.
+        InvalidPrompt: a message contains an image, sound, video or file.
     """
     for index, message in enumerate(conversation):
         content = message.get("content")
@@ -406,10 +406,10 @@ def without_media(conversation: Sequence[Mapping[str, Any]]) -> None:
 
 
 def template_arguments(given: Any) -> dict[str, Any]:
-    """Check further arguments of a chat template; None gives {}.
+    """Check further arguments of a chat template and return a copy; {} for None.
 
     Raises:
-        InvalidRequest: they are not a mapping from names.
+        InvalidRequest: they are no mapping from names.
     """
     if given is None:
         return {}
@@ -419,10 +419,10 @@ def template_arguments(given: Any) -> dict[str, Any]:
 
 
 def capture_of_call(layers: Layers | None, capture: Any) -> Any:
-    """Return the capture spec: `capture=`, or one made of its shorthand `capture_layers=`.
+    """Return a call's capture spec: `capture`, or a spec made from the layers of the shorthand `capture_layers`.
 
     Raises:
-        InvalidSpec: both were given.
+        InvalidSpec: both are given.
     """
     if layers is not None and capture is not None:
         raise InvalidSpec("give capture_layers= or capture=, not both")
@@ -430,10 +430,10 @@ def capture_of_call(layers: Layers | None, capture: Any) -> Any:
 
 
 def each(value: Any, count: int, name: str) -> list[Any]:
-    """Return one value for each of `count` prompts: the list given, or a single value repeated.
+    """Return a list of one value per prompt: the list given, or a single value repeated `count` times.
 
     Raises:
-        InvalidRequest: a list of another length.
+        InvalidRequest: a list has another length; the message calls it `name`.
     """
     if not isinstance(value, (list, tuple)):
         return [value] * count
@@ -450,19 +450,18 @@ def templated(
     spans: bool,
     special: bool | None = None,
 ) -> tuple[list[int], list[MessageSpan]]:
-    """Return the token ids of a conversation that invites a reply, and the spans of its messages' contents.
+    """Return the token ids of a conversation with the generation prompt, and the spans of its messages' contents.
 
     Args:
         tokenizer: the model's tokenizer.
         conversation: {"role", "content"} dicts.
         kwargs: further arguments of the chat template.
-        spans: True to find the spans, which takes one rendering for each message, and more where the template
-            branches on a message's text.
-        special: True if the tokenizer adds its own special tokens to those of the template.
+        spans: True to find the spans, which takes at least one rendering for each message; False to return [].
+        special: True to let the tokenizer add its special tokens to those of the template.
 
     Raises:
         InvalidRequest: there is no template, or it refuses the conversation.
-        InvalidPrompt: the template reads text, and a part of a content is none.
+        InvalidPrompt: the template reads only text, and a part of a message is none.
     """
 
     def rendered(messages: Sequence[Mapping[str, Any]], *, invite: bool = True) -> str:
@@ -496,7 +495,7 @@ def templated(
 def _placed(
     text: str, conversation: Sequence[Mapping[str, Any]], index: int, render: Callable[..., str]
 ) -> list[Region] | str:
-    """Return the regions of a message's content, or the reason why there are none."""
+    """Return the regions of a message's content in `text`, or the reason why there are none, by rendering variants."""
     steps = place(text, conversation, index)
     try:
         changed = next(steps)

@@ -1,4 +1,4 @@
-"""Protocols of an open model and of fetched rows, the base of objects that are not copied, and styles of calls."""
+"""Protocols of open models and fetched rows, a base for objects that cannot be copied, and call styles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class NonCopyable:
     """Base of classes that cannot be copied or pickled: `copy`, `deepcopy` and `pickle` raise InvalidRequest.
 
     Args:
-        instead: advice in the message, what to do instead; a keyword of the class statement.
+        instead: advice for the error message; a keyword of the class statement.
     """
 
     _instead: ClassVar[str]
@@ -27,23 +27,23 @@ class NonCopyable:
 
 
 class OpenModel(Protocol):
-    """An open model."""
+    """An open model, with its name, tokenizer and engine."""
 
     @property
     def model(self) -> str:
-        """Name on the hub, or path."""
+        """Name of the model on the hub, or its path."""
 
     @property
     def tokenizer(self) -> Any:
-        """Tokenizer of transformers."""
+        """The model's tokenizer of transformers."""
 
     @property
     def engine(self) -> Any:
-        """vLLM engine that serves the model."""
+        """Engine client that serves the model."""
 
 
 class ReadingModel(OpenModel, Protocol):
-    """An open model that reads texts and returns their rows."""
+    """An open model that runs prompts and returns captured rows."""
 
     @property
     def num_layers(self) -> int:
@@ -51,55 +51,55 @@ class ReadingModel(OpenModel, Protocol):
 
     @property
     def origin(self) -> Mapping[str, str]:
-        """See `SteerModel.origin`."""
+        """Facts that identify the model; see `SteerModel.origin`."""
 
     async def token_ids(self, text: Any, *, add_special_tokens: bool = True) -> list[int]:
-        """See `SteerModel.token_ids`."""
+        """Tokenise a text; see `SteerModel.token_ids`."""
 
     async def read(self, prompts: Any, *, capture: Any, steering: Any) -> Any:
-        """See `SteerModel.read`."""
+        """Run prompts and return handles of their captured rows; see `SteerModel.read`."""
 
     async def fetch_captures_batch(self, handles: Sequence[Any]) -> Any:
-        """Fetch the rows of many handles, which then hold them; see `SteerModel.fetch_captures_batch`."""
+        """Fetch the rows of many handles into the handles; see `SteerModel.fetch_captures_batch`."""
 
 
 class SketchingModel(ReadingModel, Protocol):
-    """An open model that also makes sketches."""
+    """An open model that also accumulates statistics of rows (sketches) in the workers."""
 
     def sketch(self, kind: str, *, layers: Any, sites: Any, tokens: Any) -> AbstractAsyncContextManager[Any]:
-        """See `SteerModel.sketch`."""
+        """Return a context manager that opens a sketch; see `SteerModel.sketch`."""
 
 
 class CheckpointedModel(Protocol):
-    """An open model whose weights lie in a checkpoint: a `SteerModel` of either call style."""
+    """An open model with a checkpoint on disk or the hub: a `SteerModel` of either call style."""
 
     @property
     def checkpoint(self) -> tuple[str, str | None]:
-        """See `SteerModel.checkpoint`."""
+        """Name or path of the checkpoint, and revision or None; see `SteerModel.checkpoint`."""
 
     @property
     def tokenizer(self) -> Any:
-        """Tokenizer of transformers."""
+        """The model's tokenizer of transformers."""
 
 
 class FetchedRows(Protocol):
-    """Fetched rows of a request and their labels: a `CaptureHandle` of either call style."""
+    """Fetched rows of a request with their labels: a `CaptureHandle` of either call style."""
 
     @property
     def captures(self) -> Any:
-        """Rows by point, `captures.rows.Captures`."""
+        """Rows by point, a `captures.rows.Captures`."""
 
     @property
     def receipt(self) -> Any:
-        """See `CaptureHandle.receipt`."""
+        """Receipt of the capture; see `CaptureHandle.receipt`."""
 
     @property
     def directions(self) -> Any:
-        """See `CaptureHandle.directions`."""
+        """Directions that the rows were projected on, or None; see `CaptureHandle.directions`."""
 
     @property
     def marks(self) -> Any:
-        """See `CaptureHandle.marks`."""
+        """Marks of positions; see `CaptureHandle.marks`."""
 
     @property
     def num_layers(self) -> int:
@@ -111,7 +111,7 @@ class FetchedRows(Protocol):
 
     @property
     def token_ids(self) -> Any:
-        """Token that the model read at each row, int64 [rows]."""
+        """Id of the model's input token at each row, int64 [rows]."""
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
@@ -119,16 +119,16 @@ class FetchedRows(Protocol):
 
     @property
     def output_token_ids(self) -> Sequence[int]:
-        """Token ids that were generated."""
+        """Ids of the generated tokens."""
 
 
 class CallStyle(NamedTuple):
-    """Code fragments of a call style, async or blocking, so that examples in error messages run in the caller's code.
+    """Code fragments of the async or blocking call style, for examples in error messages.
 
     Args:
-        call: prefix of a call: "await ", or nothing.
-        manager: keyword of a context manager: "async with", or "with".
-        script: a script with the guard that vLLM's processes need.
+        call: prefix of a call: "await " or "".
+        manager: keyword of a context manager: "async with" or "with".
+        script: example script with the `__main__` guard that vLLM's processes need.
     """
 
     call: str

@@ -1,4 +1,4 @@
-"""Receipts of captures and steering, and the checks of the workers' records against the request."""
+"""Receipts of captures and steering, and checks of the workers' records against the request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from steercap.core.spec import Point, Reduction
 from steercap.core.tokens import Range
 from steercap.errors import CaptureIncomplete, SteeringNotApplied
 
-#: Ending of error messages: consequence for the text, and advice.
+#: Ending of error messages: the text is withheld, and what to do.
 _WITHHELD: Final = (
     "its text is withheld. Repeat the call: cached keys and values of this one are not reused. If it fails again, "
     "restart the engine and report it"
@@ -28,17 +28,16 @@ _WITHHELD: Final = (
 
 @dataclass(frozen=True)
 class SteeringReceipt:
-    """Receipt of the steering of one request, from the workers' records.
+    """Receipt of one request's steering: the edits that the workers report to have made.
 
     Args:
-        rows: rows that each edit touched, in the order of the spec's edits, all its layers together; a row counts
-            when the edit was applied to it, whether or not its value changed. Of a `LogitBias` the positions whose
-            logits it was added to.
+        rows: number of rows to which each edit was applied, over all its layers, in the order of the spec's edits; a
+            row counts even if its value did not change. For a `LogitBias`, the number of positions whose logits were
+            biased.
         computed: number of tokens computed for this request.
         cached: number of tokens read from the prefix cache: written by an equally steered request, or by any request
             where no edit reaches a key or value.
-        digest: SHA-256 of the edits as they were compiled, in hexadecimal: equal edits have equal digests; "" in files
-            of older versions.
+        digest: SHA-256 of the compiled edits, in hexadecimal; "" in files of older versions.
     """
 
     rows: tuple[int, ...]
@@ -49,19 +48,19 @@ class SteeringReceipt:
 
 @dataclass(frozen=True)
 class Receipt:
-    """Receipt of the capture of one request, from the workers' records.
+    """Receipt of one request's capture: the rows that the workers report, and how they were checked.
 
     Args:
-        points: points captured, layer by layer.
+        points: captured points, by layer.
         positions: position of every row, int64 [rows].
-        token_ids: id of the token the model read at each of them, int64 [rows].
-        writes: number of rows written, recomputed ones counted again.
-        reduce: the reduction applied in the worker, or None.
+        token_ids: id of the model's input token at each position, int64 [rows].
+        writes: number of rows written, with recomputed rows counted again.
+        reduce: name of the reduction applied in the worker, or None.
         steering: receipt of the edits, or None for a request without steering.
         verified: True if rows of layers with exactly this code were compared with transformers' (see
-            `steercap models`); False if only the proof at start vouches for them. None in files of older versions.
-        recomputed: True if the rows were computed again, by reading the sequence, since the engine that had them
-            died; see `SteerModel(restart=)`.
+            `steercap models`); False if only the proof at start has checked them. None in files of older versions.
+        recomputed: True if the rows were recomputed from the sequence, since the engine that had them died; see
+            `SteerModel(restart=)`.
     """
 
     points: tuple[Point, ...]
@@ -82,14 +81,14 @@ class Receipt:
 
 
 def check_labels(request: str, expected: Ints, tokens: Sequence[int], positions: Ints, token_ids: Ints) -> None:
-    """Check the labels of captured rows against the sequence that the client knows.
+    """Check the labels of captured rows against the positions and tokens that the client knows.
 
     Args:
-        request: name of the request, for the message.
-        expected: positions that must be there, int64 [rows].
-        tokens: prompt and generated token ids.
-        positions: positions the worker recorded, -1 where no row was written: int64 [rows].
-        token_ids: token ids the worker recorded, int64 [rows].
+        request: name of the request, for error messages.
+        expected: positions that must have rows, int64 [rows].
+        tokens: prompt and generated token ids, by position.
+        positions: positions that the worker recorded, -1 where no row was written: int64 [rows].
+        token_ids: token ids that the worker recorded, int64 [rows].
 
     Raises:
         CaptureIncomplete: a row is missing, or belongs to another position or token.
@@ -112,7 +111,7 @@ def check_labels(request: str, expected: Ints, tokens: Sequence[int], positions:
 
 
 def check_points(request: str, expected: Sequence[Point], captured: Sequence[Point]) -> None:
-    """Check that rows of every requested point came back.
+    """Check that the workers captured rows of every requested point.
 
     Raises:
         CaptureIncomplete: a point is missing.
@@ -123,7 +122,7 @@ def check_points(request: str, expected: Sequence[Point], captured: Sequence[Poi
 
 
 def knowing(records: Sequence[Sequence[object]]) -> tuple[int, ...]:
-    """Return the indices of the engines with a worker that knows a request; it should run on exactly one."""
+    """Return the indices of the engines in which a worker has a record of a request; there should be one."""
     return tuple(
         engine for engine, answers in enumerate(records) if any(not isinstance(answer, Unknown) for answer in answers)
     )
@@ -138,22 +137,22 @@ def check_edits(
     *,
     points: Sequence[Point] = (),
 ) -> SteeringReceipt:
-    """Check the workers' steering records against the edits that the spec and the tokens demand.
+    """Check the workers' steering records against the edits that the spec and the tokens require.
 
     Args:
-        request: name of the request, for the message.
+        request: name of the request, for error messages.
         plan: plan of the request.
         configuration: compiled edits.
-        total: number of inputs of the sequence.
-        found: answers of the workers of each engine.
-        points: the armed points, for the message.
+        total: number of model inputs of the sequence.
+        found: the workers' answers, for each engine.
+        points: the armed points, for error messages.
 
     Returns:
-        The receipt.
+        The receipt of the steering.
 
     Raises:
-        SteeringNotApplied: no engine ran the request or several did, or of the one that did a worker failed, knows
-            nothing of the request, or touched other rows.
+        SteeringNotApplied: no engine or several ran the request, or a worker failed, has no record of the request, or
+            edited other rows.
     """
     assert plan.steering is not None
     ran = knowing(found)
@@ -197,7 +196,7 @@ def check_edits(
 def _difference(
     configuration: Configuration, expected: tuple[int, ...], touched: tuple[int, ...], points: Sequence[Point]
 ) -> str:
-    """Describe the first edit of which the workers changed another number of rows than they should have."""
+    """Describe the first edit that changed another number of rows than expected."""
     for edit, (wanted, changed) in enumerate(zip(expected, touched, strict=False)):
         if wanted != changed:
             at = sorted({point for entry in configuration.entries if entry.edit == edit for point in entry.points})
@@ -213,14 +212,14 @@ def _difference(
 def _rows_expected(
     configuration: Configuration, scopes: tuple[tuple[Range, ...], ...], limit: int, total: int, computed: bytes
 ) -> tuple[tuple[int, ...], int]:
-    """Return the number of rows that each edit must touch in all, and the number of tokens that were computed.
+    """Return the number of rows that each edit must have changed, and the number of computed tokens.
 
     Args:
         configuration: compiled edits.
-        scopes: positions of each token selection.
-        limit: number of positions that can be inputs of the model.
-        total: number of inputs of the sequence.
-        computed: one bit for each of them, set if the workers computed it.
+        scopes: position ranges of each scope.
+        limit: maximum number of positions that become model inputs.
+        total: number of model inputs of the sequence.
+        computed: bit mask of the inputs that the workers computed, as bytes.
     """
     chosen = np.unpackbits(np.frombuffer(computed, dtype=np.uint8))[:total].astype(np.bool_)
     masks = scope_masks(scopes, limit)[:total][chosen]
@@ -231,13 +230,13 @@ def _rows_expected(
 def _check_biases(
     request: str, plan: Plan, configuration: Configuration, total: int, records: Sequence[SteeringRecord]
 ) -> tuple[int, ...]:
-    """Check the logits that were biased against those that must be.
+    """Check that logit biases were added at exactly the required positions and tokens.
 
     Returns:
-        For each edit the number of positions whose logits it changed, 0 for edits of rows.
+        For each edit, the number of positions whose logits it changed; 0 for edits of rows.
 
     Raises:
-        SteeringNotApplied: a worker that makes logits biased others, or none of the workers makes any.
+        SteeringNotApplied: a worker biased other logits, or no worker computes logits.
     """
     rows = [0] * configuration.edits
     if not configuration.biases or plan.steering is None:

@@ -1,4 +1,4 @@
-"""Registries of members by name: a folder of modules, each with one member or several, or a table."""
+"""Registry of plug-ins by name, discovered in a folder of modules or given as a table."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Member = TypeVar("Member")
 
 
 class Registry(Mapping[str, Member], Generic[Member]):
-    """Members of one plug-in axis by name, in the order of their names.
+    """Read-only mapping from names to the members of one plug-in axis, sorted by name.
 
     Args:
-        axis: name of the axis, for errors.
-        source: a table of members, or a package: each of its modules contributes its global `MEMBER` under the module's
-            own name, or a table of members, `MEMBERS`, under theirs. Modules are imported on first use.
-        kind: type of a `MEMBER`.
+        axis: name of the axis, for error messages, such as "site".
+        source: a table of members by name; or a package, whose modules each have a global `MEMBER`, named like the
+            module, or a table `MEMBERS`, by name. They are imported on first use.
+        kind: type of a `MEMBER`; globals of other types are ignored.
 
     Raises:
         UnknownName: on look-up of an unknown name; the message lists the known ones.
@@ -34,7 +34,7 @@ class Registry(Mapping[str, Member], Generic[Member]):
         self._members: dict[str, Member] | None = None
 
     def _loaded(self) -> dict[str, Member]:
-        """Return the members by name, sorted; they are looked for at the first call."""
+        """Return the members by name, sorted; the first call imports them."""
         if self._members is None:
             found = self._discover(self._source) if isinstance(self._source, ModuleType) else self._source.items()
             self._members = dict(sorted(found))

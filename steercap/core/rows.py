@@ -1,10 +1,10 @@
-"""Arithmetic from the position of a row to its line of the arena.
+"""Arithmetic from the position of a row to its lines in the arena, and allocation of arena pages.
 
 Shape legend: `rows` = selected positions in order, `record` = the stored rows of one token, laid out by `core.schema`
 in lines of the arena, `block` = consecutive pages of a request.
 
 The line of a row depends on its position alone, so a position computed twice (preemption, rejected
-drafts) overwrites the earlier row: last write wins, and no row can be kept twice.
+drafts) overwrites the earlier row: the last write wins, and no row is stored twice.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 
 @lru_cache(maxsize=256)
 def ranks(ranges: tuple[Range, ...], limit: int) -> Ints:
-    """Return the row index of each position below `limit`, -1 where it is not selected: int64 [limit]."""
+    """Return the row index of each position below `limit`, -1 if it is not selected: int64 [limit], read-only."""
     mask = selected(ranges, limit)
     order = np.cumsum(mask, dtype=np.int64) - 1
     order[~mask] = -1
@@ -39,11 +39,11 @@ def ranks(ranges: tuple[Range, ...], limit: int) -> Ints:
 
 @lru_cache(maxsize=256)
 def runs(ranges: tuple[Range, ...], limit: int) -> tuple[Ints, Ints]:
-    """Split the positions below `limit` into runs that are all selected, one after another, or all left out.
+    """Split the positions below `limit` into maximal runs that are selected contiguously, or not selected.
 
     Returns:
-        The first position after each run, ascending; and the number to subtract from a position in it to get its row
-        index, -1 where none is selected: int64 [runs] each.
+        The position after each run's end, ascending; and the number to subtract from a position in the run to get its
+        row index, or -1 for a run that is not selected: int64 [runs] each.
     """
     order = ranks(ranges, limit)
     shifts = np.where(order >= 0, np.arange(limit) - order, -1)
@@ -52,22 +52,21 @@ def runs(ranges: tuple[Range, ...], limit: int) -> tuple[Ints, Ints]:
 
 
 def ends_of_runs(values: npt.NDArray[np.integer]) -> Ints:
-    """Return the index after each run of equal values, ascending: int64 [runs]."""
+    """Return the end index (exclusive) of each run of equal values, ascending: int64 [runs]."""
     changes: Ints = np.flatnonzero(np.diff(values)) + 1
     return np.append(changes, len(values)) if len(values) else changes
 
 
 def rows_selected(ranges: tuple[Range, ...], limit: int, total: int) -> Ints:
-    """Return the positions of the rows of a sequence of `total` inputs, ascending: int64 [rows]."""
+    """Return the selected positions below `total`, ascending: int64 [rows]."""
     return np.flatnonzero(ranks(ranges, limit)[:total] >= 0)
 
 
 def latest_per_position(positions: npt.NDArray[np.integer]) -> Ints:
-    """Return the indices of the rows to keep where positions repeat: the latest of each position, int64 [kept].
+    """Return the indices of the last row of each position, ordered by position: int64 [kept].
 
-    The indices are ordered by position. steercap's own files never repeat one. Other programs write rows as the engine
-    computes them, and tokens that are preempted, or drafted and rejected, are computed again: of two rows of a position
-    the later one counts.
+    Files of other programs may repeat positions: tokens that are preempted, or drafted and rejected, are computed
+    again, and the later row is valid.
 
     Args:
         positions: positions of the rows of one sequence, in the order in which they were written, int [rows].
@@ -82,53 +81,53 @@ def latest_per_position(positions: npt.NDArray[np.integer]) -> Ints:
 
 @dataclass(frozen=True)
 class PageShape:
-    """Size of a page."""
+    """Size of an arena page, in lines."""
 
     lines: int
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page."""
+        """Number of bytes of a page."""
         return self.lines * LINE_BYTES
 
     def records(self, lines: int) -> int:
-        """Return the number of records of `lines` lines that fit in a page."""
+        """Return the number of records of `lines` lines each that fit in a page."""
         return self.lines // lines
 
     def pages(self, rows: int, lines: int) -> int:
-        """Return the number of pages that hold `rows` records of `lines` lines even if no two pages are consecutive."""
+        """Return the number of pages that `rows` records of `lines` lines need if no two pages are consecutive."""
         return -(-rows // self.records(lines)) if rows else 0
 
 
 def page_shape(lines: int, target_bytes: int = PAGE_BYTES) -> PageShape:
-    """Choose a page near `target_bytes` that holds whole records of all points, and at least two.
+    """Choose a page size near `target_bytes` that is a multiple of a record of all points, at least two.
 
-    Two, because a reduced row is float32: up to twice the record of a 16-bit dtype.
+    Two, because a reduction is stored as float32, twice the size of a record of a 16-bit dtype.
 
     Args:
-        lines: lines of a record of all points, in the widest encoding.
+        lines: number of lines of a record of all points, in the widest encoding.
         target_bytes: target size of a page in bytes.
     """
     return PageShape(lines * max(2, target_bytes // (lines * LINE_BYTES)))
 
 
 class RecordLines:
-    """Lines of a request's records in the arena.
+    """Arena lines of a request's records, given its pages.
 
-    Records follow each other through each block of consecutive pages, across page borders; no record crosses from block
-    to block. Nearly always all pages are one block.
+    Records are contiguous within each block of consecutive pages, across page borders; no record spans two blocks.
+    Nearly always all pages are one block.
 
     Args:
-        pages: pages of the request, ascending: int64 [pages].
-        page: the shape of a page.
-        record: lines of a record.
+        pages: page numbers of the request, ascending: int64 [pages].
+        page: size of a page.
+        record: number of lines of a record.
     """
 
     def __init__(self, pages: Ints, page: PageShape, record: int) -> None:
         self.pages = pages
         self._page = page
         self._record = record
-        #: Number of records that there is room for.
+        #: Number of records that fit in the pages.
         self.rows = 0
         #: For each block: the first row after it, and the line of row 0 if the block is extended backwards to it.
         self._ends: list[int] = []
@@ -143,22 +142,22 @@ class RecordLines:
             self._ends.append(self.rows)
 
     def lines(self, rows: Ints) -> Ints:
-        """Return the first line of the record of each row number, which must be below `self.rows`: int64 [rows]."""
+        """Return the first line of each row's record, for row indices below `self.rows`: int64 [rows]."""
         blocks = np.searchsorted(self._ends, rows, side="right")
         return np.array(self._origins)[blocks] + rows * self._record
 
     def block(self, row: int) -> tuple[int, int]:
-        """Locate the block of consecutive pages that holds a row.
+        """Return the end and the origin of the block of consecutive pages with a row's record.
 
         Returns:
-            The first row after the block, and its origin, the line that row 0 would have if the block reached back
-            to it: a row of the block begins at origin + row * lines of a record.
+            The index after the block's last row; and the origin, so that the record of a row in the block begins at
+            line origin + row * lines of a record.
         """
         block = bisect_right(self._ends, row)
         return self._ends[block], self._origins[block]
 
     def ranges(self, rows: range) -> Iterator[LineRange]:
-        """Yield the lines of these rows' records, in order, one range for each block."""
+        """Yield the line ranges of these rows' records, in order, one for each block."""
         start = rows.start
         while start < min(rows.stop, self.rows):
             end, origin = self.block(start)
@@ -167,7 +166,7 @@ class RecordLines:
             start = stop
 
     def pages_of(self, rows: int) -> int:
-        """Return the number of pages that the first `rows` records reach into."""
+        """Return the number of pages that the first `rows` records occupy, at least in part."""
         if not rows:
             return 0
         _, origin = self.block(rows - 1)
@@ -175,12 +174,12 @@ class RecordLines:
         return int(self.pages.searchsorted(last)) + 1
 
     def keep(self, pages: int) -> RecordLines:
-        """Return a copy with only the first `pages` pages; rows in them keep their lines."""
+        """Return the lines for the first `pages` pages alone; their records keep their lines."""
         return RecordLines(self.pages[:pages], self._page, self._record)
 
 
 class PageAllocator:
-    """Allocator of page numbers, lowest first, so that the pages in use stay compact."""
+    """Allocator of page numbers 0 to `total` - 1, lowest first, so that the pages in use stay compact."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -190,7 +189,7 @@ class PageAllocator:
         self._lowest = 0  # no page below it is free
 
     def allocate(self, count: int) -> Ints:
-        """Allocate the lowest free pages, ascending: int64 [count], or fewer when no more are free."""
+        """Allocate the lowest free pages and return them, ascending: int64 [count], or fewer if no more are free."""
         start, window = self._lowest, max(256, 4 * count)
         found: Ints = start + self._free[start : start + window].nonzero()[0]
         while (start := start + window) < self.total and len(found) < count:
@@ -204,14 +203,14 @@ class PageAllocator:
         return found
 
     def free(self, pages: Ints) -> None:
-        """Free pages."""
+        """Return allocated pages to the allocator."""
         if len(pages):
             self._free[pages] = True
             self._lowest = min(self._lowest, int(pages.min()))
             self.in_use -= len(pages)
 
     def forget_untouched(self, keep: int) -> int:
-        """Return the number of pages ever touched; if none is in use, lower that count to at most `keep`."""
+        """Return one more than the highest page ever allocated; if none is in use, lower that to at most `keep`."""
         touched = self.touched
         if self.in_use == 0:
             self.touched = min(touched, keep)

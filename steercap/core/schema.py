@@ -1,8 +1,8 @@
-"""Rows as they are stored: the schema of a point's tensor, their encoding, and the byte layout of a token's record.
+"""Storage of rows: a point's row shape and dtype, the encoding, and the byte layout of a token's record.
 
-A schema is read where the point's tap is installed, and sent to the client. A record is the encoded rows of a token's
-points, one after another. Arenas are counted in lines of `LINE_BYTES`, so rows of any width and dtype share one. Pure
-arithmetic: workers write records by it, and clients read them by it.
+A worker makes a point's schema when it installs the tap, and sends it to the client. A record is the concatenated
+encoded rows of one token at all captured points. Arenas are divided into lines of `LINE_BYTES`, so rows of any width
+and dtype can share one. Pure arithmetic, used by workers to write records and by the client to read them.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from steercap.core.framing import Label, Numbers, Seed, Step, Whole
 
 
 class PointSchema(msgspec.Struct, frozen=True, array_like=True):
-    """Shape, dtype and properties of the tensor at one point.
+    """Shape, dtype and properties of the rows at one point.
 
     Args:
-        shape: shape of one token's row, of all tensor-parallel ranks together: `(4096,)`, heads `(32, 128)`.
+        shape: shape of one token's row, over all tensor-parallel ranks: `(4096,)`, or `(32, 128)` for heads.
         dtype: torch name of the rows' dtype: the model's, or "float32" for routers.
-        shards: number of tensor-parallel ranks that the first axis is split over, in equal parts; 1 where each has all.
+        shards: number of tensor-parallel ranks that split the first axis equally; 1 if each rank has all of it.
         writable: True if rows can be edited.
         changes_kv: True if a cached key or value depends on the row.
-        tokens: computed tokens that have a row: "all", or those "sampled" from.
+        tokens: tokens that have a row: "all" computed ones, or those "sampled" from.
     """
 
     shape: tuple[Whole, ...]
@@ -43,12 +43,12 @@ class PointSchema(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
-        """Shape of the part of a row that one rank has."""
+        """Shape of one rank's part of a row."""
         return (self.shape[0] // self.shards, *self.shape[1:])
 
     @property
     def shard_width(self) -> int:
-        """Number of elements of the part of a row that one rank has."""
+        """Number of elements of one rank's part of a row."""
         return self.width // self.shards
 
     def __str__(self) -> str:
@@ -57,10 +57,10 @@ class PointSchema(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Coding(msgspec.Struct, frozen=True, array_like=True):
-    """An encoding with its parameters.
+    """Encoding of stored rows, with its parameters.
 
     Args:
-        encoding: name in `ENCODINGS`.
+        encoding: name of the encoding, a key of `kernels.codecs.ENCODINGS`.
         k: number of values stored per row, for encodings with that parameter; 0 for others.
         seed: seed of the projection matrix, for encodings that have one; 0 for others.
     """
@@ -74,25 +74,25 @@ class Coding(msgspec.Struct, frozen=True, array_like=True):
         return f"{self.encoding}({', '.join(named)})" if named else self.encoding
 
 
-#: Encodings of rows, bit for bit, and of reductions, in float32.
+#: Encodings that store rows unchanged, and reductions in float32.
 RAW: Final = Coding()
 REDUCED: Final = Coding("reduced")
-#: Name of the encoding of what `CaptureSpec(attention=)` keeps of queries and keys.
+#: Name of the encoding of attention summaries, `CaptureSpec(attention=)`.
 ATTENTION: Final = "attention"
 
 
-#: Bytes of a line of an arena: a cache line; no store on a GPU needs an address that is aligned to more.
+#: Number of bytes of an arena line: a cache line, and the largest alignment of a store on a GPU.
 LINE_BYTES: Final = 64
 #: Target size of a page in bytes: small enough that short requests waste little, large enough that a request needs few.
 PAGE_BYTES: Final = 256 * 1024
 
 
 class RecordShape(NamedTuple):
-    """Layout of a token's record.
+    """Byte layout of one token's record.
 
     Args:
-        offsets: offset of the row of each point, in bytes.
-        sizes: size of each row, in bytes.
+        offsets: offset of each point's row in the record, in bytes.
+        sizes: size of each point's encoded row, in bytes.
         lines: number of arena lines of the record.
     """
 
@@ -102,7 +102,7 @@ class RecordShape(NamedTuple):
 
 
 def record_shape(sizes: Sequence[int], align: int = LINE_BYTES) -> RecordShape:
-    """Lay out rows one after another in a record.
+    """Lay out encoded rows one after another in a record.
 
     Args:
         sizes: size of each encoded row, in bytes.

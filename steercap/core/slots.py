@@ -1,7 +1,7 @@
-"""Assignment of slots to configurations and of bank rows to their vectors: counted, shared, reused.
+"""Bookkeeping of the workers' slots for configurations and bank rows for vectors, with reference counts.
 
-Pure bookkeeping, kept by the client for all workers alike: it decides what must be sent and what may be overwritten.
-Unused contents stay until their place is needed; the least recently used goes first.
+The client does it for all workers alike: it decides what must be sent and what may be overwritten. Unused contents stay
+until their place is needed; the least recently used is overwritten first.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from steercap.core.program import Blob, Configuration
 
 @dataclass(eq=False)
 class _Held:
-    """A configuration in its slot, or a blob in its bank rows.
+    """Content of a slot (a configuration) or of bank rows (a blob), and the number of its users.
 
     Args:
-        places: slot or bank rows that it occupies.
+        places: indices of the slot or bank rows that it occupies.
         users: number of requests that use it.
-        sent: state known to the workers: True for a blob that they hold; for a configuration, the entries of its blobs
-            as they were. Blobs that return to their places have new entries: the workers drop what others overwrite.
+        sent: None until sent to the workers; then True for a blob, and for a configuration the `_Held` of each of its
+            blobs at that time, since workers drop a configuration whose blobs are overwritten.
     """
 
     places: tuple[int, ...]
@@ -30,7 +30,7 @@ class _Held:
 
 
 class _Shelf:
-    """Places of one kind, slots or bank rows, and their contents by digest."""
+    """Places of one kind, slots or bank rows, numbered from 0 to `places` - 1, and their contents by digest."""
 
     def __init__(self, places: int) -> None:
         self.total = places
@@ -41,11 +41,11 @@ class _Shelf:
 
     @property
     def in_use(self) -> int:
-        """Places whose contents have users."""
+        """Number of places whose contents have users."""
         return self.total - len(self._free) - self._idle_places
 
     def room(self, wanted: Iterable[tuple[bytes, int]]) -> bool:
-        """Check if contents of these sizes fit beside all contents with users."""
+        """Check if contents, given as (digest, number of places), fit beside all contents with users."""
         missing = reusable = 0
         for digest, places in wanted:
             if digest not in self.held:
@@ -55,7 +55,7 @@ class _Shelf:
         return missing <= len(self._free) + self._idle_places - reusable
 
     def take(self, digest: bytes, places: int) -> _Held:
-        """Add a user to the content of this digest, in its present places or in new ones."""
+        """Add a user to the content with this digest, in its present places or in new ones, and return the content."""
         held = self.held.get(digest)
         if held is None:
             while len(self._free) < places:
@@ -67,7 +67,7 @@ class _Shelf:
         return held
 
     def release(self, digest: bytes) -> None:
-        """Remove a user; contents without users may be displaced."""
+        """Remove a user from the content with this digest; contents without users may be overwritten."""
         held = self.held[digest]
         held.users -= 1
         if not held.users:
@@ -82,7 +82,7 @@ class _Shelf:
 
 @dataclass(frozen=True, eq=False)
 class Grant:
-    """A configuration's slot and bank rows, until `Slots.release`."""
+    """A configuration's slot and bank rows, reserved until `Slots.release`; `bank_rows` are those of each blob."""
 
     configuration: Configuration
     digest: bytes
@@ -91,23 +91,23 @@ class Grant:
 
 
 class Slots:
-    """Slots and bank rows of an engine.
+    """Reservations of an engine's slots and bank rows.
 
     Args:
-        slots: number of configurations held at once.
+        slots: number of slots, each for one configuration.
         rows: number of rows of the vector bank.
     """
 
     def __init__(self, slots: int, rows: int) -> None:
         self._slots = _Shelf(slots)
         self._bank = _Shelf(rows)
-        #: Grants of the configurations in use; those that the workers hold, by digest. Each is one user of its blobs.
+        #: Grants in use, by digest; and digests of those that the workers have. Each grant is one user of its blobs.
         self._granted: dict[bytes, Grant] = {}
         self._confirmed: set[bytes] = set()
 
     @property
     def slots(self) -> int:
-        """Number of configurations held at once."""
+        """Number of slots, each for one configuration."""
         return self._slots.total
 
     @property
@@ -117,20 +117,20 @@ class Slots:
 
     @property
     def slots_in_use(self) -> int:
-        """Number of slots whose configuration some request uses."""
+        """Number of slots whose configuration has users."""
         return self._slots.in_use
 
     @property
     def rows_in_use(self) -> int:
-        """Number of bank rows whose vectors some request uses."""
+        """Number of bank rows whose vectors have users."""
         return self._bank.in_use
 
     def can_ever_hold(self, wanted: Mapping[bytes, Configuration]) -> bool:
-        """Check if these configurations, by their digests, fit into empty slots and an empty bank."""
+        """Check if these configurations, by digest, fit together into empty slots and an empty bank."""
         return len(wanted) <= self.slots and sum(_blobs(wanted.values()).values()) <= self.rows
 
     def claim_all(self, wanted: Mapping[bytes, Configuration]) -> list[Grant] | None:
-        """Claim places for all of these configurations, by their digests, or return None if they do not all fit."""
+        """Reserve places for all these configurations, by digest; return the grants, or None if they do not all fit."""
         fits = all(digest in self._granted for digest in wanted) or (
             self._slots.room((digest, 1) for digest in wanted) and self._bank.room(_blobs(wanted.values()).items())
         )
@@ -140,7 +140,7 @@ class Slots:
         return [grant for grant in grants if grant is not None]
 
     def claim(self, configuration: Configuration, digest: bytes) -> Grant | None:
-        """Claim places for a configuration, or return None if those in use leave no room."""
+        """Add a user to a configuration and reserve its places; None if those in use leave no room."""
         if digest in self._granted:
             self._slots.take(digest, 1)
             return self._granted[digest]
@@ -156,14 +156,14 @@ class Slots:
         return grant
 
     def unsent(self, grant: Grant) -> tuple[Blob, ...] | None:
-        """Return the blobs that must be sent before the configuration can run; None if it can run as it is."""
+        """Return the blobs to send before the configuration can run, perhaps (); None if the workers have it all."""
         if grant.digest in self._confirmed:
             return None
         missing = tuple(blob for blob in grant.configuration.blobs if not self._bank.held[blob.digest].sent)
         return missing if missing or self._slots.held[grant.digest].sent != self._entries(grant) else None
 
     def confirm(self, grant: Grant) -> None:
-        """Record that the workers hold the configuration and its blobs."""
+        """Record that the workers have the configuration and its blobs."""
         self._slots.held[grant.digest].sent = self._entries(grant)
         for blob in grant.configuration.blobs:
             self._bank.held[blob.digest].sent = True
@@ -174,7 +174,7 @@ class Slots:
         return tuple(self._bank.held[blob.digest] for blob in grant.configuration.blobs)
 
     def release(self, grant: Grant) -> None:
-        """Remove a user of the configuration, and with the last one a user of its blobs."""
+        """Remove a user of the configuration; the last one's release frees its places for other configurations."""
         self._slots.release(grant.digest)
         if self._slots.held[grant.digest].users:
             return
@@ -185,5 +185,5 @@ class Slots:
 
 
 def _blobs(configurations: Iterable[Configuration]) -> dict[bytes, int]:
-    """Return the number of bank rows of each blob of some configurations, by its digest."""
+    """Return the number of bank rows of each blob of some configurations, by digest."""
     return {blob.digest: blob.rows for configuration in configurations for blob in configuration.blobs}

@@ -1,4 +1,4 @@
-"""Capture specs as users write them, checked against the model before anything runs."""
+"""Capture specs as users write them, parsed and checked before anything runs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import Mask, choices, index_of, mask_of, parts_of, plain, shown, truth_of
 from steercap.errors import InvalidSpec, LayerOutOfRange, PointNotArmed, UnknownName
 
-#: Layers as a user writes them; negative indices count from the last layer, and a mask has a truth value for each.
+#: Layers as a user writes them; negative indices count from the last layer, and a mask has a bool for each layer.
 Layers: TypeAlias = "int | slice | range | Sequence[int] | Sequence[bool] | Mask | Literal['all']"
-#: A point as a user writes it: a name, or a layer and a site.
+#: Point as a user writes it: a name with a layer, such as "z[5]", or a (layer, site) pair.
 At: TypeAlias = "str | tuple[int, str]"
 Reduction: TypeAlias = Literal["mean", "sum", "max", "last"]
 
-#: Maximum values of `k` and `seed`.
+#: Maximum values of `CaptureSpec(k=)` and `CaptureSpec(seed=)`.
 MOST_NUMBERS: Final = 1 << 16
 MOST_SEED: Final = (1 << 64) - 1
 
-#: Sites that attention is computed of, and the maximum number of targets of a head and token.
+#: Sites from which attention weights are computed, and the maximum of `CaptureSpec(attention=)`.
 QUERIES_AND_KEYS: Final = ("q", "k")
 MOST_TARGETS: Final = 128
 
@@ -31,7 +31,7 @@ REDUCTIONS: Final[tuple[Reduction, ...]] = ("mean", "sum", "max", "last")
 
 
 class Point(NamedTuple):
-    """A site at a layer: one place in the model where rows can be read."""
+    """A place in the model where rows can be read and edited: a site at a layer index."""
 
     layer: int
     site: str
@@ -43,11 +43,11 @@ class Point(NamedTuple):
 
 
 class Projectable(Protocol):
-    """Directions that rows can be projected on: a `DirectionSet`, or `LayerVectors` for one direction."""
+    """Directions on which rows can be projected: a `DirectionSet`, or `LayerVectors` for one direction."""
 
     @property
     def site(self) -> str:
-        """Site of the rows."""
+        """Name of the site of the rows."""
 
     @property
     def width(self) -> int:
@@ -63,62 +63,62 @@ class Calibrating(Protocol):
 
 
 class Reader(Protocol):
-    """Encoder that reads rows: an `SAE`."""
+    """Encoder that reads rows of one point: an `SAE`."""
 
     @property
     def input(self) -> Point:
-        """Point whose rows it reads."""
+        """Point whose rows the encoder reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureSpec:
-    """Activations to capture from a request: points, tokens and storage.
+    """Specification of the activations to capture from a request: points, tokens and storage.
 
     Args:
         layers: an index, a slice, a range, a sequence of indices, a mask with a truth value for each layer of the
             model, or "all"; negative counts from the last layer. Layer `i` of `resid_post` is transformers'
             `hidden_states[i + 1]`, before the final norm for the last layer.
-        sites: places in the layer, one name or several; TransformerLens's names ("hook_resid_post", "attn.hook_z") and
-            the paths of modules that the engine was opened with ("model.layers.*.mlp.input") are names too.
+        sites: names of sites within a layer, one or several; TransformerLens's names ("hook_resid_post", "attn.hook_z")
+            and the paths of modules that the engine was opened with ("model.layers.*.mlp.input") are names too.
         at: points, instead of layers and sites: a name with its layer ("resid_post[5]", "blocks.5.attn.hook_z",
             "model.layers.5.mlp.input"), a pair of layer and site, or several of these in a list. A name without a layer
             stands for all layers.
         tokens: "all", "prompt", "generated", "last_prompt", a slice, positions (negative counts from the end of the
-            prompt), a mask with a truth value for each prompt token or for each of prompt + `max_tokens` - 1 positions,
+            prompt), a mask of bools for the prompt tokens or for all prompt + `max_tokens` - 1 positions,
             or a list of these. Prompt + generated - 1 tokens exist: the last sampled one is never an input.
         reduce: None for one row per token, or "mean", "sum", "max", "last" over the tokens selected, computed in
             the worker in float32: one row per point.
-        codec: encoding of rows on their way to the client, and there. "raw" keeps them bit for bit. The others are
+        codec: encoding of stored rows. "raw" keeps them bit for bit. The others are
             lossy, and decoded to float32: "full8" keeps 8 bits an element, "fp8" as floating point, "int4" 4 bits,
-            "topk8" the `k` elements of greatest magnitude, "rp8" and "rp16" `k` random projections. The largest
-            error of an element follows from the scales that are kept with the rows; see `CaptureHandle.coded`. Left
-            out, it is that of `SteerModel(codec=)` or `STEERCAP_CODEC`, else "raw". Reductions and projections have
-            none.
+            "topk8" the `k` elements of greatest magnitude, "rp8" and "rp16" `k` random projections. The maximum error
+            of an element follows from scales that are stored with the rows; see `CaptureHandle.coded`. None for that of
+            `SteerModel(codec=)` or `STEERCAP_CODEC`, else "raw". Reductions and projections have no codec.
         k: number of values stored for a row: with "topk8" (64 by default), "rp8" and "rp16" (512); with `sae`,
             number of features (32).
-        seed: seed of the matrix of "rp8" and "rp16", 0 by default. Rows that are to be compared need the same.
-        calibration: scales for "full8", made by `steercap.lab.directions.calibrate`: each element then has a step of
-            its own, which follows its spread, and rows lose several times less for the same bytes.
-        before_edits: keep rows as they were before the edits of their own point; by default they are what the
-            model continues with, edits included. Edits at earlier points have had their effect either way.
+        seed: seed of the matrix of "rp8" and "rp16", 0 by default. Rows can be compared only if their seeds are equal.
+        calibration: scales for "full8", made by `steercap.lab.directions.calibrate`: each element then has a
+            quantisation step of its own, and the error is several times less for the same bytes.
+        before_edits: True to capture rows before the edits at their own point; by default edits are included. Edits at
+            earlier points have had their effect in either case.
         project: a DirectionSet, or LayerVectors for one direction: instead of each row, its scalar products with
-            the unit vectors of its layer, float32 [rows, directions], computed in the worker. `layers="all"` then
-            means all layers that the directions have, and the site is theirs.
+            the unit vectors of its layer, float32 [rows, directions], computed in the worker. `layers="all"` then means
+            all layers of the directions, and the site is that of the directions.
         sae: an SAE, or several of different points: instead of each row, its `k` most active features, computed in
-            the worker; see `CaptureHandle.features`. The points are those that the SAEs read.
-        attention: instead of queries and keys, the targets that each head attends to most for each token: this many,
-            1 to 128, computed in the worker; see `CaptureHandle.attention`. A target takes 3 bytes, a head of a token 4
-            more. The sites are "q" and "k", and `tokens` must begin at the first.
-        allow_nonfinite: hand over rows that hold NaN or infinity, as a model that overflows has them; by default
-            fetching them raises CaptureNotFinite.
-        gather: join the shards of points that are split over tensor-parallel ranks; otherwise they are handed over as
-            they are, see `Captures.shards`.
+            the worker; see `CaptureHandle.features`. The points are those of the SAEs.
+        attention: instead of queries and keys, this many positions, 1 to 128, to which each head attends most from each
+            token, computed in the worker; see `CaptureHandle.attention`. They take 3 bytes each, plus 4 for each head
+            and token. The sites are "q" and "k", and `tokens` must begin at the first token.
+        allow_nonfinite: True to return rows with NaN or infinity, which a model that overflows has; by default fetching
+            them raises CaptureNotFinite.
+        gather: True to concatenate the parts of rows that are split over tensor-parallel ranks; False to return the
+            parts, see `Captures.shards`.
 
     Raises:
-        InvalidSpec: no site, an unknown reduction, something of another type, two of `project`, `reduce`, `sae` and
-            `attention`, or `layers`, `sites` or `at` beside another argument that fixes the points.
-        UnknownName: a name of TransformerLens's whose rows differ from every site's.
-        InvalidSelection: a malformed `tokens`.
+        InvalidSpec: there is no site, a reduction is unknown, a value has the wrong type, two of `project`, `reduce`,
+            `sae` and `attention` are given, or `layers`, `sites` or `at` beside another argument that determines the
+            points.
+        UnknownName: a TransformerLens name has no site of equal rows.
+        InvalidSelection: `tokens` is malformed.
     """
 
     layers: Layers = "all"
@@ -168,7 +168,7 @@ class CaptureSpec:
         self._check_storing()
 
     def _check_reading(self) -> None:
-        """Check that nothing else is given beside `sae` that fixes the points or computes from rows."""
+        """Check that no argument given beside `sae` also determines the points or replaces the rows."""
         if isinstance(self.sae, (list, tuple)):
             object.__setattr__(self, "sae", tuple(self.sae))
             if not self.sae:
@@ -183,7 +183,7 @@ class CaptureSpec:
             )
 
     def _check_attention(self) -> None:
-        """Check that nothing else is given beside `attention` that fixes the sites or changes the rows."""
+        """Check that no argument given beside `attention` also determines the sites or changes the rows."""
         if self.attention is None:
             return
         others = ("at", "reduce", "codec", "k", "seed", "calibration", "project", "sae", "before_edits")
@@ -216,18 +216,18 @@ class CaptureSpec:
 
     @property
     def keeps_rows(self) -> bool:
-        """True if rows are kept, rather than results computed from them."""
+        """True if rows themselves are stored, rather than results computed from them."""
         return self.project is None and self.reduce is None and self.sae is None and self.attention is None
 
     @property
     def saes(self) -> tuple[Any, ...]:
-        """SAEs that read rows, () if there is none."""
+        """SAEs that read the rows; () if there are none."""
         if self.sae is None:
             return ()
         return self.sae if isinstance(self.sae, tuple) else (self.sae,)
 
     def codec_or(self, default: str) -> str:
-        """Return the codec of the rows; `default` for specs that name none."""
+        """Return the name of the codec of the rows, or `default` if the spec has none."""
         if self.calibration is not None:
             return "full8"
         if self.codec is not None:
@@ -240,11 +240,11 @@ class CaptureSpec:
         return cast("TokenSelection", self.tokens)
 
     def points(self, num_layers: int) -> tuple[Point, ...]:
-        """Return the points to capture in a model of `num_layers` layers, layer by layer.
+        """Return the points to capture in a model of `num_layers` layers, by layer, or in the order of `at`.
 
         Raises:
-            LayerOutOfRange: an index outside the model.
-            InvalidSpec: a selection of layers that holds none, or a mask of another length than the model has layers.
+            LayerOutOfRange: a layer index is outside the model.
+            InvalidSpec: no layer is selected, or a mask has another length than the model has layers.
         """
         if self.at is not None:
             names = cast("tuple[Name, ...]", self.at)
@@ -253,7 +253,7 @@ class CaptureSpec:
         return tuple(Point(layer, site) for layer in layers for site in self.sites)
 
     def is_open(self, point: Point, num_layers: int) -> bool:
-        """Return True if a point may be missing from the model: at layers="all", not every layer has a router."""
+        """Check if a point may be absent from the model without an error, since its layer was selected by "all"."""
         if self.at is None:
             return isinstance(self.layers, str)
         names = cast("tuple[Name, ...]", self.at)
@@ -262,7 +262,7 @@ class CaptureSpec:
 
 
 def points_of(name: Name, layers: Layers, num_layers: int) -> tuple[Point, ...]:
-    """Return the points of a name, at its own layer, or at `layers` where it gives none.
+    """Return the points of a parsed name, at the name's own layer, or else at `layers`.
 
     Raises:
         LayerOutOfRange, InvalidSpec: see `resolve_layers`.
@@ -272,10 +272,10 @@ def points_of(name: Name, layers: Layers, num_layers: int) -> tuple[Point, ...]:
 
 
 def parse_points(at: Any) -> tuple[Name, ...]:
-    """Parse points, by name or by layer and site: distinct, in the order given; it is not checked that they exist.
+    """Parse the points of `CaptureSpec(at=)`: distinct, in the order given; they need not exist.
 
     Raises:
-        InvalidSpec: none, or something else than points.
+        InvalidSpec: there is no point, or an item is no point.
         UnknownName: see `read_name`.
     """
     alone = isinstance(at, str) or (isinstance(at, tuple) and len(at) == 2 and index_of(at[0]) is not None)
@@ -295,10 +295,10 @@ def _named_point(given: Any) -> Name:
 
 
 def name_of_site(site: str) -> str:
-    """Return steercap's name of a site, given any of its names.
+    """Return steercap's name of a site, given any name of the site.
 
     Raises:
-        InvalidSpec: it names a layer too.
+        InvalidSpec: the name has a layer index.
         UnknownName: see `read_name`.
     """
     found = read_name(site)
@@ -308,20 +308,20 @@ def name_of_site(site: str) -> str:
 
 
 def parse_sites(sites: Any) -> tuple[str, ...]:
-    """Parse names of sites: distinct, in the order given; it is not checked that they exist.
+    """Parse names of sites to steercap's: distinct, in the order given; they need not exist.
 
     Raises:
-        InvalidSpec: none, something else than names, or one that names a layer.
+        InvalidSpec: there is no name, an item is no str, or a name has a layer index.
         UnknownName: see `read_name`.
     """
     return tuple(dict.fromkeys(map(name_of_site, _texts(sites))))
 
 
 def parse_names(sites: Any) -> tuple[Name, ...]:
-    """Parse names of sites that may include a layer: distinct, in the order given.
+    """Parse names of sites, with or without a layer index: distinct, in the order given.
 
     Raises:
-        InvalidSpec: none, or something else than names.
+        InvalidSpec: there is no name, or an item is no str.
         UnknownName: see `read_name`.
     """
     return tuple(dict.fromkeys(map(read_name, _texts(sites))))
@@ -337,13 +337,13 @@ def _texts(sites: Any) -> tuple[str, ...]:
 
 
 def parse_layers(layers: Any) -> Layers:
-    """Parse layers to immutable plain values; it is not checked that the model has them.
+    """Convert layers to immutable plain values; the model need not have them.
 
     Returns:
         "all", an index, a slice or a range of plain integers, a tuple of indices, or a mask.
 
     Raises:
-        InvalidSpec: a value of another type, such as a truth value by itself.
+        InvalidSpec: a value has another type, such as a single bool.
     """
     found = plain(layers)
     if isinstance(found, (Mask, range)) or (isinstance(found, str) and found == "all"):
@@ -363,11 +363,11 @@ def parse_layers(layers: Any) -> Layers:
 
 
 def resolve_layers(layers: Layers, num_layers: int) -> tuple[int, ...]:
-    """Return sorted, distinct, non-negative layer indices.
+    """Return the selected layer indices of a model of `num_layers` layers, ascending, distinct and non-negative.
 
     Raises:
-        LayerOutOfRange: an index outside the model.
-        InvalidSpec: a value of another type, a mask of another length, or a selection that holds no layer.
+        LayerOutOfRange: a layer index is outside the model.
+        InvalidSpec: a value has another type, a mask has another length, or no layer is selected.
     """
     found = sorted({_index(layer, num_layers) for layer in _listed(parse_layers(layers), num_layers)})
     if not found:
@@ -378,7 +378,7 @@ def resolve_layers(layers: Layers, num_layers: int) -> tuple[int, ...]:
 def existing(
     points: tuple[Point, ...], is_open: Callable[[Point], bool], exists: Callable[[Point], bool]
 ) -> tuple[Point, ...]:
-    """Drop points at "all" layers that the model lacks, since not every layer has a router; keep named ones.
+    """Drop points that the model lacks if they are wanted only where it has them, as at layers "all".
 
     If nothing is left, return all points, so that `check_armed` refuses one by its name.
 
@@ -397,18 +397,18 @@ def check_armed(
     exists: Callable[[Point], bool] = lambda _: True,
     refused: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Check that every point has a tap.
+    """Check that every requested point has a tap in this engine.
 
     Args:
         points: points requested.
         armed: points that have a tap.
         known_sites: names of all sites.
         exists: predicate that says if the model has a point.
-        refused: reasons why layers that no family knows lack sites, by site.
+        refused: reason why a derived family lacks a site, by site.
 
     Raises:
-        UnknownName: a site that does not exist.
-        PointNotArmed: a point without a tap in this engine.
+        UnknownName: a site does not exist.
+        PointNotArmed: a point has no tap.
     """
     taps = set(armed)
     for point in points:
@@ -447,7 +447,7 @@ def _integer(layer: object) -> int:
 
 
 def _listed(layers: Any, num_layers: int) -> Iterable[int]:
-    """Return the indices that parsed layers name, in a model of `num_layers` layers."""
+    """Return the layer indices, possibly negative, that parsed layers select."""
     if layers == "all":
         return range(num_layers)
     if isinstance(layers, Mask):
@@ -472,10 +472,10 @@ def _index(index: int, num_layers: int) -> int:
 
 
 def require_start(selection: TokenSelection) -> None:
-    """Check that selected tokens begin at the first, as a summary of attention needs them.
+    """Check that a token selection contains every token from the first on, as attention summaries need.
 
     Raises:
-        InvalidSpec: they do not, or may not.
+        InvalidSpec: it does not, or may not for some prompt.
     """
     if not selection.from_start:
         raise InvalidSpec("attention reads the keys of all tokens before; give 'all' as tokens, or a slice from 0")

@@ -1,6 +1,6 @@
-"""Token selections: the one language in which captures and edits choose tokens of a sequence.
+"""Token selections, by which captures and edits choose the tokens of a sequence.
 
-A selection is parsed when the spec is made, and becomes ranges of positions once the length of the prompt is known.
+A selection is parsed when the spec is made, and resolved to position ranges when the prompt's length is known.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from steercap.errors import EmptySelection, InvalidSelection
 
 #: Selection as a user writes it: a name, a slice, a range, positions, a mask, or a union (list or tuple) of these.
 Tokens: TypeAlias = "str | int | slice | range | Mask | Iterable[bool] | Iterable[Tokens]"
-#: Parsed part of a selection.
+#: Parsed term of a selection: a name, a position, (start, stop, step), or a mask.
 Term: TypeAlias = "str | int | tuple[int | None, int | None, int] | Mask"
 
 #: Selection of all tokens but the first, whose row in most models is an attention sink.
 BUT_THE_FIRST: Final = slice(1, None)
 
 NAMES: Final = ("all", "prompt", "generated", "last_prompt")
-#: Maximum depth of unions within unions: deeper ones contain themselves.
+#: Maximum nesting of unions, which stops at lists that contain themselves.
 DEEPEST: Final = 8
 
 
 class Range(msgspec.Struct, frozen=True, array_like=True):
-    """Positions start, start + step, ... below stop; `stop` None runs to the end of the sequence."""
+    """Positions start, start + step, ... below `stop`; None for the end of the sequence."""
 
     start: Whole
     stop: Whole | None
@@ -42,25 +42,24 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class TokenSelection:
-    """A selection of tokens, independent of any prompt.
+    """A selection of tokens, independent of any prompt: the union of its terms.
 
-    `terms` are names, positions, (start, stop, step) triples or masks; the selection is their union.
-    Negative numbers count from the end of the prompt: -1 is the last prompt token. A stop of
-    None runs through the generated tokens, so `slice(-5, None)` is the last five prompt tokens and
-    everything after them. A mask has a truth value for each prompt token, or for each position that can be an input of
-    the model: prompt + `max_tokens` - 1.
+    `terms` are names, positions, (start, stop, step) triples or masks. Negative numbers count from the end of the
+    prompt: -1 is the last prompt token. A stop of None runs through the generated tokens, so `slice(-5, None)` is the
+    last five prompt tokens and everything after them. A mask has a bool for each prompt token, or for each possible
+    model input: prompt + `max_tokens` - 1.
     """
 
     terms: tuple[Term, ...]
 
     @classmethod
     def parse(cls, tokens: Tokens | TokenSelection) -> TokenSelection:
-        """Parse a selection as a user writes it, with integers and truth values of any library, tensors and arrays.
+        """Parse a selection as a user writes it; integers and bools may come from any library, tensors and arrays too.
 
         Raises:
-            InvalidSelection: a name that is not known, a step below 1, truth values beside something else, or a value
-                of another type.
-            EmptySelection: an empty union, or a mask that is true nowhere.
+            InvalidSelection: a name is unknown, a step is below 1, bools are mixed with other values, or a value has
+                another type.
+            EmptySelection: a union is empty, or a mask is True nowhere.
         """
         if isinstance(tokens, TokenSelection):
             return tokens
@@ -70,21 +69,22 @@ class TokenSelection:
         return cls(terms)
 
     def ranges(self, prompt_len: int, limit: int) -> tuple[Range, ...]:
-        """Return the positions selected in a sequence of `prompt_len` prompt tokens, all below `limit`.
+        """Resolve the selection to position ranges, for a sequence of `prompt_len` prompt tokens and `limit` inputs.
 
         Args:
             prompt_len: number of prompt tokens.
-            limit: number of tokens that can become inputs of the model: prompt + generated - 1 at most.
+            limit: maximum number of tokens that become model inputs: prompt + generated - 1.
 
         Raises:
-            InvalidSelection: a position outside the sequence, or a mask of a length that is neither of these numbers.
-            EmptySelection: nothing selected below `limit`.
+            InvalidSelection: a position is outside the sequence, or a mask's length is neither `prompt_len` nor
+                `limit`.
+            EmptySelection: no position below `limit` is selected.
         """
         return _ranges(self, prompt_len, limit)
 
     @property
     def from_start(self) -> bool:
-        """True if it is of all tokens up to some point, as far as it is known without a prompt."""
+        """True if it selects every token from the first up to some position, for any prompt."""
         (first, *others) = self.terms
         return not others and (
             first == "all" or (isinstance(first, tuple) and first[0] in {None, 0} and first[2] in {None, 1})
@@ -108,12 +108,12 @@ def _ranges(tokens: TokenSelection, prompt_len: int, limit: int) -> tuple[Range,
 
 @lru_cache(maxsize=64)
 def count_selected(ranges: tuple[Range, ...], total: int) -> int:
-    """Return the number of positions below `total` that are selected."""
+    """Return the number of positions below `total` that the ranges select."""
     return int(selected(ranges, total).sum())
 
 
 def selected(ranges: Iterable[Range], total: int) -> npt.NDArray[np.bool_]:
-    """Return a mask of the positions below `total` that are selected: bool [total]."""
+    """Return a mask of the positions below `total` that the ranges select: bool [total]."""
     mask = np.zeros(max(total, 0), dtype=np.bool_)
     for item in ranges:
         mask[item.start : item.stop : item.step] = True
@@ -141,7 +141,7 @@ def _terms(tokens: Any, depth: int) -> Iterable[Term]:
 
 
 def _union(tokens: Any, depth: int) -> Iterable[Term]:
-    """Yield the terms of a mask, or of several selections."""
+    """Yield the terms of a sequence: one mask for bools, else those of each item."""
     parts = parts_of(tokens, "tokens", InvalidSelection) if depth < DEEPEST else None
     if parts is None:
         raise InvalidSelection(
@@ -167,7 +167,7 @@ def _within_reach(position: int) -> int:
 
 
 def _slice_term(value: slice) -> tuple[int | None, int | None, int]:
-    """Return start, stop and step of a slice; bounds beyond any sequence are clamped."""
+    """Return start, stop and step of a slice, clamped to ±`FAR`."""
     found = [None if part is None else index_of(part) for part in (value.start, value.stop, value.step)]
     start, stop, step = (part if part is None else max(-FAR, min(part, FAR)) for part in found)
     if [part is None for part in found] != [part is None for part in (value.start, value.stop, value.step)]:
@@ -199,7 +199,7 @@ def _resolve(term: Term, prompt_len: int, limit: int) -> tuple[Range, ...]:
 
 
 def _where(mask: Mask, prompt_len: int, limit: int) -> tuple[Range, ...]:
-    """Return the ranges of positions that a mask selects."""
+    """Return the runs of positions that a mask selects."""
     if len(mask) not in {prompt_len, limit}:
         raise InvalidSelection(
             f"tokens= is a mask of {len(mask)} truth values; here it can have {prompt_len}, one for each prompt token, "

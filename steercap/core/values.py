@@ -1,7 +1,7 @@
-"""Conversion of indices, numbers and truth values of any library to immutable plain values; hashes of integers.
+"""Conversion of indices, numbers and bools of any library to immutable plain values; texts for error messages; hashes.
 
-Tensors and arrays are converted by `tolist()`, so their libraries need not be imported here. A truth value is never an
-index: `operator.index(torch.tensor(True))` is 1.
+Tensors and arrays are converted by `tolist()`, so their libraries need not be imported here. A bool is never taken for
+an index, although `operator.index(torch.tensor(True))` is 1.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from numpy.typing import NDArray
 
 from steercap.errors import InvalidRequest, InvalidSpec
 
-#: Maximum number of values of one selection, and a bound on positions and layers: beyond any context, within 64 bits.
+#: Maximum number of values of one selection; and a bound on positions and layers, beyond any context length.
 MOST_VALUES: Final = 1 << 20
 FAR: Final = 1 << 31
-#: Maximum number of names that a message lists, and of letters of a wrong name that are compared with them.
+#: Maximum number of names that an error lists, and of characters of a wrong name that are compared with them.
 MOST_NAMES: Final = 40
 MOST_LETTERS: Final = 120
 
 
 @runtime_checkable
 class _Listing(Protocol):
-    """A tensor, an array, a series or a scalar of NumPy."""
+    """A tensor, array, series or NumPy scalar: a value with `tolist`."""
 
     def tolist(self) -> Any: ...
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Truth values by index; of a type of its own, so that it is never taken for indices 0 and 1.
+    """Bools by index, in a type of its own, so that they are never taken for indices 0 and 1.
 
     Args:
         bits: one byte for each index, 0 or 1.
@@ -52,17 +52,17 @@ class Mask:
         return len(self.bits)
 
     def tolist(self) -> list[bool]:
-        """Return the truth values."""
+        """Return the bools as a list."""
         return [bit == 1 for bit in self.bits]
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Indices that are true, ascending."""
+        """Indices that are True, ascending."""
         return tuple(np.flatnonzero(np.frombuffer(self.bits, dtype=np.uint8)).tolist())
 
     @property
     def runs(self) -> Iterator[tuple[int, int]]:
-        """Runs of true indices, ascending: [start, stop) each."""
+        """Runs [start, stop) of True indices, ascending."""
         steps = np.diff(np.frombuffer(b"\0" + self.bits + b"\0", dtype=np.uint8).astype(np.int8))
         starts, stops = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)
         return zip(starts.tolist(), stops.tolist(), strict=True)
@@ -74,10 +74,10 @@ class Mask:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A tensor or an array that is not one-dimensional, or cannot be read; neither index, number nor truth value.
+    """Placeholder for a tensor or array that has several axes or cannot be read; no index, number or bool.
 
     Args:
-        shown: short text for messages.
+        shown: short text for error messages.
     """
 
     shown: str
@@ -87,9 +87,9 @@ class Unreadable:
 
 
 def plain(value: Any) -> Any:
-    """Convert a scalar of any library to Python's own, a tensor or an array to a list; return anything else as it is.
+    """Convert a scalar of any library to Python's type, and a tensor or array to a list; return others unchanged.
 
-    Axes of length 1 do not count. A value with two or more longer axes, or one that cannot be read, becomes
+    Axes of length 1 are dropped. A value with two or more longer axes, or one that cannot be read, becomes
     `Unreadable`.
     """
     if type(value) in _OURS or isinstance(value, type) or not isinstance(value, _Listing):
@@ -104,15 +104,15 @@ def plain(value: Any) -> Any:
 
 
 def parts_of(value: Any, what: str, wrong: type[InvalidRequest] = InvalidSpec) -> list[Any] | None:
-    """Return the items of an iterable as plain values; None for anything else, and for sets with truth values.
+    """Return an iterable's items as plain values; None for text, bytes, mappings, non-iterables, and sets of bools.
 
     Args:
-        value: value a user gave.
-        what: name of the argument, for the message: "layers".
+        value: the user's value of an argument.
+        what: name of the argument, for error messages, such as "layers".
         wrong: class of the error to raise.
 
     Raises:
-        InvalidRequest: of the class `wrong`: more than `MOST_VALUES` items, or no end.
+        InvalidRequest: of the class `wrong`: there are more than `MOST_VALUES` items.
     """
     given, value = value, plain(value)
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, bytearray, Mapping)):
@@ -126,14 +126,14 @@ def parts_of(value: Any, what: str, wrong: type[InvalidRequest] = InvalidSpec) -
 
 
 def mask_of(parts: list[Any]) -> Mask | None:
-    """Return truth values as a mask; None if there are other values among them, or none at all."""
+    """Return a list of bools as a mask; None if it is empty or has other values."""
     if not parts or not all(isinstance(part, bool) for part in parts):
         return None
     return Mask(bytes(parts))
 
 
 def index_of(value: Any) -> int | None:
-    """Convert an integer of any library; return None for anything else, truth values included."""
+    """Convert an integer of any library to int; None for anything else, including bools."""
     value = plain(value)
     if isinstance(value, bool):
         return None
@@ -146,17 +146,17 @@ def index_of(value: Any) -> int | None:
 def count_of(
     value: Any, name: str, least: int = 1, most: int | None = None, *, wrong: type[Exception] = InvalidSpec
 ) -> int:
-    """Convert a whole number of any library, and check its bounds.
+    """Convert an integer of any library to int, and check its bounds.
 
     Args:
-        value: the value of an argument.
-        name: name of the argument, for the message.
-        least: the least that is accepted.
-        most: the most that is accepted; None for no bound.
+        value: the user's value of an argument.
+        name: name of the argument, for error messages.
+        least: minimum.
+        most: maximum; None for no bound.
         wrong: type of the error.
 
     Raises:
-        wrong: something else than a whole number, or one out of bounds.
+        wrong: the value is no integer, or out of bounds.
     """
     found = index_of(value)
     if found is None or found < least or (most is not None and found > most):
@@ -166,21 +166,21 @@ def count_of(
 
 
 def flag_of(value: Any) -> bool | None:
-    """Convert a truth value of any library; return None for anything else."""
+    """Convert a bool of any library to Python's; None for anything else."""
     value = plain(value)
     return value if isinstance(value, bool) else None
 
 
 def truth_of(value: Any, name: str, *, wrong: type[Exception] = InvalidSpec) -> bool:
-    """Convert a truth value of any library.
+    """Convert a bool of any library to Python's.
 
     Args:
-        value: the value of an argument.
-        name: name of the argument, for the message.
+        value: the user's value of an argument.
+        name: name of the argument, for error messages.
         wrong: type of the error.
 
     Raises:
-        wrong: something else than a truth value.
+        wrong: the value is no bool.
     """
     found = flag_of(value)
     if found is None:
@@ -189,7 +189,7 @@ def truth_of(value: Any, name: str, *, wrong: type[Exception] = InvalidSpec) -> 
 
 
 def number_of(value: Any) -> float | None:
-    """Convert a real number of any library; None for anything else, truth values and text included.
+    """Convert a real number of any library to float; None for anything else, including bools and text.
 
     Numbers beyond float64 become infinite.
     """
@@ -207,7 +207,7 @@ def number_of(value: Any) -> float | None:
 
 
 def warn(message: str) -> None:
-    """Issue a warning attributed to the line outside of steercap that called it."""
+    """Issue a UserWarning that is attributed to the innermost calling line outside of steercap."""
     frame, level = inspect.currentframe(), 0
     while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "steercap":
         frame, level = frame.f_back, level + 1
@@ -215,24 +215,24 @@ def warn(message: str) -> None:
 
 
 def shown(value: Any) -> str:
-    """Return a short text of a value, for messages."""
+    """Return a `repr` of a value, shortened for error messages."""
     text = " ".join(_short.repr(value).split())
     return text if len(text) <= _short.maxother else f"{text[: _short.maxother - 3]}..."
 
 
 def nearest(name: object, known: Iterable[str]) -> str | None:
-    """Return the known name that a wrong one is most like, whatever its case; None if it is like none."""
+    """Return the known name most similar to a wrong one, ignoring case; None if none is similar."""
     folded = {one.casefold(): one for one in reversed([*known])}
     near = difflib.get_close_matches(str(name).strip().casefold()[:MOST_LETTERS], folded, n=1)
     return folded[near[0]] if near else None
 
 
 def choices(name: object, known: Iterable[object]) -> str:
-    """Return the text of a hint on a wrong name, the nearest name first: "did you mean 'z'? known: 'q', 'z'".
+    """Return a hint on a wrong name, the nearest name first: "did you mean 'z'? known: 'q', 'z'".
 
     Args:
-        name: name given.
-        known: valid names; only the first `MOST_NAMES` are listed.
+        name: the wrong name.
+        known: valid names, of which the first `MOST_NAMES` are listed.
     """
     names = [str(one) for one in known]
     near = nearest(name, names)
@@ -253,7 +253,7 @@ def _line(items: list[Any]) -> Any:
     return items
 
 
-#: Types that are plain already.
+#: Types of values that are plain already.
 _OURS: Final = frozenset({bool, int, float, str, slice, range, list, tuple, dict, Mask, type(None)})
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 120
@@ -261,10 +261,10 @@ _short.maxlist = _short.maxtuple = _short.maxset = _short.maxdict = 8
 
 
 def check_seed(seed: int | None, samples: int) -> None:
-    """Check the seed of sampling: sample i is drawn with `seed + i`, an int64, and vLLM takes -1 for no seed.
+    """Check a sampling seed: sample i uses `seed + i`, which must fit int64 and not be -1, vLLM's value for no seed.
 
     Raises:
-        InvalidRequest: a sample has no such seed.
+        InvalidRequest: the seed of one of the `samples` samples would be invalid.
     """
     low, high = -(1 << 63), (1 << 63) - samples
     if seed is not None and not low <= seed <= high:
@@ -292,7 +292,7 @@ def mixed(number: int) -> int:
 
 
 def mixed_all(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Hash each number as `mixed` does."""
+    """Hash each uint64 number as `mixed` does."""
     found = numbers + np.uint64(0x9E3779B97F4A7C15)
     found = (found ^ (found >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

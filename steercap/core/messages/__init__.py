@@ -1,6 +1,6 @@
-"""All messages between client and workers: a closed, tagged set of msgspec frames.
+"""All messages between client and workers: a closed set of msgspec types, tagged with their class names.
 
-Arrays travel as raw little-endian bytes; rows as line numbers of shared memory, or as bytes where memory cannot be
+Arrays are sent as raw little-endian bytes; rows as line numbers of shared memory, or as bytes where memory cannot be
 shared. Nothing is pickled. `core.framing` defines the header and the limits of field sizes.
 """
 
@@ -134,25 +134,25 @@ _ANSWERS: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answe
 
 
 def encode(message: Message) -> bytes:
-    """Encode a message as a frame."""
+    """Encode a message as a frame, with header."""
     return framed(_ENCODER.encode(message))
 
 
 def decode_call(frame: bytes) -> Call:
-    """Decode a frame from the client.
+    """Decode a client's frame to a call.
 
     Raises:
-        InvalidFrame: not of this version, damaged, or out of bounds.
+        InvalidFrame: the frame is of another version, damaged, or has a value out of bounds.
     """
     found: Call = read(_CALLS, frame, "a question of the client")
     return found
 
 
 def decode_answer(frame: bytes) -> Answer:
-    """Decode a frame from a worker.
+    """Decode a worker's frame to an answer.
 
     Raises:
-        InvalidFrame: not of this version, damaged, or out of bounds.
+        InvalidFrame: the frame is of another version, damaged, or has a value out of bounds.
     """
     found: Answer = read(_ANSWERS, frame, "an answer of a worker")
     return found

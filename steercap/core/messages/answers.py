@@ -1,4 +1,4 @@
-"""Answers of workers to the client."""
+"""Messages with which workers answer the client's questions."""
 
 from __future__ import annotations
 
@@ -13,35 +13,34 @@ from steercap.core.schema import Coding, PointSchema
 
 
 class NotCapturing(Message, frozen=True):
-    """Answer of a rank that captures nothing, since another rank captures all its rows."""
+    """Answer of a rank that keeps no rows, since another rank of its tensor-parallel group keeps them."""
 
 
 class Listening(Message, frozen=True):
-    """Answer to Listen: the name of the channel's socket on the worker's machine; "" if it has none."""
+    """Answer to Listen: name of the channel's Unix socket on the worker's machine; "" if it has none."""
 
     address: Label
 
 
 class Attached(Message, frozen=True):
-    """Answer to Attach: points, memory and layers of one capturing rank.
+    """Answer to Attach: armed points, arena and loaded layers of one capturing rank.
 
     Args:
-        points: indices into the engine's armed points of those that this rank keeps.
-        schemas: schemas of these points.
-        shard: index of this rank's shard of points that are split.
-        page_lines: lines of a page.
-        pages: pages of the arena.
-        bank_rows: rows of the vector bank.
-        bank_width: elements of a bank row: those of the widest point on this rank.
-        reductions: number of reductions that can run along at once.
-        held: number of rows that such a reduction keeps apart, which go to the arena with it when its request has
-            ended.
+        points: points whose rows this rank keeps, as indices into the engine's armed points.
+        schemas: shape and dtype of the rows of each of `points`.
+        shard: index of this rank's part of rows that are split over ranks.
+        page_lines: number of arena lines of a page.
+        pages: number of pages of the arena.
+        bank_rows: number of rows of the vector bank.
+        bank_width: number of elements of a bank row, that of the widest point on this rank.
+        reductions: maximum number of reductions that can be updated in passes at once.
+        held: number of newest rows that such a reduction keeps apart until its request's end is known.
         path: path by which a process of the same machine can open the arena.
         nonce: first bytes of the arena, which identify it.
         loaded: decoder layers of this rank.
-        attention: attention rule of this rank's heads, for each layer whose queries and keys are armed here.
+        attention: attention rule of this rank's heads, by layer whose queries and keys are armed here.
         file: path by which a process of the same machine can open the file of rows that left the arena; "" for none.
-        file_lines: lines of that file, which are numbered after those of the arena.
+        file_lines: number of lines of that file, which are numbered after those of the arena.
     """
 
     points: tuple[Whole, ...]
@@ -62,15 +61,15 @@ class Attached(Message, frozen=True):
 
 
 class Unembedded(Message, frozen=True):
-    """Answer to Unembed: logits of rows.
+    """Answer to Unembed: logits and statistics of n rows.
 
     Args:
         logits: logits of the requested tokens, float32 [n, tokens], as bytes.
-        least: least logit of all tokens, for each row.
-        most: greatest logit of all tokens, for each row.
-        spread: standard deviation of the logits of all tokens, for each row.
-        total: logarithm of the sum of the exponentials of all logits, for each row.
-        top: tokens of the greatest logits, int64 [n, top], greatest first, as bytes.
+        least: minimum logit over the vocabulary, for each row.
+        most: maximum logit over the vocabulary, for each row.
+        spread: standard deviation of the logits over the vocabulary, for each row.
+        total: log-sum-exp of the logits over the vocabulary, for each row.
+        top: ids of the tokens with the greatest logits, descending, int64 [n, top], as bytes.
         best: logits of these tokens, float32 [n, top], as bytes.
     """
 
@@ -84,16 +83,16 @@ class Unembedded(Message, frozen=True):
 
 
 class ProjectedRows(Message, frozen=True):
-    """Answer to Project: rows of [n, hidden], float32, as bytes."""
+    """Answer to Project: projected rows, float32 [n, hidden], as bytes."""
 
     rows: Data
 
 
 class Chosen(Message, frozen=True):
-    """Answer to Choose.
+    """Answer to Choose: the experts that a router chose for n rows.
 
     Args:
-        ids, weights: of the experts, int64 and float32 [n, k], as bytes.
+        ids, weights: expert indices, int64 [n, k], and their weights, float32 [n, k], as bytes.
         refused: reason why logits alone do not determine the layer's experts, or "".
     """
 
@@ -103,19 +102,19 @@ class Chosen(Message, frozen=True):
 
 
 class CapturedRows(Message, frozen=True):
-    """Location and labels of one request's rows on one rank.
+    """Location and labels of one request's captured rows on one rank.
 
     Args:
         owner: request and sample of the rows.
-        coding: encoding of the rows.
-        points: indices into the engine's armed points, in the order of a record.
-        lines: lines of the records, in the order of the rows: of the arena, or of the file behind it.
-        stored_rows: number of records in these lines: one for each row, or one for a reduction.
-        positions: position of each row, -1 where none was written: int64, as bytes.
-        token_ids: id of the token that the model read there: int64, as bytes.
-        writes: number of rows written, recomputed ones counted again.
-        failure: reason why the rows cannot be trusted, or None.
-        nonfinite: first position with a row that is not finite, and the index of its point; None if all are finite.
+        coding: encoding of the stored rows.
+        points: indices into the engine's armed points, in the order in which a record has them.
+        lines: line ranges of the records, in the order of the rows, in the arena or the file of rows that left it.
+        stored_rows: number of records in these lines: one for each position, or one for a reduction.
+        positions: position of each row, -1 if none was written: int64 [rows], as bytes.
+        token_ids: id of the model's input token at that position: int64 [rows], as bytes.
+        writes: number of rows written, with recomputed rows counted again.
+        failure: reason why the rows are invalid, or None.
+        nonfinite: first position with a row that is not finite, and the armed index of its point; None for none.
     """
 
     owner: Owner
@@ -131,17 +130,17 @@ class CapturedRows(Message, frozen=True):
 
 
 class Unknown(Message, frozen=True):
-    """Answer for an owner without rows here: none were ever seen, or they were released."""
+    """Answer for an owner of whom this worker has no rows: none were captured, or they were released."""
 
     owner: Owner
 
 
 class Collected(Message, frozen=True):
-    """Answer to Collect and PrepareSketch: for each owner asked for, in order, where its rows lie, or `Unknown`.
+    """Answer to Collect and PrepareSketch: the location of each wanted owner's rows, in order.
 
     Args:
-        shares: rows of each request.
-        unfinished: True if rows are not ready yet and `shares` is empty: ask again.
+        shares: location of each owner's rows, or `Unknown`.
+        unfinished: True if rows are not ready yet; `shares` is empty, and the client must ask again.
     """
 
     shares: tuple[CapturedRows | Unknown, ...]
@@ -149,7 +148,7 @@ class Collected(Message, frozen=True):
 
 
 class Lines(Message, frozen=True):
-    """Answer to Read: the bytes of the line ranges, one after the other."""
+    """Answer to Read: the bytes of all line ranges, concatenated."""
 
     data: Data
 
@@ -157,8 +156,8 @@ class Lines(Message, frozen=True):
 class Counted(Message, frozen=True):
     """Answer to GetStats: resources in use on one worker.
 
-    The number of requests whose rows (`requests`) or steering record (`steered`) are held; pages; rows written and
-    passes so far; sketches; SAEs; the bytes of tables; and True if the arena is pinned.
+    Requests with stored rows (`requests`) or a steering record (`steered`); arena pages in use, ever used and in total;
+    rows written and passes (`steps`) so far; sketches and SAEs, with bytes; `TableBytes`; True if the arena is pinned.
     """
 
     requests: Whole
@@ -178,11 +177,11 @@ class Counted(Message, frozen=True):
 
 
 class Configured(Message, frozen=True):
-    """Answer to Configure.
+    """Answer to Configure: the configurations that were not written.
 
     Args:
-        refused: digests of the configurations that were not written, because a request that has ended for the
-            client, but not yet left the engine, uses their slot or rows they need.
+        refused: digests of configurations whose slot or bank rows are still used by a request that has ended for the
+            client, but not yet left the engine.
     """
 
     refused: tuple[Digest, ...]
@@ -194,11 +193,11 @@ class SteeringRecord(Message, frozen=True):
     Args:
         owner: request and sample.
         computed: bit `i` is set if position `i` was computed here, rather than read from the prefix cache.
-        rows: number of rows that each edit touched, at all its points on this rank together.
-        failure: reason why the edits cannot be trusted, or None.
-        primary: True if these rows count in the receipt; the other ranks of a tensor-parallel group touch the same.
-        biased: bit `i` is set if the logits of position `i` got their biases here; None where no logits are made.
-        entries: number of logits biased, at all positions together.
+        rows: number of rows that each edit changed, over all its points on this rank.
+        failure: reason why the edits are invalid, or None.
+        primary: True if these rows count in the receipt; False if another tensor-parallel rank edits the same rows.
+        biased: bit `i` is set if biases were added to the logits of position `i` here; None on ranks without logits.
+        entries: number of biased logits, over all positions.
     """
 
     owner: Owner
@@ -211,36 +210,36 @@ class SteeringRecord(Message, frozen=True):
 
 
 class SteeringRecords(Message, frozen=True):
-    """Answer to GetSteeringRecord, in its order."""
+    """Answer to GetSteeringRecord: a record for each wanted owner, in order."""
 
     records: tuple[SteeringRecord | Unknown, ...]
 
 
 class Engaged(Message, frozen=True):
-    """Answer to Engage, in its order: the first position that is steered, None for a request that is not here."""
+    """Answer to Engage: for each owner, in order, the first position to be steered; None for an unknown request."""
 
     positions: tuple[Whole | None, ...]
 
 
 class SketchOpened(Message, frozen=True):
-    """Answer to OpenSketch and CloseSketch: the reason why there is no room for the sketch, or ""."""
+    """Answer to OpenSketch and CloseSketch: the reason why the sketch has no room, or ""."""
 
     refused: BoundedText
 
 
 class SketchCommitted(Message, frozen=True):
-    """Answer to CommitSketch, in its order: number of each request's rows in its sketches; -1 if none was prepared."""
+    """Answer to CommitSketch: for each request, in order, the number of rows in its sketches; -1 if not prepared."""
 
     rows: tuple[WholeOrNone, ...]
 
 
 class SketchPart(Message, frozen=True):
-    """Answer to ReadSketch; see `kernels.sketches.SketchState`. A rank without the point has no rows and no data.
+    """Answer to ReadSketch: part of a sketch's state at one point; empty on a rank without the point.
 
     Args:
         kept: True if this rank has the point.
-        rows, squares, filled: fields of the state.
-        data: range of bytes that ReadSketch asked for, of the state's tensors stored one after the other.
+        rows, squares, filled: fields of `kernels.sketches.SketchState`.
+        data: requested range of the bytes of the state's tensors, concatenated.
     """
 
     kept: bool
@@ -251,11 +250,11 @@ class SketchPart(Message, frozen=True):
 
 
 class SAEOpened(Message, frozen=True):
-    """Answer to OpenSAE and CloseSAE.
+    """Answer to OpenSAE and CloseSAE; loaded if no field is set.
 
     Args:
-        coming: True if the encoder is still being loaded; ask again.
-        full: reason why there is no room for it, or "".
+        coming: True if the encoder is still being loaded; the client must ask again.
+        full: reason why there is no room for the encoder, or "".
         unreachable: reason why this worker cannot read the client's memory, or "".
         refused: reason why the encoder in that memory cannot be loaded, or "".
     """
@@ -267,13 +266,13 @@ class SAEOpened(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """Answer of a worker that failed to answer, with the reason."""
+    """Answer of a worker in which a question raised an error, with the error's text."""
 
     reason: BoundedText
 
 
 class Unhooked(Message, frozen=True):
-    """Answer of a worker whose model runner no adapter could hook, with the reason."""
+    """Answer of a worker whose model runner has no adapter or could not be hooked, with the reason."""
 
     reason: BoundedText
 

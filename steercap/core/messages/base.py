@@ -1,4 +1,4 @@
-"""Root and shared parts of the messages."""
+"""Base class and shared parts of the messages between client and workers."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from steercap.core.program import Configuration
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="type", tag=True):
-    """Root of the messages, each sent with the name of its class as its type."""
+    """Base class of the messages; each is sent with its class name in the field "type"."""
 
 
 class Owner(msgspec.Struct, frozen=True, array_like=True):
-    """Owner of rows: steercap's key of the request, and the index of the sample among its `n`."""
+    """Owner of rows: steercap's key of the request, and the sample's index among the request's `n`."""
 
     key: Label
     sample: Whole
 
 
 class Wanted(msgspec.Struct, frozen=True, array_like=True):
-    """Rows to collect: their owner, the number of inputs of the sequence, and the number of rows already fetched."""
+    """Rows to collect: owner, number of model inputs of the sequence (`total`), number of rows already fetched."""
 
     owner: Owner
     total: Whole
@@ -28,26 +28,26 @@ class Wanted(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Joining(msgspec.Struct, frozen=True, array_like=True):
-    """A finished request whose rows shall be added to sketches, by the sketches' names."""
+    """A finished request and the names of the sketches to which its rows are to be added."""
 
     wanted: Wanted
     sketches: tuple[Label, ...]
 
 
 class LineRange(msgspec.Struct, frozen=True, array_like=True):
-    """Consecutive lines of the arena."""
+    """Consecutive lines of the arena: index of the first, and number."""
 
     start: Large
     count: Large
 
 
 class Vectors(msgspec.Struct, frozen=True, array_like=True):
-    """Rows for the vector bank.
+    """Float32 vectors to write into rows of the vector bank.
 
     Args:
-        digest: see `core.program.blob_digest`.
-        bank_rows: bank row of each vector.
-        data: the float32 bytes.
+        digest: digest of `data`, see `core.program.blob_digest`.
+        bank_rows: index of the bank row of each vector.
+        data: float32 [vectors, width], as bytes.
     """
 
     digest: Digest
@@ -56,14 +56,14 @@ class Vectors(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TableBytes(msgspec.Struct, frozen=True, array_like=True):
-    """Memory of a worker's taps beside the arena, in bytes.
+    """Memory of a worker's taps besides the arena, in bytes.
 
     Args:
-        ring: device memory of rows on their way to the arena; 0 on CPU, where rows need no copy.
-        ring_in_use: part of the ring with rows of passes that are not copied yet.
+        ring: device memory of the ring buffer for rows on their way to the arena; 0 on CPU.
+        ring_in_use: part of the ring with rows that are not copied yet.
         bank: vector bank.
-        accumulators: reductions that run along, and the rows that they keep apart.
-        pinned: host memory that is locked in place for the device, that of the arena not included.
+        accumulators: reductions that are updated in each pass, with the rows that they keep apart.
+        pinned: pinned host memory, without the arena's.
     """
 
     ring: Large = 0
@@ -74,13 +74,13 @@ class TableBytes(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True):
-    """Decoder layers that a rank has loaded.
+    """Decoder layers that a rank has loaded, and their family.
 
     Args:
-        family: name of the family that knows their classes, "" where their inputs and outputs were derived.
-        code: fingerprint of the code of `forward` of each of their classes, by the name that families use.
-        candidates: number of families they may be of.
-        refused: where the family was derived, the reason why layers lack a site, by site.
+        family: name of the layers' family, "" where the family was derived.
+        code: fingerprint of the code of `forward` by class of the layers, such as "llama.LlamaDecoderLayer".
+        candidates: number of families that the layers may be of.
+        refused: reason why a derived family lacks a site, by site.
     """
 
     family: Label = ""
@@ -90,15 +90,15 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EncoderShape(msgspec.Struct, frozen=True, array_like=True):
-    """Shape and options of an SAE's encoder, without its weights; see `saes.encoder.Encoder`.
+    """Shape and options of an SAE's encoder, without weights; see `saes.encoder.Encoder`.
 
     Args:
         d_in: number of elements of a row.
         d_sae: number of features.
         k: maximum number of active features of a row, 0 for any number.
         normalisation: name of the normalisation applied to a row first.
-        centred: True if the row's mean is subtracted before that.
-        thresholds, shifts: True if the encoder has these.
+        centred: True if a row's mean is subtracted before normalisation.
+        thresholds, shifts: True if the encoder has these tensors.
     """
 
     d_in: Whole
@@ -111,7 +111,7 @@ class EncoderShape(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Placed(msgspec.Struct, frozen=True, array_like=True):
-    """A configuration, its slot, and the bank rows of each of its blobs."""
+    """A steering configuration, its slot, and the bank rows of the vectors of each of its blobs."""
 
     slot: Whole
     configuration: Configuration

@@ -1,4 +1,4 @@
-"""Questions of the client to workers."""
+"""Messages by which the client asks workers to do or report something."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from steercap.core.messages.base import EncoderShape, Joining, LineRange, Messag
 
 
 class Attach(Message, frozen=True):
-    """First question after start-up: make the arena, and report the armed points.
+    """First question after start-up: allocate the arena, and report the armed points.
 
     Args:
         capture_bytes: maximum size of the arena in bytes.
@@ -23,11 +23,11 @@ class Attach(Message, frozen=True):
 
 
 class Listen(Message, frozen=True):
-    """Open a channel on which questions are answered beside RPCs (`worker.channel`); every rank answers."""
+    """Open a socket on which questions are answered without RPCs (`worker.channel`); every rank answers."""
 
 
 class Configure(Message, frozen=True):
-    """Write vectors, then configurations, for requests about to come; every rank writes those of its points."""
+    """Write vectors, then steering configurations, for coming requests; every rank writes those of its points."""
 
     vectors: tuple[Vectors, ...]
     configurations: tuple[Placed, ...]
@@ -37,8 +37,8 @@ class GetSteeringRecord(Message, frozen=True):
     """Report the edits made to requests so far; every rank answers.
 
     Args:
-        wanted: owner and number of inputs of each request.
-        ended: True for each request that has ended and can be forgotten.
+        wanted: owner and number of model inputs of each request.
+        ended: for each of `wanted`, True if the request has ended and its record can be dropped.
     """
 
     wanted: tuple[Wanted, ...]
@@ -46,26 +46,26 @@ class GetSteeringRecord(Message, frozen=True):
 
 
 class Engage(Message, frozen=True):
-    """Begin steering that was held back, from the first token that is not being computed yet; every rank answers."""
+    """Start the held-back steering of requests from the next position not yet being computed; every rank answers."""
 
     owners: tuple[Owner, ...]
 
 
 class Collect(Message, frozen=True):
-    """Seal finished requests and report the location of their rows."""
+    """Report the location of finished requests' rows, to which nothing is added any more."""
 
     wanted: tuple[Wanted, ...]
 
 
 class Unembed(Message, frozen=True):
-    """Compute logits of rows of the residual stream.
+    """Compute logits of residual stream rows by the model's final norm and head.
 
     Args:
-        rows: rows [count, hidden], as bytes.
+        rows: rows [count, hidden] of `dtype`, as bytes.
         count: number of rows.
-        dtype: torch name of their dtype.
+        dtype: torch name of the rows' dtype, such as "bfloat16".
         tokens: ids of the tokens whose logits are requested; None for all tokens.
-        top: number of greatest logits requested.
+        top: number of greatest logits to return for each row.
         normed: True if the final norm has been applied to the rows.
     """
 
@@ -78,14 +78,14 @@ class Unembed(Message, frozen=True):
 
 
 class Project(Message, frozen=True):
-    """Apply the last projection of a layer's block to rows of its input.
+    """Apply the output projection of a layer's block to rows of the projection's input.
 
     Args:
-        layer: index of the layer.
-        site: site of the rows: a name in `families.base.Family.projections`.
-        rows: rows [count, width], of all ranks together, as bytes.
+        layer: layer index.
+        site: site of the rows: "z" or "neurons".
+        rows: rows [count, width] of `dtype`, width over all ranks, as bytes.
         count: number of rows.
-        dtype: torch name of their dtype.
+        dtype: torch name of the rows' dtype.
     """
 
     layer: Whole
@@ -96,13 +96,13 @@ class Project(Message, frozen=True):
 
 
 class Choose(Message, frozen=True):
-    """Compute the experts that a layer's router chooses from their logits.
+    """Compute the experts that a layer's router chooses for given logits.
 
     Args:
-        layer: index of the layer.
-        rows: logits [count, experts], as bytes.
+        layer: layer index.
+        rows: router logits [count, experts] of `dtype`, as bytes.
         count: number of rows.
-        dtype: torch name of their dtype.
+        dtype: torch name of the logits' dtype.
     """
 
     layer: Whole
@@ -112,7 +112,7 @@ class Choose(Message, frozen=True):
 
 
 class Read(Message, frozen=True):
-    """Send arena lines as bytes, for clients that cannot map the arena."""
+    """Return the bytes of arena lines, for clients that cannot map the arena."""
 
     lines: tuple[LineRange, ...]
 
@@ -122,12 +122,12 @@ class GetStats(Message, frozen=True):
 
 
 class OpenSketch(Message, frozen=True):
-    """Allocate the statistics of a sketch.
+    """Allocate the statistics of a sketch at some points.
 
     Args:
         name: name of the sketch.
-        kind: a name in `SKETCHES`.
-        size: size of the sketch, 0 where its kind has none.
+        kind: kind of sketch, a name in `kernels.sketches.SKETCHES`.
+        size: size of the sketch, as the kind defines it; 0 for kinds without.
         points: indices into the engine's armed points.
         most_bytes: maximum bytes of all sketches of a worker.
     """
@@ -140,19 +140,19 @@ class OpenSketch(Message, frozen=True):
 
 
 class PrepareSketch(Message, frozen=True):
-    """Seal finished requests, and check that their rows can be added to sketches; answered like `Collect`."""
+    """Check that finished requests' rows can be added to their sketches; answered like `Collect`."""
 
     joining: tuple[Joining, ...]
 
 
 class CommitSketch(Message, frozen=True):
-    """Add the rows that `PrepareSketch` checked to their sketches. Idempotent."""
+    """Add the rows that `PrepareSketch` has checked to their sketches. Idempotent."""
 
     joining: tuple[Joining, ...]
 
 
 class ReadSketch(Message, frozen=True):
-    """Send bytes `start` to `stop` of a sketch's tensors at a point, which are stored one after the other."""
+    """Return bytes `start` to `stop` of a sketch's tensors at one point, concatenated."""
 
     name: Label
     point: Whole
@@ -161,17 +161,17 @@ class ReadSketch(Message, frozen=True):
 
 
 class CloseSketch(Message, frozen=True):
-    """Free a sketch; do nothing if there is none."""
+    """Free a sketch by name; no error if it does not exist."""
 
     name: Label
 
 
 class OpenSAE(Message, frozen=True):
-    """Load an SAE's encoder, unless it is here; asked again until it is. Ranks without the point have nothing to do.
+    """Load an SAE's encoder from shared memory in the background; repeated until it is loaded.
 
     Args:
-        digest: see `saes.encoder.Encoder.digest`.
-        point: index of the point that it reads, among the engine's armed ones.
+        digest: digest of the encoder, `saes.encoder.Encoder.digest`.
+        point: index, among the engine's armed points, of the point that it reads; ranks without it load nothing.
         shape: shape of the encoder.
         path: path by which a process of the same machine can open the memory with its weights.
         nonce: first bytes of that memory.
@@ -187,7 +187,7 @@ class OpenSAE(Message, frozen=True):
 
 
 class CloseSAE(Message, frozen=True):
-    """Free an SAE once no running request reads with it; do nothing if there is none."""
+    """Free an SAE's encoder once no running request reads with it; no error if it is not loaded."""
 
     digest: Digest
     point: Whole
@@ -216,7 +216,7 @@ Question: TypeAlias = (
 
 
 class Call(Message, frozen=True):
-    """One RPC: the owners whose rows were released since the last one, then a question."""
+    """One RPC: the owners whose rows were released since the last RPC, and a question."""
 
     released: tuple[Owner, ...]
     question: Question
