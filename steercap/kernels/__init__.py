@@ -1,1 +1,1 @@
-"""Kernels: the tap operator, registered once with an implementation per device, and codecs and sketches of rows."""
+"""Kernels: the tap operator, with an implementation per device, and codecs and sketches of rows."""

@@ -1,7 +1,7 @@
-"""Attention weights computed from captured queries and keys, by the rule of the model's own layer.
+"""Attention weights computed from captured queries and keys, by the attention rule of the model's layer.
 
-Shape legend: heads = query heads; kv_heads = heads of keys, each shared by heads / kv_heads consecutive query heads;
-queries, keys = tokens whose weights are wanted, and tokens that can be attended to.
+Shape legend: heads = query heads; kv_heads = key heads, each shared by heads / kv_heads consecutive query heads;
+queries, keys = tokens that attend, and tokens that can be attended to.
 
 Weights are computed in float32, whatever autocast setting the process has, a few queries at a time, so that memory does
 not grow with queries × keys.
@@ -20,22 +20,22 @@ from steercap.core.attention import AttentionRule
 from steercap.core.display import brief
 from steercap.errors import InvalidRequest, InvalidSelection
 
-#: Logits computed at once: 64 MiB of float32.
+#: Maximum number of attention logits computed at once: 64 MiB of float32.
 CHUNK: Final = 1 << 24
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionSummary:
-    """Most strongly attended tokens of each head of a layer, for each query token.
+    """Most attended tokens of each head of a layer, for each query token, with the entropy of the weights.
 
     Args:
         positions: positions of the query tokens, int64 [queries].
-        targets: positions of the most strongly attended tokens, strongest first, int64 [heads, queries, top]; -1 where
-            a token sees fewer.
-        weights: their attention weights, float32 [heads, queries, top]; 0 at targets of -1.
-        entropy: entropy of all weights of a head and token, that of a sink included, in nats: float32 [heads, queries].
-        first: weight of the first token of the sequence, float32 [heads, queries]; 0 where it is outside of the window.
-        sink: weight of the head's learned sink, which is no token, float32 [heads, queries]; 0 in models without.
+        targets: positions of the most attended tokens, by weight descending, int64 [heads, queries, top]; -1 if a query
+            can attend to fewer tokens.
+        weights: attention weights of the targets, float32 [heads, queries, top]; 0 at targets of -1.
+        entropy: entropy in nats of each head's weights, the sink's included, float32 [heads, queries].
+        first: weight of the sequence's first token, float32 [heads, queries]; 0 if it is outside of the window.
+        sink: weight of the head's learned sink, which is no token, float32 [heads, queries]; 0 in models without sinks.
     """
 
     positions: Int[torch.Tensor, " queries"]
@@ -50,17 +50,17 @@ class AttentionSummary:
 
 @dataclass(frozen=True, eq=False)
 class RecordedAttention:
-    """Strongest targets of each head of a layer as files keep them: 3 bytes each, and an entropy.
+    """`AttentionSummary` in the compact form of files: 3 bytes for each target, and an entropy.
 
     Args:
         positions: positions of the query tokens, int64 [queries].
-        indices: positions of the targets, uint16 [queries, heads, top], uint32 where a sequence has more positions; one
-            beyond the query's own stands for a target that is not there.
-        shares: their weights in units of 1/255, uint8 [queries, heads, top].
-        entropies: entropy of all weights, in nats, float16 [queries, heads].
+        indices: positions of the targets, uint16 [queries, heads, top], or uint32 if positions need it; the query's
+            position + 1 stands for no target.
+        shares: weights of the targets in units of 1/255, uint8 [queries, heads, top].
+        entropies: entropy in nats of each head's weights, float16 [queries, heads].
 
     Raises:
-        ValueError: tensors of other shapes or dtypes.
+        ValueError: the tensors have other shapes or dtypes.
     """
 
     positions: Int[torch.Tensor, " queries"]
@@ -77,7 +77,7 @@ class RecordedAttention:
 
     @staticmethod
     def of(summary: AttentionSummary) -> RecordedAttention:
-        """Encode a summary; weights are rounded to 1/255, and those of the first token and of a sink are left out."""
+        """Encode a summary; weights are rounded to 1/255, and the first token's and sink's weights are dropped."""
         targets = summary.targets.transpose(0, 1)
         own = summary.positions[:, None, None]
         indices = torch.where(targets < 0, own + 1, targets)
@@ -88,40 +88,40 @@ class RecordedAttention:
 
     @property
     def targets(self) -> Int[torch.Tensor, "heads queries top"]:
-        """Positions of the targets, strongest first, int64 [heads, queries, top]; -1 where a token sees fewer."""
+        """Positions of the targets, by weight descending, int64 [heads, queries, top]; -1 for none."""
         found = self.indices.to(torch.int64)
         return torch.where(found > self.positions[:, None, None], -1, found).transpose(0, 1)
 
     @property
     def weights(self) -> Float[torch.Tensor, "heads queries top"]:
-        """Weights of the targets, float32 [heads, queries, top], each within 1/510 of the model's."""
+        """Weights of the targets, float32 [heads, queries, top], each rounded by at most 1/510."""
         return (self.shares.float() / 255).transpose(0, 1)
 
     @property
     def entropy(self) -> Float[torch.Tensor, "heads queries"]:
-        """Entropy of all weights of a head and token, in nats, float32 [heads, queries]."""
+        """Entropy in nats of each head's weights, float32 [heads, queries]."""
         return self.entropies.float().T
 
     @property
     def parts(self) -> dict[str, torch.Tensor]:
-        """Tensors by their names in files."""
+        """Tensors by the names that files give them."""
         return {"indices": self.indices, "shares": self.shares, "entropies": self.entropies}
 
 
 @dataclass(frozen=True, eq=False)
 class Attending:
-    """Queries, the keys that they can see, and the attention rule of their layer.
+    """Queries and keys of one layer, with the positions of both and the layer's attention rule.
 
     Args:
-        rule: the layer's attention rule, understood.
+        rule: the layer's attention rule, as returned by `AttentionRule.understood`.
         queries: [queries, heads, head_dim], any floating dtype.
-        keys: [keys, kv_heads, head_dim].
+        keys: [keys, kv_heads, head_dim], any floating dtype.
         query_positions: position of each query, int64 [queries].
         key_positions: position of each key, ascending, int64 [keys].
 
     Raises:
-        InvalidRequest: the heads of queries, keys and sinks do not fit each other.
-        InvalidSelection: the key of a position that a query sees is missing.
+        InvalidRequest: the numbers of query heads, key heads and sinks do not fit each other.
+        InvalidSelection: the key of a position that a query attends to is missing.
     """
 
     rule: AttentionRule
@@ -148,7 +148,7 @@ class Attending:
 
     @property
     def _earliest(self) -> Int[torch.Tensor, " queries"]:
-        """First position that each query sees, int64 [queries]."""
+        """First position that each query can attend to, int64 [queries]."""
         window = self.rule.window
         return (
             torch.zeros_like(self.query_positions) if window is None else (self.query_positions - window + 1).clamp(0)
@@ -156,17 +156,17 @@ class Attending:
 
     @property
     def seen(self) -> tuple[Int[torch.Tensor, " queries"], Int[torch.Tensor, " queries"]]:
-        """First and end index, among the keys, of those that each query sees: two of int64 [queries]."""
+        """Range [start, stop), of indices into the keys, that each query can attend to: two of int64 [queries]."""
         first = torch.searchsorted(self.key_positions, self._earliest)
         return first, torch.searchsorted(self.key_positions, self.query_positions, right=True)
 
 
 class Weights(NamedTuple):
-    """Weights of some consecutive queries over consecutive keys, which include all that any of these queries sees.
+    """Attention weights of a slice of the queries over a slice of the keys that has all that they attend to.
 
     Args:
-        queries, keys: slices of the queries and keys.
-        logits: logits before the softmax, -inf for keys that a query does not see.
+        queries, keys: slices into the queries and keys of `Attending`.
+        logits: logits before the softmax, -inf for keys that a query cannot attend to.
         weights: weights after the softmax.
         sink: weight of each head's sink.
     """
@@ -179,11 +179,11 @@ class Weights(NamedTuple):
 
 
 def weights_of(attending: Attending, chunk: int = CHUNK) -> Iterator[Weights]:
-    """Yield the weights of all queries, some queries at a time.
+    """Yield the attention weights of all queries, in consecutive chunks of queries.
 
     Args:
         attending: queries and keys.
-        chunk: maximum number of logits to compute at once; at least those of one query are computed.
+        chunk: maximum number of logits in a chunk, which has at least one query.
     """
     first, stop = (ends.tolist() for ends in attending.seen)
     heads = attending.queries.shape[1]
@@ -220,7 +220,7 @@ def _visible(attending: Attending, queries: slice, keys: slice) -> Bool[torch.Te
 
 
 def summarised(attending: Attending, top: int) -> AttentionSummary:
-    """Return the strongest targets of each head and query, and the entropy, first-token and sink weights.
+    """Return the `top` most attended tokens of each head and query, with entropy, first-token and sink weights.
 
     Args:
         attending: queries and keys.
@@ -244,7 +244,7 @@ def summarised(attending: Attending, top: int) -> AttentionSummary:
 
 
 def numbers_of(summary: AttentionSummary) -> Float[torch.Tensor, "queries numbers"]:
-    """Lay a summary out as a row for each query: for each head its targets, weights, `first`, `sink` and `entropy`."""
+    """Flatten a summary to one row per query: for each head, targets, weights, `first`, `sink` and `entropy`."""
     others = torch.stack([summary.first, summary.sink, summary.entropy], dim=-1)
     return torch.cat([summary.targets.float(), summary.weights, others], dim=-1).transpose(0, 1).flatten(1)
 
@@ -252,7 +252,7 @@ def numbers_of(summary: AttentionSummary) -> Float[torch.Tensor, "queries number
 def summary_of(
     numbers: Float[torch.Tensor, "queries heads numbers"], positions: Int[torch.Tensor, " queries"], top: int
 ) -> AttentionSummary:
-    """Return the summary that `numbers_of` laid out, with the `top` strongest of its targets."""
+    """Return the summary that `numbers_of` flattened, reduced to the `top` most attended targets."""
     heads = numbers.transpose(0, 1)
     kept = (heads.shape[-1] - 3) // 2
     targets, weights, others = heads.split([kept, kept, 3], dim=-1)
@@ -261,10 +261,10 @@ def summary_of(
 
 
 def pattern(attending: Attending, max_bytes: int) -> Float[torch.Tensor, "heads queries keys"]:
-    """Return the weights of all queries over all keys, 0 for keys that a query does not see.
+    """Return the weights of all queries over all keys, float32 [heads, queries, keys]; 0 for keys not attended to.
 
     Raises:
-        InvalidRequest: it takes more.
+        InvalidRequest: the result would take more than `max_bytes`.
     """
     shape = attending.queries.shape[1], len(attending.query_positions), len(attending.key_positions)
     wanted = shape[0] * shape[1] * shape[2] * torch.float32.itemsize

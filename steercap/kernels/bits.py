@@ -1,14 +1,14 @@
-"""Constants shared by the PyTorch and Triton implementations, bounds of elements, and full precision.
+"""Constants shared by the PyTorch and Triton implementations, bounds of edited rows, and full matmul precision.
 
 A row that overflows becomes NaN in the next norm, NaN in keys and values, and stays in their blocks when another
 request gets them: attention multiplies masked values by zero, and zero times NaN is NaN. So an edited row that is too
 large is set to zero where it was edited, and its request fails.
 
-The bound depends on the dtype. A layer adds to the stream what its weights allow, whatever the stream
-holds, since its norms come first. In bfloat16 and float32 a bound far below the greatest number is therefore enough:
-edits at every point of the deepest model, on top of each other, stay below `EDITED_MOST * 2**12`, whose squares a
-norm over 2**16 elements can still sum in float32. In float16 there is no such room, so there the rows of edited tokens
-are checked again at every point that follows.
+The bound depends on the dtype. Since each block norms its input, a layer's output is bounded by its weights, whatever
+the stream's values. In bfloat16 and float32 a bound far below the dtype's maximum is therefore enough: edits at every
+point of the deepest model add up to less than `EDITED_MOST * 2**12`, whose squares a norm over 2**16 elements can still
+sum in float32. In float16 there is no such room, so there the rows of edited tokens are checked again at every point
+that follows.
 """
 
 from __future__ import annotations
@@ -34,39 +34,39 @@ LEADS: Final = 32  # the entry after it reads the same row
 MEASURES: Final = 64  # the norm of the row is measured before it
 RESTORES: Final = 128  # ... and restored after it
 
-#: Reductions that run along with a request: the sum of its rows, their maximum, or the newest one.
+#: Kinds of reductions that are updated in each pass: sum of the rows, their maximum, or the last row.
 SUM, MAX, LAST = range(3)
 
-#: Constants of `weight`, chosen among random numbers so that no two sums of two weights are equal among 512 points,
+#: Constants of `weight`, chosen so that no two sums of two weights are equal among 512 points,
 #: and none of three among 64.
 SPREAD, MIX, PRIME, FOLD, ROUNDS = 756_402_063, 1_218_545_865, (1 << 31) - 1, 15, 3
-#: Upper bound of a token's sum of weights, of 31 bits each. For a row that is not finite, `NOT_FINITE * (p + 1)` is
-#: added once, for the first such point `p`: either an edit left the row too large there, or the row was copied.
+#: Upper bound of a token's sum of weights of 31 bits each. For the first point `p` with a row that is not finite,
+#: `NOT_FINITE * (p + 1)` is added: either an edit made the row too large there, or the row was copied.
 NOT_FINITE: Final = 1 << 48
 
 
-#: Columns of the device's table of a step's tokens, int32; -1 where a token has no such thing.
+#: Columns of the device's table of a step's tokens, int32; -1 for none.
 TOKEN_COLUMNS: Final = 8
 LAYOUT, SLOT, MASK, LINE, BEFORE, REPLACED, REPORT = range(7)
-#: Steps between the least and the greatest code of `full8`, and bytes before the codes: scale and zero.
+#: Maximum code of `full8`, and number of bytes before the codes of a row: scale and zero.
 FULL8_STEPS: Final = 255
 FULL8_HEAD: Final = 8
-#: The greatest number of e4m3, and bytes before the codes of `fp8`: the scale.
+#: Maximum number of e4m3, and number of bytes before the codes of `fp8`: the scale.
 FP8_MOST: Final = 448
 FP8_HEAD: Final = 4
-#: Bytes before the indices of `topk8`: scale, zero point, the least magnitude kept.
+#: Number of bytes before the indices of `topk8`: scale, zero point, smallest stored magnitude.
 TOPK8_HEAD: Final = 12
-#: Steps of a code of `int4`.
+#: Maximum code of `int4`.
 INT4_STEPS: Final = 15
-#: Elements that share a scale in the codecs `int4`, `rp8` and `rp16`.
+#: Number of elements that share a scale in the codecs `int4`, `rp8` and `rp16`.
 GROUP: Final = 128
 
 
 def weight(point: int) -> int:
-    """Return the weight of one edit or copy at a point in a token's checksum: pseudorandom, 1 to 2^31.
+    """Return the weight of an edit or copy at a point in a token's checksum: pseudorandom, 1 to 2^31.
 
-    One edit too few here and one too many there do not cancel; nor do two too few at points 1 and 3 and two too many
-    at 2, as they would in a sum of the points' numbers. No intermediate product has more than 62 bits.
+    So a missing edit at one point and a surplus edit at another do not cancel, as they could in a sum of point numbers.
+    No intermediate product has more than 62 bits.
     """
     mixed = (point + 1) * SPREAD % PRIME
     for _ in range(ROUNDS):
@@ -75,25 +75,25 @@ def weight(point: int) -> int:
 
 
 def split_checksum(checksums: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Split checksums into their two parts.
+    """Split checksums of tokens, int64, into their two parts.
 
     Returns:
-        Sum of weights, and index of the first point whose row was not finite, -1 for none: int64, of the same shape.
+        Sums of weights; and index of the first point whose row is not finite, -1 for none: int64, same shape.
     """
     return checksums & (NOT_FINITE - 1), (checksums >> NOT_FINITE.bit_length() - 1) - 1
 
 
-#: The greatest element that an edited row may have in bfloat16 and float32; elements of real models stay below 1e6.
+#: Maximum magnitude of an edited row's elements in bfloat16 and float32; elements of real models stay below 1e6.
 EDITED_MOST: Final = 2.0**40
 
 
 def edited_most(dtype: torch.dtype) -> float:
-    """Return the greatest magnitude that an element of an edited row may have."""
+    """Return the maximum magnitude that an element of an edited row may have in a model of this dtype."""
     return torch.finfo(dtype).max if dtype == torch.float16 else EDITED_MOST
 
 
 def overflows_later(dtype: torch.dtype) -> bool:
-    """Return whether a row within `edited_most` can still overflow in later layers."""
+    """Check if an edited row within `edited_most` can still overflow in later layers, as in float16."""
     return dtype == torch.float16
 
 
@@ -109,7 +109,7 @@ def stray_rows(rows: Float[torch.Tensor, "rows width"], most: float = inf) -> Bo
 
 
 class _ExactProducts:
-    """Full precision of float32 products while any block of `exact_products` runs, in any thread."""
+    """Counter of running `exact_products` blocks, which sets float32 matmul precision while it is above 0."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -117,14 +117,14 @@ class _ExactProducts:
         self._restore: Callable[[], None] = lambda: None
 
     def begin(self) -> None:
-        """Set it, unless another block has."""
+        """Enter a block; the first one sets full precision."""
         with self._lock:
             if not self._inside:
                 self._restore = self._set()
             self._inside += 1
 
     def end(self) -> None:
-        """Restore what the process had set, unless another block runs."""
+        """Leave a block; the last one restores the process's precision."""
         with self._lock:
             self._inside -= 1
             if not self._inside:
@@ -153,9 +153,9 @@ _EXACT: Final = _ExactProducts()
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Compute float32 matrix products at full precision, not in TF32 or bfloat16, whatever the process has set.
+    """Compute float32 matrix products in the block at full precision, not in TF32 or bfloat16.
 
-    Autocast is off inside. Also a decorator. Threads may run such blocks at once.
+    Autocast is off inside. Also a decorator. It is set for the whole process; several threads may use it at once.
     """
     _EXACT.begin()
     try:

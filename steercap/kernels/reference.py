@@ -1,9 +1,9 @@
-"""The tap in PyTorch, as it runs on CPU.
+"""The tap in PyTorch, as it runs on CPU: edits of steered rows, and selection of captured rows.
 
-`tests/support/formula.py` defines the result, one entry of one row at a time; here an entry is computed for all rows at
+`tests/support/formula.py` defines the result, one entry and row at a time; here an entry is computed for all rows at
 once, and only the terms that some row needs. Shape legend: n = tokens of the pass, padding included; captured = tokens
-whose rows are kept at this point; lines = lines of the arena; steered = tokens that are edited; entries = rank-one
-edits of one point, in order; replaced = columns of the step's table of replacements.
+whose rows are kept at this point; steered = tokens that are edited; entry = one edit of a point (`core.program.Entry`);
+replaced = columns of the step's table of replacements.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ from steercap.kernels.bits import (
 
 @dataclass(frozen=True)
 class Column:
-    """One entry of a point, the `n`-th of every slot: a number for each token of a step, or one for all of them.
+    """The `n`-th entry of every slot at one point, expanded to one value per steered token, or one for all tokens.
 
-    Fields whose terms would change nothing are None, since most operations need little of the whole formula.
+    Fields whose terms would change nothing are None, since most operations need few terms of the formula.
 
     Args:
-        kinds: bits of all tokens' kinds; terms of bits that do not occur are not computed.
-        write: bank row of w.
-        read: bank row of u.
+        kinds: bitwise or of all tokens' kinds (`kernels.bits`); terms of absent bits are not computed.
+        write: bank row of the write vector w.
+        read: bank row of the read vector u.
         used: True where the token's slot has such an entry; None if all have.
-        scope: bit of the token's mask that activates the entry; None if every token is in its scope.
+        scope: number of the bit, in the token's scope mask, that activates the entry; None if it is set for all tokens.
         replacement: column of the table of replacements.
-        reads, relative, replaces, joined, measures, restores: bits of its kind; None if every token's slot has them.
-        bias, gain, offset, minus, low, high, floor, threshold: parameters of f, see `core.program.Response`.
+        reads, relative, replaces, joined, measures, restores: True where the kind has this bit; None if it is so for
+            all tokens.
+        bias, gain, offset, minus, low, high, floor, threshold: parameters of the response function f, see
+            `core.program.Response`.
     """
 
     kinds: int
@@ -67,7 +69,7 @@ class Column:
     threshold: Float[torch.Tensor, " rows"] | None = None
 
     def active(self, masks: Int[torch.Tensor, " steered"]) -> Bool[torch.Tensor, " steered"] | None:
-        """Return a mask of the tokens that the entry applies to; None for all."""
+        """Return a mask of the tokens to which the entry applies, given their scope masks; None for all tokens."""
         if self.scope is None:
             return self.used
         inside = ((masks >> self.scope) & 1).bool()
@@ -81,17 +83,17 @@ def edit_rows(
     replacements: Int[torch.Tensor, "steered replaced"],
     bank: Float[torch.Tensor, "vectors width"],
 ) -> Int[torch.Tensor, " steered"]:
-    """Apply the entries of one point, in order and in place, in float32.
+    """Apply the entries of one point to float32 rows, in order and in place.
 
     Args:
         rows: float32 rows.
-        program: the entries.
-        masks: bits of the scopes that select each token.
-        replacements: bank row that replaces the token's row, -1 for none.
-        bank: float32 vectors.
+        program: the entries, in order.
+        masks: scope mask of each token: bit `i` for scope `i`.
+        replacements: bank row that each replacement puts in place of the token's row, -1 for none.
+        bank: float32 vector bank.
 
     Returns:
-        The number of entries applied to each row.
+        Number of entries applied to each row.
     """
     applied = torch.zeros_like(masks)
     norm = before = rows
@@ -127,7 +129,7 @@ def _length(
     column: Column,
     bank: Float[torch.Tensor, "vectors width"],
 ) -> Float[torch.Tensor, " #steered"]:
-    """Compute f(u·h + b) of one entry for all rows, whether it applies to them or not."""
+    """Compute the response f(u·h + b) of one entry for all rows, whether or not it applies to them."""
     length = column.offset
     if column.kinds & READS:
         read = rows
@@ -151,7 +153,7 @@ def _length(
 def _where(
     chosen: Bool[torch.Tensor, " rows"] | None, then: torch.Tensor, otherwise: torch.Tensor
 ) -> Float[torch.Tensor, " ..."]:
-    """Apply `torch.where`, with None for a condition that holds everywhere."""
+    """Return `torch.where(chosen, then, otherwise)`; `then` if `chosen` is None, which means True everywhere."""
     return then if chosen is None else torch.where(chosen, then, otherwise)
 
 
@@ -162,7 +164,7 @@ def _both(
 
 
 def _norm(rows: Float[torch.Tensor, "steered width"]) -> Float[torch.Tensor, " steered"]:
-    """Return norms of rows whose squares may be out of float32's range; NaN where an element is not finite."""
+    """Return Euclidean norms of rows without overflow of squares; NaN if an element is NaN or infinite."""
     greatest = rows.abs().amax(-1)
     unit = torch.where(greatest > 0, greatest, 1.0)
     norm: torch.Tensor = greatest * torch.linalg.vector_norm(rows / unit[:, None], dim=-1)
@@ -178,14 +180,14 @@ def edit_stream(  # noqa: PLR0917 -- the tables of a tap
     replacements: Int[torch.Tensor, "steered replaced"],
     bank: Float[torch.Tensor, "vectors width"],
 ) -> tuple[Int[torch.Tensor, " steered"], Bool[torch.Tensor, " steered"] | None]:
-    """Edit the rows `hidden + residual` of `tokens` in place.
+    """Edit the rows `hidden + residual` of the token indices `tokens` in place; other arguments as of `edit_rows`.
 
-    A row that changed is written to `hidden` whole, rounded once, and its `residual` becomes zero: a difference rounded
-    at the size of `hidden` would not cancel what a large `residual` holds. Other rows are left bit for bit. A row that
-    is not finite, or beyond `edited_most`, becomes zero, edited or not: nothing may be computed from it.
+    A changed row is written to `hidden` whole, rounded once, and its `residual` is set to zero: adding a rounded
+    difference to `hidden` could not cancel a large `residual`. Other rows stay bit-identical. A row that is not finite,
+    or exceeds `edited_most`, is set to zero, so that nothing is computed from it.
 
     Returns:
-        The number of entries applied to each row, and a mask of the rows that became zero, None if none did.
+        Number of entries applied to each row; and a mask of the rows that were set to zero, None for none.
     """
     rows = hidden.index_select(0, tokens).float()
     if residual is not None:
@@ -209,7 +211,7 @@ def rows_at(
     residual: Float[torch.Tensor, "n width"] | None,
     tokens: Int[torch.Tensor, " captured"],
 ) -> Float[torch.Tensor, "captured width"]:
-    """Return the rows `hidden + residual` of `tokens`, rounded to the model's dtype as vLLM does; may share memory."""
+    """Return the rows `hidden + residual` of the tokens with indices `tokens`, in the model's dtype; may be a view."""
     if len(tokens) == len(hidden):  # all of them, in their order
         return hidden if residual is None else hidden + residual
     if len(tokens) == 1:
@@ -228,7 +230,7 @@ def add_norm(
     weight: Float[torch.Tensor, " width"],
     epsilon: float,
 ) -> None:
-    """Write `hidden + residual` to `residual`, and the RMSNorm of that sum, over the full width, to `hidden`.
+    """Write `hidden + residual` to `residual`, and the RMSNorm of the sum, over the full width, to `hidden`.
 
     As in vLLM's `RMSNorm` compiled by inductor, both are computed in float32 and each is rounded once. PyTorch alone
     would round the norm a second time, before it is multiplied by the weights.

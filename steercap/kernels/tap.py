@@ -1,11 +1,11 @@
-"""The tap operator, `steercap::tap`: at one point, edit the rows that are steered and copy those that are kept.
+"""The tap operator, `steercap::tap`, which edits the steered rows of one point and copies the captured ones.
 
-`steercap::tap_norm` also adds and norms the rows, as the operator after a tap of the stream often does: one kernel then
-does what two did.
+`steercap::tap_norm` also computes the residual sum and RMSNorm that often follow a tap of the stream, in the same
+kernel.
 
-The operator takes tensors only, so that every layer traces to the same code; its effect is decided by the step's
-tables, whose addresses never change, never by Python that a compiled or replayed graph would skip. It declares that it
-mutates `hidden` and `residual`, as edits do, so the compiler never eliminates it as dead code.
+Its arguments are tensors and a constant, so that every layer traces to the same code. What it does is read from the
+step's tables at fixed addresses, never decided by Python code, which a compiled or replayed graph would skip. It is
+declared to mutate `hidden` and `residual`, so the compiler does not eliminate it as dead code.
 
 Shape legend: n = tokens of the pass, padding included; width = elements of a row at the point, or of the rank's shard.
 """
@@ -27,7 +27,7 @@ LIBRARY.define(
 
 
 class Tappable(Protocol):
-    """Tables that the taps of a worker process use."""
+    """Implementation of the taps of a worker process, with the tables that they read."""
 
     def on_tap(
         self,
@@ -36,7 +36,7 @@ class Tappable(Protocol):
         point: Int[torch.Tensor, " 1"],
         kind: int,
     ) -> None:
-        """Read and edit the rows of one point of the running pass."""
+        """Edit and copy the rows of one point of the running pass; arguments as of `tap`."""
 
     def on_tap_norm(  # noqa: PLR0917 -- as the operator
         self,
@@ -47,14 +47,14 @@ class Tappable(Protocol):
         epsilon: float,
         kind: int,
     ) -> None:
-        """Do as `on_tap`, then as `kernels.reference.add_norm` with all rows."""
+        """Do as `on_tap`, then apply `kernels.reference.add_norm` to all rows; arguments as of `tap_norm`."""
 
 
 _bound: Tappable | None = None
 
 
 def bind(tables: Tappable | None) -> None:
-    """Set the tables that the taps of this process use; None makes the taps idle."""
+    """Set the implementation of this process's taps; None makes taps do nothing."""
     global _bound  # noqa: PLW0603 -- a compiled graph calls the operator with tensors alone
     _bound = tables
 
@@ -94,14 +94,14 @@ def tap(
     point: Int[torch.Tensor, " 1"],
     kind: int,
 ) -> None:
-    """Edit the steered rows of one point in place, and copy the captured rows to the buffers of the step.
+    """Edit the steered rows of one point in place, and copy the captured rows to the step's buffers.
 
     Args:
-        hidden: the rows, or one summand of them; edits change it in place.
-        residual: the other summand, set to zero in an edited row; None when `hidden` is the rows.
-        point: index of the point, int32 [1], on the model's device.
-        kind: number of the kind of its rows: the same for all layers of a site, or the site's layers would
-            not trace to the same code.
+        hidden: the rows, or one summand of them; edited in place.
+        residual: the other summand, set to zero in edited rows; None if `hidden` has the whole rows.
+        point: index of the point among this rank's points, int32 [1], on the model's device.
+        kind: index of the row kind (width and dtype) in the tables; equal for all layers of a site, so that they trace
+            to the same code.
     """
     torch.ops.steercap.tap(hidden, residual, point, kind)
 
@@ -114,12 +114,12 @@ def tap_norm(  # noqa: PLR0917 -- as the operator
     epsilon: float,
     kind: int,
 ) -> None:
-    """Do as `tap`, then as `kernels.reference.add_norm`; on CUDA in a single kernel.
+    """Do as `tap`, then add and norm all rows as `kernels.reference.add_norm` does; on CUDA in a single kernel.
 
     Args:
         hidden, residual: summands of the rows, as for `tap`; `residual` becomes their sum, `hidden` its RMSNorm.
-        weight: the norm's weights, of the stream's dtype.
+        weight: the RMSNorm's weights, of the stream's dtype.
         point, kind: as for `tap`.
-        epsilon: number that the norm adds to the mean of the squares.
+        epsilon: number that the norm adds to the mean square.
     """
     torch.ops.steercap.tap_norm(hidden, residual, weight, point, epsilon, kind)

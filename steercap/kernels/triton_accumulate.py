@@ -1,7 +1,7 @@
-"""Triton kernel that adds the rows of a pass to the running reductions of their requests.
+"""Triton kernel that updates running reductions of requests with the rows of a pass.
 
-One program per request, point and stretch of the row. It adds the rows that were held for the request, then the rows of
-this pass in order, so that equal passes give equal sums; then it holds the newest rows.
+One program per request, point and block of the row's elements. It adds the rows that were kept apart for the request,
+then the rows of this pass in order, so that equal passes give bit-identical sums; then it keeps the newest rows apart.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from jaxtyping import Float, Int
 
 from steercap.kernels import bits
 
-#: Columns of an update, int32; behind them, for each slot, a slot to add, -1 for none; then the line to hold in each.
+#: Columns of an update, int32; after them, for each slot of kept rows, a slot to add, then a line to keep; -1 for none.
 #: LINE is the first line of the first record, and a record is RECORD lines of the ring. Without a layout, nothing is
 #: read from the ring, and all points are updated.
 UPDATE_COLUMNS: Final = 8
 ACCUMULATOR, KIND, FRESH, LAYOUT, RECORD, LINE, COUNT, DIVISOR = range(UPDATE_COLUMNS)
-#: Columns of a point, int32: its number, and the start of its row in an accumulator and in a held row, in elements.
+#: Columns of a point, int32: index, and offsets of its row in an accumulator and in a kept record, in elements.
 POINT_COLUMNS: Final = 3
 NUMBER, SUM_AT, HELD_AT = range(POINT_COLUMNS)
-#: Elements of a row, and rows, that one program holds in registers.
+#: Numbers of a row's elements, and of rows, that one program has in registers.
 BLOCK, TILE = 1024, 8
 
 _UPDATE_COLUMNS = tl.constexpr(UPDATE_COLUMNS)
@@ -102,7 +102,7 @@ def _accumulate_kernel(  # noqa: PLR0915 -- one pass over one request
 
 @triton.jit
 def _joined(value, row, kind):
-    """Combine an accumulator with one more row."""
+    """Combine an accumulator with one further row by the reduction `kind`."""
     if kind == _MAX:
         joined = tl.maximum(value, row, propagate_nan=tl.PropagateNan.ALL)
     elif kind == _LAST:
@@ -121,16 +121,16 @@ def launch_accumulate(
     held: Float[torch.Tensor, "accumulators slots held_elements"],
     arena: Float[torch.Tensor, "lines line"],
 ) -> None:
-    """Apply the updates of a pass at points with equal schemas.
+    """Update the running reductions at points with equal schemas with the rows of a pass.
 
     Args:
-        updates: updates, one per request, int32; columns from `ACCUMULATOR` on.
-        points: the points, int32; columns from `NUMBER` on.
-        width: elements of a row.
-        layouts: line of each point in a record, -1 where it is not kept: int32.
-        sums: the accumulators, float32.
-        held: the rows held apart, in the dtype of the points.
-        arena: the ring with the rows of the pass, in the dtype of the points.
+        updates: one row per request, int32; columns from `ACCUMULATOR` on.
+        points: one row per point, int32; columns from `NUMBER` on.
+        width: number of elements of a row.
+        layouts: line offset of each point in a record, -1 if it is not captured, int32.
+        sums: the accumulators, float32, updated in place.
+        held: the rows kept apart, in the points' dtype, updated in place.
+        arena: the ring buffer with the rows of the pass, in the points' dtype.
     """
     block = min(BLOCK, triton.next_power_of_2(width))
     grid = (len(updates), len(points), triton.cdiv(width, block))

@@ -1,12 +1,13 @@
-"""Encodings on CUDA: eight-bit floating point, random projections, and projections on the directions of a point.
+"""Triton kernels of encodings on CUDA: 8-bit floats, random projections, and projections on a point's directions.
 
 The formulas are those of `kernels.codecs.floats` and `random_projection`. The bits of e4m3 are assembled as
-integers, which every device supports. A program of `rp` takes a tile of rows of one point, and a group of their
-numbers: a matrix product in the rows' own dtype, in which 1 and -1 are exact, added up in float32. Others have one
-program per row; in a large pass projections take a few rows of one point, which then share each direction.
+integers, which every device supports. A program of random projection computes a group of numbers for a tile of rows of
+one point, as a matrix product in the rows' own dtype, in which 1 and -1 are exact, accumulated in float32. The others
+have one program per row; in a large pass, a program of projections has a few rows of one point, which share the loaded
+directions.
 
-Shape legend: records = tokens of a pass of one layout; points = its points with equal schemas; width = elements of a
-row; line = elements of a line of the ring; k = numbers of a row.
+Shape legend: records = tokens of a pass with one layout of records; points = captured points with equal schemas; width
+= elements of a row; line = elements of a ring line; k = numbers per row.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ def launch_fp8(
     points: Int[torch.Tensor, "points 2"],
     width: int,
 ) -> None:
-    """Encode rows of the ring, and write the codes to other lines of it; arguments are those of `launch_full8`."""
+    """Encode rows of the ring buffer as `fp8` into other lines of the ring; arguments as of `launch_full8`."""
     block = triton.next_power_of_2(width)
     launch_rows(_fp8_kernel, rows, ring, records, points, width=width, block=block, BLOCK=block)
 
 
-#: Rows of a tile, for passes of few records and of many; and elements of a row at a time, by bytes of an element.
+#: Rows of a tile, in passes of few records and of many; and elements of a row loaded at a time, by element size.
 FEW, MANY = 16, 64
 DEPTHS: Final = {2: 64, 4: 32}
 
@@ -112,14 +113,14 @@ def launch_rp(
     matrix: Float[torch.Tensor, "k width"],
     steps: int,
 ) -> None:
-    """Project and encode rows of the ring, and write the codes to other lines of it.
+    """Encode rows of the ring buffer as random projections into other lines of the ring.
 
     Args:
-        rows: the ring, in the dtype of the points.
-        codes: the ring, as codes: int8 or int16.
+        rows: the ring, viewed in the points' dtype.
+        codes: the ring, viewed in the codes' dtype, int8 or int16.
         records, points: as for `launch_full8`.
-        matrix: the signs, in the dtype of the points, contiguous.
-        steps: greatest code.
+        matrix: the signs, 1 or -1, in the points' dtype, contiguous.
+        steps: maximum code.
     """
     k, width = matrix.shape
     tile = FEW if len(records) <= FEW else MANY
@@ -145,10 +146,10 @@ def launch_rp(
     )
 
 
-#: In passes of more records than this, a program handles TOGETHER of them.
+#: Number of records of a pass above which a program handles `TOGETHER` of them.
 LARGE: Final = 512
 TOGETHER: Final = 4
-#: Elements of rows that one warp holds in registers, 32 threads of 64.
+#: Number of elements of rows per warp, 64 for each of 32 threads.
 WARP_ELEMENTS: Final = 2048
 
 
@@ -184,15 +185,15 @@ def launch_project(
     bank: Float[torch.Tensor, "vectors width"],
     bank_rows: Int[torch.Tensor, "points directions"],
 ) -> None:
-    """Project rows of the ring on their point's directions, and write the results to other lines of the ring.
+    """Project rows of the ring buffer on their point's directions, into other lines of the ring.
 
     Args:
-        rows: the ring, in the dtype of the points.
-        results: the ring, as float32.
-        records: first line of each raw record, and of its stored record, int64.
-        points: line of each point's row in a raw record, and byte of its numbers in a stored record, int64.
-        width: elements of a row.
-        bank: float32 vectors, a view that may be narrower than the bank.
+        rows: the ring, viewed in the points' dtype.
+        results: the ring, viewed as float32.
+        records: first line of each token's raw record, and of its encoded record, int64.
+        points: line offset of each point's row in a raw record, and byte offset in an encoded record, int64.
+        width: number of elements of a row.
+        bank: the vector bank, float32, cut to the width.
         bank_rows: bank rows of each point's directions, int64.
     """
     count, directions = len(records), bank_rows.shape[1]

@@ -1,9 +1,9 @@
-"""The tap in Triton, as it runs on CUDA: in eager mode, under torch.compile and inside CUDA graphs.
+"""The tap in Triton, as it runs on CUDA in eager mode, under torch.compile and inside CUDA graphs.
 
-One program per token, or per few tokens: it reads its tokens' entries in the tables, and ends if there is no work.
-Otherwise the row is read once, edited in float32 registers, written once if it changed, and copied to the arena. All
-inputs are tables at fixed addresses, so a replayed graph does what the step asks. Where a norm takes the stream next,
-one program per token does both.
+A program handles one token, or a few: it reads the tokens' instructions from the tables, and ends if there are none.
+Otherwise the row is read once, edited in float32 registers, written back if it changed, and copied to the arena. All
+inputs are tables at fixed addresses, so a replayed graph follows the current step's instructions. Where a norm reads
+the stream next, one program per token does both.
 
 `kernels.reference` does the same in PyTorch; the tests compare the two.
 """
@@ -34,12 +34,12 @@ from steercap.kernels.bits import (
     overflows_later,
 )
 
-#: Integer columns of an entry; its eight floats are a table of their own.
+#: Number of integer columns of an entry, and their indices; the entry's floats are in a table of their own.
 ENTRY_COLUMNS: Final = 8
 KIND, SCOPE, WRITE, READ, REPLACEMENT = range(5)
-#: Floats of an entry: `core.program.RESPONSE_NUMBERS`.
+#: Number of floats of an entry, `core.program.RESPONSE_NUMBERS`.
 RESPONSE_COLUMNS: Final = 8
-#: Columns of a token's report: the id and position that the model read, the checksums of its edits and its copies.
+#: Number of columns of a token's report: input token id, position, checksums of its edits and its copies.
 REPORT_COLUMNS: Final = 4
 
 _TOKEN_COLUMNS = tl.constexpr(TOKEN_COLUMNS)
@@ -57,7 +57,7 @@ _READS, _RELATIVE, _REPLACES = tl.constexpr(bits.READS), tl.constexpr(bits.RELAT
 _HOLE = tl.constexpr(HOLE)
 _JOINED, _LEADS = tl.constexpr(bits.JOINED), tl.constexpr(bits.LEADS)
 _MEASURES, _RESTORES = tl.constexpr(bits.MEASURES), tl.constexpr(bits.RESTORES)
-#: Cache policy that keeps the tables in the cache while a layer's weights stream through it.
+#: Triton's eviction policy that keeps the tables in the cache while a layer's weights pass through it.
 _STAY = tl.constexpr("evict_last")
 
 
@@ -70,10 +70,10 @@ def _tap_kernel(
 ):  # fmt: skip
     """Edit and copy the rows of `TOKENS` tokens at one point.
 
-    A line of the arena has `LINE` elements, a row of the bank `BANK`.
+    An arena line has `LINE` elements, a bank row `BANK`.
 
-    With `EARLY` it is launched while the kernel before it still runs. The tables were written before that one began, so
-    they are read while it ends; the stream is touched after that, and no program leaves before.
+    With `EARLY` it is launched while the previous kernel still runs. The tables were written before that kernel began,
+    so they are read at once; the stream is accessed after its end, and no program exits before.
     """
     first = tl.program_id(0) * TOKENS
     some = first + tl.arange(0, TOKENS)
@@ -99,10 +99,10 @@ def _tap_norm_kernel(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, LINE: tl.constexpr, BANK: tl.constexpr,
     EARLY: tl.constexpr, MOST: tl.constexpr, LOOK: tl.constexpr, IDLE: tl.constexpr,
 ):  # fmt: skip
-    """Edit and copy the row of one token at one point, then add and norm it, as the kernel after a tap would.
+    """Edit and copy the row of one token at one point, then add and norm it.
 
-    Each token has a program of its own, idle or not: unlike a tap, it has work to do in every pass. With `IDLE` that is
-    the norm alone, and no table is read.
+    Each token has a program, since the norm is computed in every pass. With `IDLE` only that is done, and no table is
+    read.
     """
     token = tl.program_id(0)
     if IDLE:
@@ -133,8 +133,8 @@ def _tap_token(  # noqa: PLR0915 -- all that is known early is read early
 ):  # fmt: skip
     """Edit and copy the row of one token at one point.
 
-    With `LOOK` the rows of edited tokens are checked at points without edits too; see `kernels.bits`. With `NORMS`
-    the norm of the row is left in `hidden`, and the row in `residual`: see `kernels.reference.add_norm`.
+    With `LOOK`, rows of steered tokens are checked for overflow at points without edits too; see `kernels.bits`. With
+    `NORMS`, the row is written to `residual` and its norm to `hidden`, as `kernels.reference.add_norm` does.
     """
     asked = tokens + token * _TOKEN_COLUMNS
     known = token < num_tokens
@@ -218,7 +218,7 @@ def _tap_token(  # noqa: PLR0915 -- all that is known early is read early
 
 @triton.jit
 def _store_norm(row, scale, stream, deferred, inside, epsilon, WIDTH: tl.constexpr):
-    """Leave a row in the residual, and its norm in the stream: see `kernels.reference.add_norm`."""
+    """Write a row to the residual, and its RMSNorm to the stream, as `kernels.reference.add_norm` does."""
     tl.store(deferred, row.to(deferred.dtype.element_ty), mask=inside)
     unit = row * tl.rsqrt(tl.sum(row * row, 0) / WIDTH + epsilon)
     tl.store(stream, (unit * scale.to(tl.float32)).to(stream.dtype.element_ty), mask=inside)
@@ -226,7 +226,7 @@ def _store_norm(row, scale, stream, deferred, inside, epsilon, WIDTH: tl.constex
 
 @triton.jit
 def _weight(point):
-    """Return the weight of a point, see `kernels.bits.weight`."""
+    """Return the weight of a point in checksums, see `kernels.bits.weight`."""
     mixed = (point + 1) * _SPREAD % _PRIME
     for _ in tl.static_range(_ROUNDS):
         mixed = (mixed ^ (mixed >> _FOLD)) * _MIX % _PRIME
@@ -235,7 +235,7 @@ def _weight(point):
 
 @triton.jit
 def _norm(row):
-    """Return the norm of a row whose squares may be out of float32's range; NaN if an element is not finite."""
+    """Return the Euclidean norm of a row without overflow of squares; NaN if an element is NaN or infinite."""
     greatest = tl.max(tl.abs(row), 0)
     part = row / tl.where(greatest > 0, greatest, 1.0)
     return greatest * tl.sqrt(tl.sum(part * part, 0))
@@ -243,7 +243,7 @@ def _norm(row):
 
 @triton.jit
 def _copy(row, target, inside, checksum, at):
-    """Copy a row, and record its point if it is not finite."""
+    """Copy a row to the arena, and mark the point in the checksum if the row is not finite."""
     rounded = row.to(target.dtype.element_ty)
     tl.store(target, rounded, mask=inside)
     if tl.max(tl.where(tl.abs(rounded.to(tl.float32)) < float("inf"), 0, 1), 0) > 0:
@@ -252,7 +252,7 @@ def _copy(row, target, inside, checksum, at):
 
 @triton.jit
 def _mark_not_finite(checksum, at):
-    """Add `_NOT_FINITE` (point + 1) times to a checksum, unless an earlier point of the token did."""
+    """Add `(point + 1) * _NOT_FINITE` to a checksum, unless an earlier point of the token has done so."""
     if tl.load(checksum) < _NOT_FINITE:
         tl.atomic_add(checksum, (at.to(tl.int64) + 1) * _NOT_FINITE, sem="relaxed")
 
@@ -262,9 +262,9 @@ def _edit(  # noqa: PLR0915 -- one loop, unrolled by one step
     row, columns, inside, scopes, replaced, count, kind, scope, write, constant,
     entries, responses, bank, replacements, WIDTH: tl.constexpr, BANK: tl.constexpr,
 ):  # fmt: skip
-    """Apply the entries of one point, in order; return the row and the number of entries applied.
+    """Apply the entries of one point to a row, in order; return the row and the number of entries applied.
 
-    The first entry is passed in; the next one is loaded while the current one is applied.
+    The first entry's columns are arguments; each next entry is loaded while the current one is applied.
     """
     # The row that joined entries read. Not `row` itself: Triton treats a second name of one value as constant.
     start = tl.zeros_like(row)
@@ -325,7 +325,7 @@ def _edit(  # noqa: PLR0915 -- one loop, unrolled by one step
     return row, applied
 
 
-#: The closing kernel as compiled, by what it is compiled for: for Triton to find it takes longer than to launch it.
+#: Compiled closing kernel, by the properties of its arguments: Triton's own lookup takes longer than a launch.
 _compiled_closes: dict[tuple[object, ...], Any] = {}
 _CLOSE_BLOCK: Final = 128
 _ALIGNED: Final = 16  # bytes; Triton compiles addresses that are multiples of it apart
@@ -333,7 +333,7 @@ _ALIGNED: Final = 16  # bytes; Triton compiles addresses that are multiples of i
 
 @triton.jit(do_not_specialize=["first", "count", "stays", "moved"])
 def _close_kernel(tokens, checksums, reports, token_ids, positions, first, count, stays, moved, BLOCK: tl.constexpr):
-    """Write a report of each token of a pass; make the tables idle, or those of the next pass."""
+    """Write a report of each token of a pass; then make the tables idle, or advance them to the next pass."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < count
     asked = tokens + token * _TOKEN_COLUMNS
@@ -355,21 +355,21 @@ def _close_kernel(tokens, checksums, reports, token_ids, positions, first, count
 
 
 class TapLauncher:
-    """Launches the tap over the rows of one kind.
+    """Launcher of the tap kernels over rows of one width and dtype, with its tables.
 
-    For Triton to find a kernel takes longer than all else that a launch needs, so it finds each once. Later launches of
-    the same dtypes, strides and alignments use the compiled kernel.
+    Triton's lookup of a compiled kernel takes longer than the rest of a launch, so it is done once for each combination
+    of dtypes, strides and alignments.
 
     Args:
-        tokens: instructions for each token, int32; columns from `SLOT` on.
+        tokens: instructions for each token, int32; columns from `bits.LAYOUT` on.
         counts: number of entries of each slot at each point, int32.
-        entries: integers of the entries, int32; columns from `KIND` on.
-        responses: floats of the entries, in the order of `core.program.RESPONSE_NUMBERS`.
-        bank: float32 vectors, a view that may be narrower than the bank.
+        entries: integer columns of the entries, int32; columns from `KIND` on.
+        responses: float columns of the entries, float32, in the order of `core.program.RESPONSE_NUMBERS`.
+        bank: the vector bank, float32, cut to the width.
         replacements: bank row that each replacement puts in place of a token's row, -1 for none: int32.
-        arena: memory to copy rows to, rounded to its dtype: lines of `LINE_BYTES`.
-        layouts: line of each point in a record, -1 where it is not kept: int32.
-        checksums: checksums of each token's edits and copies, int64; see `kernels.bits.weight`.
+        arena: ring buffer to which rows are copied, rounded to its dtype, in lines of `LINE_BYTES`.
+        layouts: line offset of each point in a record, -1 if it is not captured, int32.
+        checksums: checksums of each token's edits and copies, int64, updated; see `kernels.bits.weight`.
     """
 
     def __init__(
@@ -398,13 +398,13 @@ class TapLauncher:
         *,
         idle: bool,
     ) -> None:
-        """Edit and copy the rows of one point.
+        """Launch the tap at one point: edit steered rows in place, and copy captured ones.
 
         Args:
-            hidden, residual: the stream; edited rows are written to `hidden` whole, and their `residual` becomes zero.
+            hidden, residual: summands of the rows; edited rows are written to `hidden`, and their `residual` is zeroed.
             point: index of the point among this rank's, int32 [1].
-            idle: whether the tables ask for nothing. The kernel is then launched to have it compiled, and into a graph
-                that is being captured, which will run with others.
+            idle: True if the tables have no instructions. The kernel is then launched only if it is not compiled yet,
+                or into a CUDA graph that is being captured, which will run with other tables.
         """
         num_tokens, width = hidden.shape
         other = hidden if residual is None else residual
@@ -432,10 +432,10 @@ class TapLauncher:
         *,
         idle: bool,
     ) -> None:
-        """Edit and copy the rows of one point, and add and norm all rows; see `kernels.tap.tap_norm`.
+        """Launch the tap and the following sum and norm at one point; arguments as of `kernels.tap.tap_norm`.
 
         Args:
-            idle: as for `launch`. The kernel that reads the tables is compiled first, so that graphs find it compiled.
+            idle: as for `launch`; the norm is computed even so.
         """
         num_tokens, width = hidden.shape
         strides = hidden.stride(0), residual.stride(0)
@@ -450,7 +450,7 @@ class TapLauncher:
         self._run(_tap_norm_kernel, ("idle", *key) if only_norms else key, num_tokens, block, arguments)
 
     def _run(self, kernel: Any, key: tuple[object, ...], programs: int, block: int, arguments: tuple[Any, ...]) -> None:
-        """Launch a kernel, compiled at the first launch of its key."""
+        """Launch a kernel with `programs` programs; its first launch for a key compiles it."""
         if (compiled := self._compiled.get(key)) is not None:
             _launch(compiled, arguments[0].device, programs, arguments)
             return
@@ -459,30 +459,30 @@ class TapLauncher:
 
 
 def stream_handle(device: torch.device) -> int:
-    """Return the handle of a CUDA device's current stream."""
+    """Return the handle of the current CUDA stream of a device."""
     handle: int = driver.active.get_current_stream(device.index)
     return handle
 
 
 def _launch(compiled: Any, device: torch.device, programs: int, arguments: tuple[Any, ...]) -> None:
-    """Launch a compiled kernel on a device's current stream.
+    """Launch a compiled kernel on the device's current stream.
 
-    `compiled[grid]` does the same more slowly: it looks up the device, and hooks of Triton's profilers, which do not
-    see these launches.
+    `compiled[grid]` does the same more slowly, since it looks up the device and hooks of Triton's profilers, which do
+    not see these launches.
     """
     stream = stream_handle(device)
     compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
 
 
-#: Elements of a row that one warp of 32 threads holds in registers.
+#: Number of elements of a row per warp of 32 threads.
 WARP_ELEMENTS: Final = 512
-#: Maximum tokens of a CUDA graph by vLLM's default; and tokens of one program in passes of more.
+#: Maximum number of tokens of a CUDA graph by vLLM's default; and number of tokens per program in larger passes.
 MANY_TOKENS: Final = 512
 TOGETHER: Final = 8
 
 
 def _captures(values: torch.Tensor) -> bool:
-    """Return whether a CUDA graph is being captured, if the tensor is on CUDA."""
+    """Check if a CUDA graph is being captured on the current stream; False for a CPU tensor."""
     return values.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -492,7 +492,7 @@ def _warps(block: int) -> int:
 
 @functools.cache
 def _can_be_early() -> bool:
-    """Return whether the device supports launching a kernel early, before the previous one ends (compute 9.0)."""
+    """Check if the device can start a kernel before the previous one ends (compute capability 9.0 or higher)."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
@@ -506,17 +506,17 @@ def launch_close(
     count: int,
     moved: int | None = None,
 ) -> None:
-    """Write a report of each of the first `count` tokens of a pass, and leave the tables idle.
+    """Write a report of each of the first `count` tokens of a pass, and reset the tables for the next pass.
 
     Args:
-        tokens, checksums: as for `launch_tap`.
-        reports: per token, the id and position that the model read, and the checksums of its edits and copies: int64;
-            on the device or in pinned host memory.
-        token_ids, positions: the model's inputs.
-        first: row of `reports` that the first token is written to.
-        count: tokens of the pass, padding not counted.
-        moved: leave tables that ask for the same in the next pass, with rows this many lines further on; None for idle
-            ones.
+        tokens, checksums: as for `TapLauncher`.
+        reports: table of reports, int64: input token id, position, checksums of edits and copies; on the device or in
+            pinned host memory.
+        token_ids, positions: the model's inputs for each token.
+        first: row of `reports` for the first token.
+        count: number of tokens of the pass, without padding.
+        moved: number of lines by which to advance the rows' destinations, keeping all other instructions for the next
+            pass; None to make the tables idle.
     """
     programs, stays = -(-count // _CLOSE_BLOCK), moved is not None
     read = token_ids.data_ptr(), positions.data_ptr()

@@ -1,11 +1,11 @@
-"""Uniform quantisation on CUDA: the arithmetic of `kernels.codecs.uniform`, and codecs that use it.
+"""Triton kernels of uniform quantisation on CUDA: the arithmetic of `kernels.codecs.uniform`, and codecs.
 
 Scales and values are tensors of any shape; `axis` is the one that a scale covers. A codec has one program per row, and
-the formula of its module in `kernels.codecs`. In `topk8` the magnitude of the last element kept is found bit by bit, by
-counting: the bits of positive floats order as the floats do.
+the formula of its module in `kernels.codecs`. In `topk8` the smallest stored magnitude is found bit by bit, by
+counting: the bits of positive floats have the same order as the floats.
 
-Shape legend: records = tokens of a pass of one layout; points = its points with equal schemas; line = elements of a
-line of the ring.
+Shape legend: records = tokens of a pass with one layout of records; points = captured points with equal schemas; line =
+elements of a ring line.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from jaxtyping import Float, Int, UInt8
 
 from steercap.kernels.bits import FULL8_HEAD, FULL8_STEPS, GROUP, INT4_STEPS, TOPK8_HEAD
 
-#: Elements of a row that one warp holds in registers.
+#: Number of elements of a row per warp.
 WARP_ELEMENTS: Final = 1024
 
-#: Numbers below the first are multiplied by the second before they are computed with.
+#: Numbers below the first are multiplied by the second before any arithmetic.
 _SMALL, _LIFT = tl.constexpr(2.0**-90), tl.constexpr(2.0**100)
 
 
 @triton.jit
 def step_of(least, most, STEPS: tl.constexpr):
-    """Return `(most - least) / STEPS` as float32, rounded up if needed so that STEPS steps reach `most`."""
+    """Return `(most - least) / STEPS` as float32, rounded up where STEPS steps would not reach `most`."""
     spread = most.to(tl.float64) - least.to(tl.float64)
     step = (spread / STEPS).to(tl.float32)
     larger = (step.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)
@@ -37,28 +37,28 @@ def step_of(least, most, STEPS: tl.constexpr):
 
 @triton.jit
 def lift_of(magnitude):
-    """Return a power of two by which to multiply numbers of at most `magnitude` before subtracting and dividing them.
+    """Return a power of two by which to scale numbers up to `magnitude` before subtracting and dividing them.
 
-    So no difference overflows, and no denormal number is lost.
+    With it, no difference overflows, and no denormal number is lost.
     """
     return tl.where(magnitude < _SMALL, _LIFT, 0.5)
 
 
 @triton.jit
 def steps_from(values, zero, scale, lift):
-    """Return `(values - zero) / scale`, computed on numbers times `lift`; 0 where the scale is 0."""
+    """Return `(values - zero) / scale`, computed with numbers times `lift`; 0 where `scale` is 0."""
     return tl.where(scale > 0, (values * lift - zero * lift) / tl.where(scale > 0, scale * lift, 1.0), 0.0)
 
 
 @triton.jit
 def nearest(steps):
-    """Round to the nearest whole number, ties to even; for numbers below 2^22."""
+    """Round numbers below 2^22 to the nearest integer, ties to even."""
     return (steps + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def all_finite(values, inside, axis: tl.constexpr):
-    """Return whether all numbers along an axis are finite."""
+    """Check if all numbers along an axis, where `inside` is True, are finite."""
     odd = inside & ((values != values) | (tl.abs(values) == float("inf")))
     return tl.sum(odd.to(tl.int32), axis) == 0
 
@@ -74,12 +74,12 @@ def launch_rows(
     block: int,
     **more: Any,
 ) -> None:
-    """Launch the kernel of a codec with one program per row.
+    """Launch the kernel of a codec, with one program per record and point.
 
     Args:
-        kernel: kernel that takes `rows, codes, heads, records, points` and the constants of their layout.
+        kernel: kernel with the parameters `rows, codes, heads, records, points` and constants of their layout.
         rows, ring, records, points, width: as for `launch_full8`.
-        block: elements of a program.
+        block: number of elements that a program handles.
         **more: further arguments of the kernel.
     """
     kernel[(len(records), len(points))](
@@ -136,16 +136,16 @@ def launch_full8(
     bank: Float[torch.Tensor, "vectors width"] | None = None,
     bank_rows: Int[torch.Tensor, "points 2"] | None = None,
 ) -> None:
-    """Encode rows of the ring, and write the codes to other lines of it.
+    """Encode rows of the ring buffer as `full8`, calibrated or not, into other lines of the ring.
 
     Args:
-        rows: the ring, in the dtype of the points.
-        ring: the ring, as bytes.
-        records: first line of each raw record, and of its stored record, int64.
-        points: line of each point's row in a raw record, and byte of its codes in a stored record, int64.
-        width: elements of a row.
-        bank: float32 vectors of calibrated rows, a view that may be narrower than the bank; None without calibration.
-        bank_rows: bank rows of the centre and the reach of each point, int64.
+        rows: the ring, viewed in the points' dtype.
+        ring: the ring, viewed as bytes.
+        records: first line of each token's raw record, and of its encoded record, int64.
+        points: line offset of each point's row in a raw record, and byte offset in an encoded record, int64.
+        width: number of elements of a row.
+        bank: the vector bank, float32, cut to the width; None without calibration.
+        bank_rows: bank rows of each point's centre and reach, int64; None without calibration.
     """
     block, calibrated = triton.next_power_of_2(width), bank is not None
     more: dict[str, Any] = {"bank": bank if calibrated else rows, "bank_rows": bank_rows if calibrated else records}
@@ -193,13 +193,13 @@ def launch_int4(
     points: Int[torch.Tensor, "points 2"],
     width: int,
 ) -> None:
-    """Encode rows of the ring, and write the codes to other lines of it; arguments are those of `launch_full8`."""
+    """Encode rows of the ring buffer as `int4` into other lines of the ring; arguments as of `launch_full8`."""
     groups = triton.next_power_of_2(triton.cdiv(width, GROUP))
     launch_rows(_int4_kernel, rows, ring, records, points, width=width, block=groups * GROUP, BLOCK_GROUPS=groups)
 
 
 _TOPK8_HEAD = tl.constexpr(TOPK8_HEAD)
-#: Low bits of a float32 that are zero in every number of a dtype.
+#: Number of low bits that are zero in a float32 converted from a dtype.
 IDLE_BITS: Final = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
 
@@ -245,11 +245,11 @@ def launch_topk8(
     width: int,
     kept: int,
 ) -> None:
-    """Encode rows of the ring, and write the codes to other lines of it.
+    """Encode rows of the ring buffer as `topk8` into other lines of the ring.
 
     Args:
         rows, ring, records, points, width: as for `launch_full8`.
-        kept: number of elements kept of each row.
+        kept: number of elements stored of each row.
     """
     block = triton.next_power_of_2(width)
     indices, idle = ring.view(torch.uint16), IDLE_BITS[rows.dtype]

@@ -1,7 +1,7 @@
-"""Encodings of rows: interface and registry. To add one, add a file with a `MEMBER`, or an entry of its `MEMBERS`.
+"""Encodings of captured rows: interface and registry.
 
-The worker encodes rows to bytes of a record, the client decodes them. Rows are one rank's: for a point that is split
-over ranks, its shard.
+The worker encodes rows to bytes of a record, the client decodes them. An encoding is a file with a `MEMBER` or an entry
+of `MEMBERS`. Rows are those of one rank: at a point that is split over ranks, a shard of each row.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from steercap.errors import InvalidSpec, UnknownName
 if TYPE_CHECKING:
     import torch
 
-#: Maximum number of elements that 16-bit indices can address.
+#: Maximum number of a row's elements that 16-bit indices can address.
 MOST_INDEXED: Final = 1 << 16
 
 
 class Reading(Protocol):
-    """Encoder of an SAE, which reads rows before they are stored."""
+    """SAE encoder that is applied to rows before they are stored."""
 
     @property
     def d_sae(self) -> int:
         """Number of features."""
 
     def activations(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the features of rows, [rows, width] of any floating dtype: float32 [rows, d_sae]."""
+        """Return the feature activations, float32 [rows, d_sae], of rows [rows, width] of any floating dtype."""
 
 
 @dataclass(frozen=True)
 class Alike:
-    """Points of one layout with equal schemas, on a device.
+    """Captured points with equal schemas, as tables on a device.
 
     Args:
-        schema: schema of all these points.
+        schema: the points' schema.
         coding: encoding of their rows.
-        points: line of each point's row in a raw record, and its byte in the stored record: int64 [points, 2].
-        directions: bank rows of the vectors of each point, int64 [points, vectors]; None if there are none.
-        reads: SAE encoder that reads the rows first, or None.
+        points: line offset of each row in a raw record, and byte offset in the encoded record: int64 [points, 2].
+        directions: bank rows of the vectors that each point's encoding needs, int64 [points, vectors]; None for none.
+        reads: SAE encoder that is applied to the rows first, or None.
     """
 
     schema: PointSchema
@@ -55,34 +55,34 @@ class Alike:
 
 
 class Encoding(ABC):
-    """Encoding of rows between worker and client."""
+    """Encoding of captured rows from worker to client."""
 
     #: Alignment of each row's offset in its record, in bytes.
     align: ClassVar[int] = LINE_BYTES
-    #: True if `CaptureSpec(codec=)` may name it; the others follow from `reduce=`, `project=` and `calibration=`.
+    #: True if `CaptureSpec(codec=)` accepts it; the others follow from `reduce=`, `project=` and `calibration=`.
     is_codec: ClassVar[bool] = False
     #: Numbers stored per row if `CaptureSpec(k=)` is not given; 0 if the encoding has no `k`.
     default_k: ClassVar[int] = 0
-    #: True if elements are named by 16-bit indices.
+    #: True if rows store 16-bit indices of elements.
     indexed: ClassVar[bool] = False
     #: True if rows are projected with a matrix that is generated from a seed.
     seeded: ClassVar[bool] = False
 
     @abstractmethod
     def row_bytes(self, schema: PointSchema, coding: Coding) -> int:
-        """Return the bytes of one encoded row."""
+        """Return the number of bytes of one encoded row."""
 
     @abstractmethod
     def encode(
         self, rows: torch.Tensor, schema: PointSchema, coding: Coding, vectors: torch.Tensor | None
     ) -> torch.Tensor:
-        """Encode rows on the device they are on; the host uses this, and kernels are tested against it.
+        """Encode rows on their device; the host and the tests of kernels use it.
 
         Args:
-            rows: [rows, shard width], in the model's dtype.
+            rows: [rows, shard width], of the model's dtype.
             schema: schema of the point.
             coding: parameters of the encoding.
-            vectors: float32 [vectors, shard width] of this point, for encodings that need vectors; None for the others.
+            vectors: the point's vectors, float32 [vectors, shard width], for encodings that need some; None for others.
 
         Returns:
             uint8 [rows, row bytes].
@@ -90,71 +90,71 @@ class Encoding(ABC):
 
     @abstractmethod
     def decode(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> torch.Tensor:
-        """Decode stored rows to the form that the client returns.
+        """Decode stored rows to the tensor that the client returns.
 
         Args:
-            stored: uint8 [rows, row bytes], contiguous; may be kept.
+            stored: uint8 [rows, row bytes], contiguous; the result may share its memory.
             schema: schema of the point.
             coding: parameters of the encoding.
 
         Returns:
-            [rows, *shard shape], or [rows, k].
+            [rows, *shard shape]; [rows, k] for projections.
         """
 
     def takes(self, coding: Coding) -> bool:
-        """Return whether the encoding accepts these parameters."""
+        """Check if the encoding accepts these parameters."""
         return bool(coding.k) == bool(self.default_k)
 
     def vectors(self, coding: Coding) -> int:
-        """Return the number of vectors per point that the client must send; see `Configuration.reads`."""
+        """Return the number of vectors per point that the client must send to workers; see `Configuration.reads`."""
         del coding
         return 0
 
     def matrix(self, width: int, coding: Coding) -> torch.Tensor | None:
-        """Return the encoding's own vectors for rows of `width` elements, float32 [k, width]; None if it has none."""
+        """Return the encoding's own projection matrix for rows of `width` elements, float32 [k, width], or None."""
         del width, coding
         return None
 
     def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, vectors: torch.Tensor) -> None:
-        """Encode rows in the device's ring, after the pass, into other lines of the ring.
+        """Encode rows of the CUDA ring buffer, after the pass, into other lines of the ring.
 
-        Not called for encodings that store rows as they are computed.
+        Not called for encodings that store rows unchanged.
 
         Args:
-            ring: uint8 [lines, LINE_BYTES].
-            records: first line of each raw record, and of its stored record: int64 [records, 2].
-            alike: points to encode.
-            vectors: the rank's part of the encoding's own `matrix`, [k, shard width] in the dtype of the rows; for
-                encodings without one the bank, float32 [vectors, shard width], of which `alike.directions` names rows.
+            ring: the ring buffer, uint8 [lines, LINE_BYTES].
+            records: first line of each token's raw record, and of its encoded record: int64 [records, 2].
+            alike: points whose rows to encode.
+            vectors: this rank's columns of the encoding's `matrix`, [k, shard width] in the rows' dtype; without a
+                matrix, the vector bank, float32 [vectors, shard width], into which `alike.directions` are indices.
         """
         raise NotImplementedError(f"{type(self).__name__} has no step on the device")
 
     def joined(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Join the decoded shards of a point's rows, in the order of the ranks, to whole rows."""
+        """Combine the decoded shards of a point's rows, by rank, to whole rows."""
         import torch
 
         return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=1)
 
     def record(self, schemas: Sequence[PointSchema], coding: Coding) -> RecordShape:
-        """Return the layout of a record of these points."""
+        """Return the byte layout of a record of points with these schemas."""
         return record_shape([self.row_bytes(schema, coding) for schema in schemas], self.align)
 
 
 class Codec(Encoding):
-    """Lossy codec, whose codes, scales and other parts the client keeps."""
+    """Lossy codec; the client can keep its codes and scales without decoding them."""
 
     align: ClassVar[int] = 8
     is_codec: ClassVar[bool] = True
-    #: Names of a point's vectors that `encode` takes, in order: float32 [width] each. They are not
-    #: stored with the rows; the client has them already, and adds them to the parts.
+    #: Names of the vectors of a point that `encode` needs, in order: float32 [width] each. They are not
+    #: stored with the rows; the client, which has sent them, adds them to the parts.
     constants: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def parts(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> dict[str, torch.Tensor]:
-        """Split stored rows into named parts: `q` are codes, `scale` their step, `zero` the value of code 0.
+        """Split stored rows into named tensors: `q` are codes, `scale` their step, `zero` the value of code 0.
 
         Args:
-            stored: uint8 [rows, row bytes]; each row's bytes lie together.
+            stored: uint8 [rows, row bytes], contiguous within each row.
             schema: schema of the point.
             coding: parameters of the codec.
 
@@ -164,17 +164,17 @@ class Codec(Encoding):
 
     @abstractmethod
     def decoded(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
-        """Decode parts, and the shard's part of `constants`: float32 [rows, *shard shape], or [rows, k]."""
+        """Decode `parts`, with the shard's `constants` among them: float32 [rows, *shard shape], or [rows, k]."""
 
     @abstractmethod
     def bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
-        """Return an upper bound of each element's error in `decoded`, its own rounding aside: float64, of its shape.
+        """Return an upper bound of the error of each element of `decoded`, apart from float32 rounding: float64.
 
-        For codecs that project, the error is that of the projection.
+        It has the shape of `decoded`. For codecs that project, it bounds the error of the projections.
         """
 
     def damage(self, parts: Mapping[str, torch.Tensor], schema: PointSchema) -> str:
-        """Return why parts of the right shapes and dtypes, as from a damaged file, are invalid; "" if valid."""
+        """Return the reason why parts of valid shapes and dtypes, as read from a file, are invalid; "" if valid."""
         del parts, schema
         return ""
 
@@ -183,10 +183,10 @@ class Codec(Encoding):
 
 
 def packed(rows: torch.Tensor) -> torch.Tensor:
-    """Make a contiguous copy of bytes, on this thread.
+    """Return a contiguous copy of a uint8 tensor, copied on this thread alone.
 
-    torch would split the copy over all cores, as would every other thread that copies: on 16 cores the threads of a
-    client then wait for each other far longer than they copy.
+    torch would split the copy over all cores; where several threads copy, they then wait for each other far longer than
+    they copy.
     """
     import numpy as np
     import torch
@@ -197,12 +197,12 @@ def packed(rows: torch.Tensor) -> torch.Tensor:
 
 
 def added(shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the elementwise sum of the shards, each of which holds partial sums over its own elements of a row."""
+    """Return the elementwise sum of the shards, each of which has partial sums over its own elements of a row."""
     return sum(shards[1:], start=shards[0])
 
 
 def dtype_of(schema: PointSchema) -> torch.dtype:
-    """Return the dtype of a point's rows, which a schema stores as a name."""
+    """Return the torch dtype of a point's rows."""
     import torch
 
     dtype: torch.dtype = getattr(torch, schema.dtype)
@@ -213,17 +213,17 @@ ENCODINGS: Registry[Encoding] = Registry("encoding", sys.modules[__name__], Enco
 
 
 def record_of(schemas: Sequence[PointSchema], coding: Coding = RAW) -> RecordShape:
-    """Return the layout of a token's record of these points."""
+    """Return the byte layout of a token's record of points with these schemas."""
     return ENCODINGS[coding.encoding].record(schemas, coding)
 
 
 def codec_of(name: str, k: int | None = None, seed: int | None = None) -> Coding:
-    """Return a codec by its public name, with its parameters.
+    """Return the encoding of a codec by its public name, with parameters.
 
     Args:
-        name: name of the codec.
-        k: numbers stored per row; None for the codec's default.
-        seed: seed of its matrix; None for 0.
+        name: name of the codec, such as "raw" or "topk8".
+        k: number of values stored per row; None for the codec's default.
+        seed: seed of the codec's matrix; None for 0.
 
     Raises:
         UnknownName: there is no such codec; the message lists the known ones.

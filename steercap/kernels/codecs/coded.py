@@ -1,4 +1,4 @@
-"""Encoded rows on the client: codes and scales, with decoding, error bounds and scalar products."""
+"""Encoded rows on the client, with decoding, error bounds and scalar products."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from steercap.kernels.codecs import ENCODINGS, MOST_INDEXED, Codec
 if TYPE_CHECKING:
     import torch
 
-#: Whole rows of one point: a tensor, or codes.
+#: Rows of one point: a tensor, or encoded rows.
 Whole: TypeAlias = "torch.Tensor | CodedRows"
 #: Name of the encoding of SAE features.
 FEATURES: Final = "features"
@@ -23,16 +23,16 @@ FEATURES: Final = "features"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CodedRows:
-    """Rows of one point in a lossy codec.
+    """Encoded rows of one point, in a lossy codec.
 
     Args:
         coding: the codec and its parameters.
-        schema: schema of the tensor at the point.
+        schema: shape and dtype of the point's rows.
         parts: tensors by name, [rows, ...]: `q` are codes; `scale` and `zero`, where the codec has them, are per row or
             group; `indices` of `topk8`. For a point that is split over n tensor-parallel ranks, [rows, n, ...].
-        shard: index of this shard of a split point; None for all shards, or for a point that is not split.
-        constants: vectors of the codec that all rows share, by name, float32 [width] of whole rows:
-            `centre` and `reach` of calibrated rows.
+        shard: rank of this shard of a split point; None for all shards, or for a point that is not split.
+        constants: vectors that all rows share, by name, float32 [width of whole rows]: `centre` and `reach` of
+            calibrated rows.
     """
 
     coding: Coding
@@ -48,23 +48,23 @@ class CodedRows:
 
     @property
     def is_projected(self) -> bool:
-        """True if random projections are kept instead of elements."""
+        """True if random projections of the rows are stored instead of their elements."""
         return self._codec.seeded
 
     @property
     def matrix(self) -> torch.Tensor | None:
-        """Matrix that rows of elements were multiplied with, float32 [k, width]; None if elements are kept."""
+        """Matrix by which rows were projected, float32 [k, width]; None if the codec does not project."""
         signs = self._codec.matrix(self.schema.width, self.coding)
         return None if signs is None else signs * self.coding.k**-0.5
 
     @property
     def is_read(self) -> bool:
-        """True if SAE features are kept instead of elements of the model's rows."""
+        """True if SAE features of the rows are stored instead of their elements."""
         return self.codec == FEATURES
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parts; the constants are not counted."""
+        """Number of bytes of the parts, without the constants."""
         return sum(part.nbytes for part in self.parts.values())
 
     def __len__(self) -> int:
@@ -80,30 +80,30 @@ class CodedRows:
 
     @property
     def terms(self) -> str:
-        """Width and projection of the rows, as text; rows whose texts are equal can be compared."""
+        """Description of the rows' width and projection; rows can be compared if their descriptions are equal."""
         seeded = f", projected with k={self.coding.k}, seed={self.coding.seed}" if self._codec.seeded else ""
         return f"of {self.schema.width} elements{seeded}" + ("" if self.shard is None else f", shard {self.shard}")
 
     def decoded(self) -> torch.Tensor:
-        """Decode the rows, with the codec's error.
+        """Decode the rows; they differ from the captured rows by at most `error_bound`.
 
         Returns:
             float32 [rows, *shape of the point]; for `rp8` and `rp16`, [rows, k]: random projections, see `inner`.
 
         Raises:
-            InvalidSpec: targets of attention, which are no rows of the model.
+            InvalidSpec: these are attention summaries, not rows of the model.
         """
         if self.codec == ATTENTION:
             raise InvalidSpec(f"{self} are targets of attention, not rows; use handle.attention(layer)")
         return self.numbers()
 
     def numbers(self) -> torch.Tensor:
-        """Decode as `decoded` does, targets of attention too: float32 [rows, heads, 2k + 3]; see `numbers_of`."""
+        """Decode as `decoded` does, but attention summaries too: float32 [rows, heads, 2k + 3]; see `numbers_of`."""
         codec = self._codec
         return codec.joined([codec.decoded(parts, self.schema, self.coding) for parts in self._by_shard()])
 
     def error_bound(self) -> torch.Tensor:
-        """Bound the error of each element of `decoded()`, its own rounding to float32 included.
+        """Return an upper bound of the error of each element of `decoded()`, including rounding to float32.
 
         Returns:
             float64, of the shape of `decoded()`; for `rp8` and `rp16`, the error against the unrounded projection.
@@ -116,20 +116,20 @@ class CodedRows:
         return codec.joined(bounds)
 
     def inner(self, other: CodedRows | torch.Tensor | None = None) -> torch.Tensor:
-        """Compute scalar products with other rows.
+        """Compute scalar products with other rows or vectors.
 
-        For `rp8` and `rp16` they are unbiased estimates: their mean over seeds is the product of the rows
-        themselves, their standard deviation at most √(2 / k) of the product of the norms, √(1 / k) at right angles.
+        For `rp8` and `rp16` they are unbiased estimates over seeds, with a standard deviation of at most √(2 / k) times
+        the product of the norms, √(1 / k) for orthogonal rows.
 
         Args:
-            other: rows of as many elements in any codec, with the same k and seed if either is projected; or vectors,
-                [n, *shape of the point] or [n, width], or one; None for these rows among themselves.
+            other: rows of equal width in any codec, with equal k and seed if either is projected; or vectors, [n,
+                *shape of the point], [n, width] or [width]; None for these rows among themselves.
 
         Returns:
             float64 [rows, n].
 
         Raises:
-            InvalidSpec: the rows cannot be compared: they have another width, or another projection matrix.
+            InvalidSpec: the rows have different widths or projection matrices.
         """
         mine = self.decoded().flatten(1).double()
         found = mine @ (mine if other is None else self._comparable(other)).T
@@ -141,7 +141,7 @@ class CodedRows:
         return found
 
     def damage(self, rows: int) -> str:
-        """Return a reason why these are not `rows` valid rows of the codec, as from a damaged file; "" if they are."""
+        """Return the reason why these are not `rows` valid rows of the codec, as read from a file; "" if they are."""
         import torch
 
         codec = ENCODINGS.get(self.codec)
@@ -168,7 +168,7 @@ class CodedRows:
 
     @staticmethod
     def joined(shards: Sequence[CodedRows]) -> CodedRows:
-        """Join the shards of a point, in the order of the ranks."""
+        """Stack the shards of a point's rows, by rank, into one."""
         import torch
 
         first = shards[0]
@@ -190,12 +190,12 @@ class CodedRows:
         ]
 
     def _constants_of(self, shard: int) -> dict[str, torch.Tensor]:
-        """Return a shard's part of the constants."""
+        """Return a shard's columns of the constants, by name."""
         width = self.schema.shard_width
         return {name: whole[shard * width : (shard + 1) * width] for name, whole in self.constants.items()}
 
     def _comparable(self, other: CodedRows | torch.Tensor) -> torch.Tensor:
-        """Return other rows in the same terms: float64 [n, width] or [n, k]."""
+        """Return other rows or vectors, projected like these: float64 [n, width] or [n, k]."""
         import torch
 
         if isinstance(other, CodedRows):
@@ -217,13 +217,13 @@ class CodedRows:
 
 
 def row_index(rows: int | slice | torch.Tensor) -> list[int] | slice | torch.Tensor:
-    """Return an index that keeps the axis of rows: the number of one row becomes a list of it."""
+    """Return an index of rows unchanged, but a single integer as a list, so that the axis of rows remains."""
     index = None if getattr(rows, "ndim", 0) else index_of(rows)
     return cast("slice | torch.Tensor", rows) if index is None else [index]
 
 
 def _half_ulp(rows: torch.Tensor) -> torch.Tensor:
-    """Return the greatest error of rounding to these float32 numbers: float64, of their shape."""
+    """Return the maximum error of rounding to each of these float32 numbers: float64, same shape."""
     import torch
 
     size = rows.abs()
@@ -232,37 +232,37 @@ def _half_ulp(rows: torch.Tensor) -> torch.Tensor:
 
 
 def parts_of(rows: Whole) -> Mapping[str, torch.Tensor]:
-    """Return the tensors of rows or of one shard by name; uncoded rows are one tensor, `rows`."""
+    """Return the tensors of rows by name; uncoded rows are one tensor, "rows"."""
     return rows.parts if isinstance(rows, CodedRows) else {"rows": rows}
 
 
 def decoded(rows: Whole) -> torch.Tensor:
-    """Return rows, decoded if they are codes."""
+    """Return rows as a tensor, decoded if they are encoded."""
     return rows.decoded() if isinstance(rows, CodedRows) else rows
 
 
 def coding_of(rows: Whole) -> tuple[str, Mapping[str, int]]:
-    """Return the codec of rows and its parameters."""
+    """Return the name of the rows' codec, "raw" for a tensor, and the codec's parameters by name."""
     return named_parameters(rows.coding) if isinstance(rows, CodedRows) else ("raw", {})
 
 
 def named_parameters(coding: Coding) -> tuple[str, Mapping[str, int]]:
-    """Return the name of a codec and its parameters, by name."""
+    """Return the name of an encoding and its parameters by name."""
     codec = ENCODINGS[coding.encoding]
     parameters = {"k": coding.k} if codec.default_k else {}
     return coding.encoding, parameters | ({"seed": coding.seed} if codec.seeded else {})
 
 
 def end_of(point: Point, shard: int | None = None) -> str:
-    """Return the suffix of a point's tensor names in files, which follows the name of the part."""
+    """Return the suffix of a point's tensor names in files, after the part's name, such as ".resid_post.5"."""
     return f".{point.site}.{point.layer}" + ("" if shard is None else f".shard{shard}")
 
 
 def encoded(rows: torch.Tensor, coding: Coding) -> torch.Tensor | CodedRows:
-    """Encode whole rows, [rows, *shape of the point], on the host, as workers of one rank do; raw rows stay.
+    """Encode whole rows, [rows, *shape of the point], on the host, as a single worker would; raw rows are returned.
 
     Raises:
-        InvalidSpec: more elements than the codec's indices can name.
+        InvalidSpec: a row has more elements than the codec's indices can address.
     """
     if coding == RAW:
         return rows

@@ -1,4 +1,4 @@
-"""Encodings as floating-point numbers: rows bit for bit, reductions and projections in float32, and e4m3."""
+"""Encodings as floating-point numbers: unchanged rows, float32 reductions and projections, and e4m3."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Raw(Encoding):
-    """Encoding of rows as their bytes."""
+    """Encoding that stores rows unchanged, in their dtype."""
 
     is_codec: ClassVar[bool] = True
 
@@ -38,7 +38,7 @@ _FLOAT: Final = 4
 
 
 class Reduced(Encoding):
-    """Encoding of a reduced row as float32, whatever the model's dtype."""
+    """Encoding of a reduction as float32, whatever the model's dtype."""
 
     def row_bytes(self, schema: PointSchema, coding: Coding) -> int:
         return schema.shard_width * _FLOAT
@@ -53,7 +53,7 @@ class Reduced(Encoding):
 
 
 class ProjectionEncoding(Encoding):
-    """Encoding of projections: a few numbers per row, packed so that a record of few directions takes one line."""
+    """Encoding of projections on directions, `k` float32 numbers per row, aligned to 4 bytes."""
 
     align: ClassVar[int] = _FLOAT
 
@@ -77,7 +77,7 @@ class ProjectionEncoding(Encoding):
         return stored.view(torch.float32).view(-1, coding.k)
 
     def joined(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Add up the products of the shards, which gives those of whole rows."""
+        """Add up the shards' scalar products, which gives those of whole rows."""
         return added(shards)
 
     def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, vectors: torch.Tensor) -> None:
@@ -89,7 +89,7 @@ class ProjectionEncoding(Encoding):
         launch_project(rows, ring.view(torch.float32), records, alike.points, width, vectors, alike.directions)
 
 
-#: Half a unit in the last place of normal numbers, as a share of the number; and half of the least number.
+#: Maximum relative rounding error of normal e4m3 numbers; and half of the smallest denormal number.
 _HALF_ULP: Final = 2.0**-4
 
 
@@ -97,11 +97,11 @@ _HALF_LEAST: Final = 2.0**-10
 
 
 class FP8(Codec):
-    """Codec of float8_e4m3fn codes behind their row's scale, `value = scale × q`; decoded to float32.
+    """Codec with float8_e4m3fn codes and a float32 scale per row, `value = scale × q`; decoded to float32.
 
-    A row's greatest magnitude becomes 448, the greatest of e4m3. Elements down to a 28,672nd of the greatest keep
-    three bits of mantissa: the error of an element is at most a sixteenth of its value, or `scale / 1024` if that is
-    more. A row that is not finite becomes NaN throughout.
+    A row's maximum magnitude is scaled to 448, the maximum of e4m3. Elements down to 1/28,672 of it keep three bits of
+    mantissa: an element's error is at most 1/16 of its value, or `scale / 1024` if that is more. A row with NaN or
+    infinity becomes all NaN.
     """
 
     def row_bytes(self, schema: PointSchema, coding: Coding) -> int:
@@ -145,11 +145,11 @@ MEMBERS = {
 
 
 def accumulator_records(schemas: Sequence[PointSchema], held: int) -> int:
-    """Return a reduction's size in the arena, in raw records: its float32 rows and the rows held apart.
+    """Return the arena space of a running reduction, in raw records: its float32 rows and the rows kept apart.
 
     Args:
-        schemas: schemas of its points.
-        held: number of rows held apart.
+        schemas: schemas of the reduction's points.
+        held: number of newest rows that are kept apart.
     """
     raw = Raw().record(schemas, RAW).lines
     return (-(-_REDUCED.record(schemas, REDUCED).lines // raw) if raw else 0) + held

@@ -1,11 +1,10 @@
-"""Random projections: `k` sums of a row's elements with random signs, over √k, stored as integers.
+"""Random projections: `k` sums of a row's elements with random signs, divided by √k, stored as integers.
 
-The matrix, [k, width], is never sent: its signs are the bits of NumPy's Philox generator (4x64, ten rounds) with the
-seed as its key, little-endian, row by row. So the first numbers of a larger k equal those of a smaller one, except for
-the factor. Scalar products of rows projected with one matrix are unbiased estimates of those of the
-rows, with a standard deviation of at most √(2 / k) of the product of their norms, √(1 / k) at right
-angles. Numbers are coded in groups of 128 with a scale each, `scale × q`; rows and their negatives are rounded alike,
-so that rounding adds no bias.
+The matrix of signs, [k, width], is never sent: it has the bits of NumPy's Philox generator (4x64, ten rounds) with the
+seed as key, little-endian, row by row. So the first numbers of a larger k equal those of a smaller k, except for the
+factor. Scalar products of rows projected with one matrix are unbiased estimates of the rows' own, with a standard
+deviation of at most √(2 / k) times the product of the norms, √(1 / k) for orthogonal rows. Numbers are coded in groups
+of 128 with a scale each, `scale × q`; rounding is symmetric about zero, so it adds no bias.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from steercap.kernels.codecs.uniform import about_zero, floats, groups_of, heads
 if TYPE_CHECKING:
     from steercap.core.schema import Coding, PointSchema
 
-#: Maximum bytes of one `Matrices` cache.
+#: Default maximum number of bytes of a `Matrices` cache.
 MATRIX_BYTES: Final = 256 << 20
 
 
 class Matrices:
-    """Cache of tensors by key; the one used last is always kept. Thread-safe."""
+    """Thread-safe LRU cache of tensors by key, of at most `most_bytes` or the one used last."""
 
     def __init__(self, most_bytes: int = MATRIX_BYTES) -> None:
         self._most_bytes = most_bytes
@@ -37,7 +36,7 @@ class Matrices:
         self._lock = Lock()
 
     def get(self, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return the tensor of a key; make it if it is not cached."""
+        """Return the tensor of a key, from the cache or made by `make` and cached."""
         with self._lock:
             known = self._known.pop(key, None)
             if known is None:
@@ -48,15 +47,15 @@ class Matrices:
             return known
 
 
-#: Name of the matrix's construction, for files.
+#: Name of the matrix's construction, written to files.
 FAMILY: Final = "rademacher-philox4x64"
 
 
 class RandomProjection(Codec):
-    """Codec of signed integer codes behind the scales of their groups; decoded to float32 [rows, k].
+    """Codec of random projections, as signed integer codes with a scale per group; decoded to float32 [rows, k].
 
     Args:
-        bits: bits of a code, 8 or 16.
+        bits: number of bits of a code, 8 or 16.
     """
 
     default_k: ClassVar[int] = 512
@@ -70,7 +69,7 @@ class RandomProjection(Codec):
         return 4 * _groups(coding) + self._bytes * coding.k
 
     def matrix(self, width: int, coding: Coding) -> torch.Tensor:
-        """Return the signs, float32 [k, width]; do not write to them."""
+        """Return the matrix of signs without its factor, float32 [k, width]; shared, so read-only."""
         return signs(coding.k, width, coding.seed)
 
     def encode(
@@ -95,7 +94,7 @@ class RandomProjection(Codec):
         return _of_numbers(parts["scale"], coding).double() / 2
 
     def joined(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Add up the sums over the shards, which gives those over whole rows."""
+        """Add up the shards' projections, which gives those of whole rows."""
         return added(shards)
 
     def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, vectors: torch.Tensor) -> None:
@@ -109,7 +108,7 @@ class RandomProjection(Codec):
         return torch.int8 if self._bytes == 1 else torch.int16
 
 
-#: By name: with 8 and with 16 bits per number.
+#: Codecs by name, with 8 and with 16 bits per number.
 MEMBERS: Final = {
     "rp8": RandomProjection(8),
     "rp16": RandomProjection(16),
@@ -119,7 +118,7 @@ _SIGNS: Final = Matrices()
 
 
 def signs(k: int, width: int, seed: int) -> torch.Tensor:
-    """Return a seed's matrix without its factor: float32 [k, width], each element 1 or -1; do not write to it."""
+    """Return a seed's matrix of signs, 1 or -1, float32 [k, width]; cached and shared, so read-only."""
     return _SIGNS.get((k, width, seed), lambda: _drawn(k, width, seed))
 
 

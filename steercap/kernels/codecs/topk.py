@@ -1,4 +1,4 @@
-"""The strongest of many numbers: features of an SAE, elements of rows in eight bits, targets of attention."""
+"""Codecs that store the strongest numbers alone: SAE features, elements of rows in 8 bits, targets of attention."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from steercap.kernels.codecs.uniform import columns_of, floats, from_least, head
 if TYPE_CHECKING:
     from steercap.core.schema import Coding, PointSchema
 
-#: Bytes before the values of a row: the number of elements that are not 0, int32, and `rest`, float32.
+#: Number of bytes before a row's indices: the number of nonzero elements, int32, and `rest`, float32.
 HEAD: Final = 8
-#: Maximum bytes of all features' activations computed at once.
+#: Maximum number of bytes of feature activations computed at once.
 BLOCK_BYTES: Final = 64 << 20
 
 
 class Features(Codec):
-    """Encoding of rows of `CaptureSpec(sae=)`: exact float32 values with int32 indices.
+    """Encoding of the `k` strongest SAE features of a row (`CaptureSpec(sae=)`): float32 values with int32 indices.
 
-    The greatest come first; unused places have index -1. Also stored are the number of elements that are not 0, and
-    `rest`, the greatest magnitude that was left out, which bounds all elements without an index. A row that is not
-    finite becomes NaN throughout, with no index and -1 elements that are not 0.
+    They are ordered by magnitude, descending; unused places have index -1. Also stored are `active`, the number of
+    nonzero features, and `rest`, the maximum magnitude that was left out. A row with NaN or infinity has NaN values, no
+    index, and -1 for `active`.
     """
 
     is_codec: ClassVar[bool] = False
@@ -90,21 +90,21 @@ class Features(Codec):
 
 
 def rows_at_once(reads: Reading | None, width: int) -> int:
-    """Return the maximum rows per block of activations."""
+    """Return the maximum number of rows whose feature activations, or elements without an SAE, fit in `BLOCK_BYTES`."""
     return max(1, BLOCK_BYTES // (4 * (width if reads is None else reads.d_sae)))
 
 
 def read(rows: torch.Tensor, reads: Reading | None, k: int) -> torch.Tensor:
-    """Encode the `k` strongest features of rows, or their elements without an SAE: uint8 [rows, row bytes]."""
+    """Encode the `k` strongest features of rows, or their elements if `reads` is None: uint8 [rows, row bytes]."""
     return strongest(rows if reads is None else reads.activations(rows), k)
 
 
 def strongest(rows: torch.Tensor, k: int) -> torch.Tensor:
-    """Encode the `k` elements of greatest magnitude of each row: uint8 [rows, row bytes]; does not wait for the device.
+    """Encode each row's `k` elements of greatest magnitude as `Features` does: uint8 [rows, row bytes], without a sync.
 
     Args:
-        rows: any floating dtype [rows, elements]; one that is not finite is stored as NaN.
-        k: number of elements stored; where fewer are not 0, the index of the others is -1.
+        rows: [rows, elements], any floating dtype; a row with NaN or infinity is stored as NaN.
+        k: number of elements stored per row; where fewer are nonzero, unused indices are -1.
     """
     rows = rows.float()
     good = rows.isfinite().all(dim=1)
@@ -124,11 +124,11 @@ def strongest(rows: torch.Tensor, k: int) -> torch.Tensor:
 
 
 class TopK8(Codec):
-    """Codec of uint16 indices and uint8 codes, for rows with few elements that matter, such as `neurons`.
+    """Codec of the `k` elements of greatest magnitude, with uint16 indices and uint8 codes, for sparse rows.
 
-    `row[indices] = zero + scale × q`, indices ascending; the others count as zero. Of elements of equal magnitude the
-    first are kept. The error of a kept element is at most half a step of its row, that of any other at most `rest`,
-    the least magnitude that was kept.
+    `row[indices] = zero + scale × q`, indices ascending; all other elements are decoded as zero. Of elements of equal
+    magnitude the first are stored. The error of a stored element is at most `scale / 2`, that of any other at most
+    `rest`, the smallest stored magnitude.
     """
 
     default_k: ClassVar[int] = 64
@@ -181,23 +181,23 @@ class TopK8(Codec):
 
     @staticmethod
     def _kept(schema: PointSchema, coding: Coding) -> int:
-        """Return the number of elements kept of a shard: k of each, so that those of the whole row are among them."""
+        """Return the number of elements stored of a shard: `k`, which include all that the whole row would store."""
         return min(coding.k, schema.shard_width)
 
 
-#: Maximum number of positions of a sequence; the last of 16 bits stands for a target that is not there.
+#: Maximum number of positions of a sequence; as an index, it stands for no target.
 MOST_POSITIONS: Final = (1 << 16) - 1
-#: Bytes of a head of a token for each target, and besides them.
+#: Number of bytes for each target of a head and token, and for the rest of a head and token.
 TARGET_BYTES, OTHER_BYTES = 3, 4
-#: Steps of a weight between 0 and 1.
+#: Code of the weight 1; codes of weights start at 0.
 STEPS: Final = 255
 
 
 class AttentionTargets(Codec):
-    """Encoding of summaries, which `kernels.attention.numbers_of` lays out as rows [rows, heads × (2k + 3)].
+    """Encoding of attention summaries, flattened by `numbers_of` to rows [rows, heads × (2k + 3)].
 
-    A head of a token takes 3k + 4 bytes: k targets of two bytes, the entropy as float16, and in units of 1/255 the k
-    weights of the targets and those of the first token and of a sink.
+    A head and token takes 3k + 4 bytes: k targets of two bytes, the entropy as float16, and, in units of 1/255, the
+    weights of the k targets, the first token and the sink.
     """
 
     is_codec: ClassVar[bool] = False

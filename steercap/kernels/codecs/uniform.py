@@ -1,4 +1,4 @@
-"""Uniform quantisation, numbers as integer codes with equal steps: its arithmetic, codecs of eight and four bits."""
+"""Uniform quantisation to integer codes with equal steps: arithmetic, and codecs of 8 and 4 bits."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from steercap.kernels.codecs import Alike, Codec, dtype_of, packed
 if TYPE_CHECKING:
     from steercap.core.schema import Coding, PointSchema
 
-#: Elements decoded at a time, in float64, so that each is rounded only once.
+#: Maximum number of elements decoded at once, in float64 before they are rounded to float32.
 PART_ELEMENTS: Final = 1 << 20
 
 
 def from_least(values: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantise the last axis to codes 0 to `steps` between its minimum and maximum: `zero + scale × code`.
+    """Quantise the last axis to codes 0 to `steps` from its minimum to its maximum: `zero + scale × code`.
 
-    The error of a number is at most `scale / 2`. Where a number is not finite, scale is NaN.
+    The error of a number is at most `scale / 2`. If a number is NaN or infinite, scale is NaN.
 
     Args:
         values: [..., n], of any floating dtype.
-        steps: the greatest code.
+        steps: maximum code.
 
     Returns:
         scale, float32 [...]; zero, float32 [...]; codes, float64 [..., n].
@@ -38,13 +38,13 @@ def from_least(values: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Te
 
 
 def about_zero(values: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise numbers of either sign to codes -`steps` to `steps`: `scale × code`.
+    """Quantise the last axis to codes -`steps` to `steps`, symmetrically about zero: `scale × code`.
 
-    The error of a number is at most `scale / 2`. Where a number is not finite, scale is NaN.
+    The error of a number is at most `scale / 2`. If a number is NaN or infinite, scale is NaN.
 
     Args:
         values: [..., n], of any floating dtype.
-        steps: the greatest code.
+        steps: maximum code.
 
     Returns:
         scale, float32 [...]; codes, float64 [..., n].
@@ -62,12 +62,13 @@ def restored(
     centre: torch.Tensor | None = None,
     reach: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Dequantise codes, rounding once: float32, of their shape.
+    """Dequantise codes to `(zero + scale × code) × reach + centre`, rounded once: float32 [rows, n].
 
     Args:
         codes: [rows, n].
         scale, zero: scale and zero point, [rows, n] or [rows, 1].
-        centre, reach: values that were subtracted, and then divided by, before coding: [n].
+        centre, reach: calibration of each element, [n]: `centre` was subtracted before coding, then divided by `reach`;
+            None for none.
     """
     rows = torch.empty(codes.shape, dtype=torch.float32)
     largest = torch.finfo(torch.float32).max
@@ -83,7 +84,7 @@ def restored(
 
 
 def groups_of(values: torch.Tensor, size: int) -> torch.Tensor:
-    """Split [rows, n] into [rows, groups, size]; the last group is padded with its row's last number."""
+    """Split [rows, n] into [rows, groups, size]; the last group is padded with the row's last number."""
     missing = -values.shape[1] % size
     if missing:
         values = torch.cat([values, values[:, -1:].expand(-1, missing)], dim=1)
@@ -92,32 +93,32 @@ def groups_of(values: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def of_members(numbers: torch.Tensor, size: int, count: int) -> torch.Tensor:
-    """Repeat one number per group, [rows, groups], for each member of the group: [rows, count]."""
+    """Repeat each group's number, [rows, groups], for the `size` members of the group: [rows, count]."""
     return numbers.repeat_interleave(size, dim=1)[:, :count].contiguous()
 
 
 def heads(*columns: torch.Tensor) -> torch.Tensor:
-    """Pack scales and zero points as bytes, those of one group together: uint8 [rows, bytes].
+    """Pack scales and zero points as float32 bytes, interleaved by group: uint8 [rows, bytes].
 
     Args:
-        columns: tensors of [rows] or [rows, groups].
+        columns: tensors [rows] or [rows, groups].
     """
     numbers = torch.stack([column.float()[:, None].flatten(1) for column in columns], dim=-1)
     return numbers.flatten(1).contiguous().view(torch.uint8)
 
 
 def floats(stored: torch.Tensor, first: int, count: int) -> torch.Tensor:
-    """Read `count` float32 numbers from byte `first` of each row: [rows, count]; copied, as rows may be unaligned."""
+    """Read `count` float32 numbers from byte offset `first` of each row, copied: [rows, count]."""
     return packed(stored[:, first : first + 4 * count]).view(torch.float32)
 
 
 def columns_of(numbers: torch.Tensor) -> list[torch.Tensor]:
-    """Split the last axis into tensors that own their memory."""
+    """Split the last axis into contiguous copies."""
     return [column.clone(memory_format=torch.contiguous_format) for column in numbers.unbind(-1)]
 
 
 def step_of(spread: torch.Tensor, steps: int) -> torch.Tensor:
-    """Return `spread / steps` as float32, rounded up if `steps` steps would not reach `spread`; NaN if infinite."""
+    """Return `spread / steps` as float32, rounded up if `steps` steps would fall short of `spread`; NaN if infinite."""
     step = (spread / steps).float()
     short = step.double() * steps < spread
     step = torch.where(short, step.nextafter(step.new_tensor(torch.inf)), step)
@@ -125,16 +126,15 @@ def step_of(spread: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 def _whole(codes: torch.Tensor, scale: torch.Tensor, least: int, most: int) -> torch.Tensor:
-    """Round codes to whole numbers, 0 where the step is 0."""
+    """Round codes to integers from `least` to `most`; 0 where the scale is 0."""
     return torch.where((scale > 0)[..., None], codes, 0.0).round_().clamp_(least, most)
 
 
 class Int4(Codec):
-    """Codec of 4-bit codes behind the scales and zero points of their groups of 128; decoded to float32.
+    """Codec of 4-bit codes with a float32 scale and zero point per group of 128 elements; decoded to float32.
 
     `value = zero + scale × q`. Two codes share a byte, the earlier element in the lower half. The error of an element
-    is at most half a step of its group, `scale / 2 = (max - min) / 30` of its 128 elements. A group that is not finite
-    becomes NaN throughout.
+    is at most `scale / 2`, that is `(max - min) / 30` over its group. A group with NaN or infinity becomes all NaN.
     """
 
     def row_bytes(self, schema: PointSchema, coding: Coding) -> int:
@@ -178,10 +178,10 @@ def _of_elements(numbers: torch.Tensor, schema: PointSchema) -> torch.Tensor:
 
 
 class Full8(Codec):
-    """Codec of uint8 codes behind their row's scale and zero point, `value = zero + scale × q`; decoded to float32.
+    """Codec of uint8 codes with a float32 scale and zero point per row, `value = zero + scale × q`; decoded to float32.
 
-    A row's codes span its own least and greatest element, so the error of an element is at most half a step,
-    `scale / 2 = (max - min) / 510`, plus the rounding of a float32. A row that is not finite becomes NaN throughout.
+    A row's codes range from its minimum to its maximum, so the error of an element is at most `scale / 2 = (max - min)
+    / 510`, plus float32 rounding. A row with NaN or infinity becomes all NaN.
     """
 
     align: ClassVar[int] = LINE_BYTES
@@ -214,19 +214,18 @@ class Full8(Codec):
         launch_full8(rows, ring, records, alike.points, alike.schema.shard_width)
 
 
-#: Name of the encoding, which `codec=` does not accept.
+#: Name of the encoding of calibrated rows, which `CaptureSpec(codec=)` does not accept.
 CALIBRATED: Final = "calibrated8"
-#: Error of two roundings to float32 and that of a zero point, as a share of the greatest coded number.
+#: Bound of float32 rounding errors in coding, relative to the maximum coded number.
 ROUNDED: Final = 2.0**-22
 
 
 class Calibrated8(Full8):
-    """Codec of calibrated rows: `full8` of rows minus their centre, divided by their reach.
+    """Codec of calibrated rows: `full8` of `(row - centre) / reach`.
 
-    Both are per element, from a `Calibration`; scale and zero point are per row, as in `full8`, so that nothing is
-    clipped whatever the calibration data. The error of an element is at most half of `reach × scale`, plus the
-    rounding of the coded numbers, which are float32. A row that is not finite, before or after scaling, becomes NaN
-    throughout.
+    `centre` and `reach` are vectors, one number per element, from a `Calibration`; scale and zero point are per row, as
+    in `full8`, so that nothing is clipped whatever the calibration data. The error of an element is at most `reach ×
+    scale / 2`, plus float32 rounding. A row with NaN or infinity, before or after scaling, becomes all NaN.
     """
 
     is_codec: ClassVar[bool] = False

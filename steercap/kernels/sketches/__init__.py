@@ -1,7 +1,7 @@
-"""Kinds of sketch: interface and registry. To add one, add a file with a `MEMBER`, or an entry of its `MEMBERS`.
+"""Sketches, statistics of rows that are not stored: interface and registry of their kinds.
 
-A sketch is statistics of rows that come in blocks and are not kept, in memory independent of their number. Shape
-legend: `rows` = rows of one point, `width` = elements of a row, or of the rank's part of it.
+A sketch is updated by blocks of rows, in memory independent of their number. A kind is a `MEMBER` or an entry of
+`MEMBERS` of a file. Shape legend: `rows` = rows of one point, `width` = elements of a row or of a rank's part.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from steercap.core.registry import Registry
 from steercap.core.values import count_of, shown
 from steercap.errors import InvalidRequest, InvalidSpec
 
-#: Rows added at once. Their products are summed in float32: fewer are more exact, more are faster.
+#: Maximum number of rows added at once. Their products are summed in float32: fewer are more exact, more are faster.
 BLOCK: Final = 256
 
 
@@ -30,9 +30,9 @@ class SketchState:
 
     Args:
         rows: number of rows added.
-        squares: sum of the squares of all their elements.
-        tensors: tensors of the sketch, by name; the kind defines them.
-        filled: number of buffer rows in use, where the kind has a buffer.
+        squares: sum of the squares of all elements of these rows.
+        tensors: tensors by name, as defined by `Kind.shapes`.
+        filled: number of buffer rows in use, for a kind with a buffer.
     """
 
     rows: int
@@ -42,60 +42,60 @@ class SketchState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tensors."""
+        """Number of bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 class Kind(ABC):
-    """Kind of sketch. It changes states in place; two states of one kind, width and size can be merged."""
+    """Kind of sketch: updates, merges and results of states. States of equal width and size can be merged."""
 
-    #: True if it needs whole rows; else each rank sketches its part of a row that is split.
+    #: True if it needs whole rows; False if each rank can sketch its part of split rows.
     whole: ClassVar[bool] = True
     #: Size if none is given; None if this kind has no size.
     default_size: ClassVar[int | None] = None
-    #: Maximum sum of the squares of all elements, so that nothing overflows.
+    #: Maximum sum of the squares of all elements, above which a tensor could overflow.
     most_squares: ClassVar[float] = math.inf
 
     @abstractmethod
     def shapes(self, width: int, size: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return shape and dtype of each tensor of a state.
+        """Return shape and dtype of each tensor of a state, by name.
 
         Args:
-            width: elements of a row.
+            width: number of elements of a row.
             size: size of the sketch, 0 where the kind has none.
         """
 
     @abstractmethod
     def add(self, state: SketchState, block: Float[torch.Tensor, "rows width"]) -> None:
-        """Add rows, float32, 1 to BLOCK of them; the caller updates `rows` and `squares`."""
+        """Add 1 to `BLOCK` float32 rows to a state's tensors, in place; the caller updates `rows` and `squares`."""
 
     @abstractmethod
     def combine(self, state: SketchState, other: SketchState) -> None:
-        """Add the statistics of another state of at least one row; the caller updates `rows` and `squares`."""
+        """Add a state of at least one row to another's tensors, in place; the caller updates `rows` and `squares`."""
 
     def covariance(self, state: SketchState) -> Float[torch.Tensor, "width width"]:
-        """Return the covariance of the elements, of two rows or more: float64.
+        """Return the sample covariance of the elements, float64; the state must have at least two rows.
 
         Raises:
-            InvalidSpec: this kind holds no covariance.
-            InvalidRequest: the rows are so small that their products are zero.
+            InvalidSpec: this kind has no covariance.
+            InvalidRequest: the rows differ so little that float32 products are zero.
         """
         raise InvalidSpec(f"a {name_of(self)} sketch holds no covariance; use the kind 'moments'")
 
     def variance(self, state: SketchState) -> Float[torch.Tensor, " width"]:
-        """Return the variance of each element, of two rows or more: float64.
+        """Return the sample variance of each element, float64; the state must have at least two rows.
 
         Raises:
-            InvalidSpec: this kind holds no variances.
-            InvalidRequest: the rows are so small that their products are zero.
+            InvalidSpec: this kind has no variances.
+            InvalidRequest: the rows differ so little that float32 products are zero.
         """
         raise InvalidSpec(f"a {name_of(self)} sketch holds no variances; use the kind 'variances' or 'moments'")
 
     def spectrum(self, state: SketchState) -> tuple[Float[torch.Tensor, " k"], Float[torch.Tensor, "k width"]]:
-        """Return the variances along the principal directions, descending, and these directions, of length 1: float64.
+        """Return the variances along principal directions, descending, and the unit directions: float64.
 
         Raises:
-            InvalidSpec: this kind holds no directions.
+            InvalidSpec: this kind has no directions.
         """
         raise InvalidSpec(
             f"a {name_of(self)} sketch holds no directions; use the kind 'moments' or 'frequent_directions'"
@@ -104,7 +104,7 @@ class Kind(ABC):
     # Shared by all kinds
 
     def checked_size(self, size: object) -> int:
-        """Check the size that a client gives; return it, the default if it is None, or 0 where the kind has none.
+        """Return the user's `size`, checked; the kind's default for None, and 0 for a kind without size.
 
         Raises:
             InvalidSpec: `size` is not a whole number above 0, or the kind has no size.
@@ -116,18 +116,18 @@ class Kind(ABC):
         return count_of(size, "size")
 
     def empty(self, width: int, size: int, device: torch.device | str = "cpu") -> SketchState:
-        """Create the state of no rows."""
+        """Return a state without rows, on a device."""
         shapes = self.shapes(width, size).items()
         return SketchState(
             0, 0.0, {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes}
         )
 
     def nbytes(self, width: int, size: int) -> int:
-        """Return the bytes of a state."""
+        """Return the number of bytes of a state's tensors."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.shapes(width, size).values())
 
     def refusal(self, squares: float) -> str | None:
-        """Return the reason why a state cannot have this sum of squares; None if it can."""
+        """Return the reason why a state cannot have this sum of squares, which may be NaN; None if it can."""
         if not math.isfinite(squares):
             return "its rows hold NaN or infinity"
         if squares > self.most_squares:
@@ -138,10 +138,10 @@ class Kind(ABC):
         return None
 
     def update(self, state: SketchState, rows: Float[torch.Tensor, "rows width"]) -> None:
-        """Add rows of real floating-point numbers.
+        """Check rows of any real floating dtype and add them to a state, in place.
 
         Raises:
-            InvalidRequest: the rows hold NaN or infinity, or are too large; the state is unchanged.
+            InvalidRequest: the rows have NaN or infinity, or are too large; the state is unchanged.
         """
         squares = float(squares_of(rows))
         if reason := self.refusal(state.squares + squares):
@@ -150,16 +150,16 @@ class Kind(ABC):
         state.squares += squares
 
     def take(self, state: SketchState, rows: Float[torch.Tensor, "rows width"]) -> None:
-        """Add rows that were checked, without updating `squares`."""
+        """Add checked rows to a state, in place, updating `rows` but not `squares`."""
         for block in rows.split(BLOCK) if len(rows) else ():
             self.add(state, block.float())
             state.rows += len(block)
 
     def merge(self, state: SketchState, other: SketchState) -> None:
-        """Add the statistics of another state on the same device.
+        """Add a state on the same device to another, in place.
 
         Raises:
-            InvalidRequest: together they are too large; the state is unchanged.
+            InvalidRequest: the sum of squares of both is too large; the state is unchanged.
         """
         if reason := self.refusal(state.squares + other.squares):
             raise InvalidRequest(f"these sketches cannot be merged: {reason}")
@@ -175,17 +175,17 @@ def name_of(kind: Kind) -> str:
 
 
 def squares_of(rows: Float[torch.Tensor, "rows width"]) -> torch.Tensor:
-    """Return the sum of the squares of all elements: float64 []."""
+    """Return the sum of the squares of all elements of a tensor: float64 []."""
     norm: torch.Tensor = torch.linalg.vector_norm(rows, dtype=torch.float64)
     return norm.square()
 
 
 def move_mean(state: SketchState, mean: Float[torch.Tensor, " width"], rows: int) -> Float[torch.Tensor, " width"]:
-    """Update the running mean, the float64 tensor "mean", by the mean of `rows` further rows.
+    """Update a state's running mean, the float64 tensor "mean", by the mean of `rows` further rows.
 
     Returns:
-        A row whose outer product with itself is the term that the distance of the two means adds to the sum of
-        squared deviations: float64.
+        Float64 vector whose outer product with itself must be added to the summed products of deviations, since the two
+        means differ.
 
     Source: Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances (1979).
     """
@@ -196,7 +196,7 @@ def move_mean(state: SketchState, mean: Float[torch.Tensor, " width"], rows: int
 
 
 def signed(directions: Float[torch.Tensor, "k width"]) -> Float[torch.Tensor, "k width"]:
-    """Negate each row whose element of largest absolute value is negative, so that signs agree between machines."""
+    """Negate each row whose element of largest magnitude is negative, so that signs do not depend on the machine."""
     largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
     return torch.where(largest < 0, -directions, directions)
 

@@ -1,9 +1,8 @@
-"""Mean and covariance of whole rows, exact up to rounding; and few rows in place of all.
+"""Sketches of mean, covariance and variances, exact up to rounding; and of a few rows that approximate all.
 
 A covariance is a compensated sum of float32 products. Each block of rows is centred on its own mean, in float64, before
-its products are taken; the blocks are combined by Chan's formula. So no two large numbers are ever subtracted, whatever
-the mean is, and the terms of the sum are products of the size of the result. For rows too wide for a covariance, or
-split over ranks, there are variances: mean and variance of each element, exact.
+its products are taken; the blocks are combined by Chan's formula. So no large numbers are subtracted from each other,
+whatever the mean. For rows too wide for a covariance, or split over ranks, there is the kind of variances.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from steercap.errors import InvalidRequest
 from steercap.kernels.bits import exact_products
 from steercap.kernels.sketches import Kind, SketchState, move_mean, signed
 
-#: Bytes of the part of a covariance that is updated at once; temporaries take a few times as much.
+#: Maximum number of bytes of a covariance that are updated at once; temporaries take a few times as much.
 PART_BYTES: Final = 64 << 20
-#: Rounding of the sum of all squares, in float64, as a share of it.
+#: Bound of the relative rounding error of the float64 sum of all squares.
 ALIKE: Final = 1e-9
 
 
 class Moments(Kind):
-    """Mean, float64 [width], and sum of products of deviations from it, float32 [2, width, width].
+    """Mean, float64 [width], and sum of products of deviations from the mean, float32 [2, width, width].
 
-    The second half of the latter holds the rounding errors of the first (Neumaier). Deviations below 1e-19 lose bits,
-    since their products are below the least normal float32.
+    The second half of the latter has the rounding errors of the first (Neumaier). Deviations below 1e-19 lose bits,
+    since their products are denormal in float32.
     """
 
-    #: No element of the sum exceeds the sum of all squares.
+    #: A quarter of float32's maximum; no element of "scatter" exceeds the sum of all squares.
     most_squares: ClassVar[float] = torch.finfo(torch.float32).max / 4
 
     def shapes(self, width: int, size: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -70,10 +69,10 @@ class Moments(Kind):
 
 
 def _check_scatter(state: SketchState) -> None:
-    """Check that the products of rows that differ have not all become zero.
+    """Check that the products of deviations have not all underflowed to zero although rows differ.
 
     Raises:
-        InvalidRequest: they have.
+        InvalidRequest: they have underflowed.
     """
     alike = state.rows * float(state.tensors["mean"].square().sum())
     if state.squares - alike > ALIKE * state.squares and not bool(state.tensors["scatter"].any()):
@@ -84,7 +83,7 @@ def _check_scatter(state: SketchState) -> None:
 
 
 def add_compensated(total: torch.Tensor, lost: torch.Tensor, term: torch.Tensor) -> None:
-    """Add `term` to `total` in place, and the rounding error to `lost`: float32, of one shape; `term` is unchanged.
+    """Add `term` to `total` in place, and the rounding error to `lost`; all float32 of one shape.
 
     Source: Knuth, The Art of Computer Programming 2, 4.2.2, theorem B.
     """
@@ -98,13 +97,13 @@ def add_compensated(total: torch.Tensor, lost: torch.Tensor, term: torch.Tensor)
 
 
 def _parts(width: int) -> Iterator[slice]:
-    """Return slices of rows of a covariance to update one after another."""
+    """Return slices of rows of a [width, width] matrix, each of at most `PART_BYTES`."""
     step = max(1, PART_BYTES // (4 * width))
     return (slice(start, start + step) for start in range(0, width, step))
 
 
 class Variances(Kind):
-    """Mean and sum of squared deviations from it: float64 [width] each."""
+    """Mean of each element, and sum of squared deviations from the mean: float64 [width] each."""
 
     whole: ClassVar[bool] = False
 
@@ -126,13 +125,14 @@ class Variances(Kind):
 
 
 class FrequentDirections(Kind):
-    """`size` rows and a buffer behind them, float64 [2 size, width]; the mean; and the total shrinkage.
+    """Sketch matrix of `size` rows with a buffer of as many, float64 [2 size, width]; mean; and total shrinkage.
 
-    A few rows B approximate all rows A, with ‖AᵀA - BᵀB‖₂ at most ‖A‖²/size (Frobenius). Source: Liberty, Simple and
-    deterministic matrix sketching (2013); Ghashami et al., Frequent Directions (2016). The buffer is as long as the
-    `size` rows, so that one decomposition serves `size` new rows.
+    The `size` rows B approximate all rows A, with ‖AᵀA - BᵀB‖₂ at most ‖A‖²/size (Frobenius norm). Source: Liberty,
+    Simple and deterministic matrix sketching (2013); Ghashami et al., Frequent Directions (2016). The buffer is as long
+    as the `size` rows, so that one decomposition serves `size` new rows.
 
-    All of it is float64: the largest directions of a residual stream are a million times as long as those in question.
+    All tensors are float64: the largest directions of a residual stream are a million times longer than those of
+    interest.
     """
 
     default_size: ClassVar[int | None] = 64
@@ -155,7 +155,7 @@ class FrequentDirections(Kind):
         state.tensors["lost"].add_(other.tensors["lost"])
 
     def _append(self, state: SketchState, rows: torch.Tensor) -> None:
-        """Append rows to the buffer, shrinking it whenever it is full."""
+        """Append rows to the buffer, shrinking the sketch whenever the buffer is full."""
         kept = state.tensors["rows"]
         while len(rows):
             if state.filled == len(kept):
@@ -174,9 +174,9 @@ class FrequentDirections(Kind):
         return rows, float(state.tensors["lost"] + lost)
 
     def spectrum(self, state: SketchState) -> tuple[Float[torch.Tensor, " k"], Float[torch.Tensor, "k width"]]:
-        """Return the spectrum of `(BᵀB - n m mᵀ) / (n - 1)`, with B of `matrix`, n rows in all, and m their mean.
+        """Return the spectrum of `(BᵀB - n m mᵀ) / (n - 1)`, with B of `matrix`, n added rows, and their mean m.
 
-        A variance is off by at most the bound of `matrix` over n - 1.
+        The error of a variance is at most the bound of `matrix` divided by n - 1.
         """
         rows, mean = self.matrix(state)[0], state.tensors["mean"]
         basis, _ = torch.linalg.qr(torch.cat([rows, mean[None]]).T)  # [width, rank]: nothing else is in their span
@@ -188,14 +188,14 @@ class FrequentDirections(Kind):
 
 
 def shrink(rows: Float[torch.Tensor, "rows width"], size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `size` longest principal rows of a matrix, with the squared length of the next one subtracted.
+    """Return the `size` largest principal rows of a matrix, their squared lengths reduced by that of the next one.
 
     Args:
-        rows: float64.
+        rows: the matrix, float64.
         size: number of rows to keep, at least 1.
 
     Returns:
-        The rows, float64 [at most size, width], and the amount subtracted from each squared length: float64 [].
+        The rows, float64 [at most size, width]; and the amount subtracted from each squared length, float64 [].
     """
     if len(rows) <= size:
         return rows, rows.new_zeros(())
@@ -207,7 +207,7 @@ def shrink(rows: Float[torch.Tensor, "rows width"], size: int) -> tuple[torch.Te
     return scales[:, None] * (vectors[:, -size:].flip(1).T @ rows), lost
 
 
-#: By name.
+#: Kinds of sketch, by name.
 MEMBERS: Final[Mapping[str, Kind]] = {
     "moments": Moments(),
     "variances": Variances(),
