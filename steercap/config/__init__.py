@@ -1,4 +1,4 @@
-"""Settings of steercap itself, validated once; all other arguments are vLLM engine arguments."""
+"""Settings of steercap itself, validated at construction; all other arguments of SteerModel are vLLM's."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType({"cpu": CPU})
 #: Upper bound on all whole-number settings: an exbibyte.
 MOST: Final = 1 << 60
 
-#: Rows of 113,000 tokens of an 8B model at one layer, or of 3,800 at all 36; resident only when used.
+#: Default `capture_bytes`: rows of 113,000 tokens of an 8B model at one layer; resident only when used.
 DEFAULT_CAPTURE_BYTES: Final = 4 << 30
 
-#: Eight times `DEFAULT_CAPTURE_BYTES`, on disk; allocated when rows are spilled.
+#: Default `spill_bytes`, eight times `DEFAULT_CAPTURE_BYTES`; allocated on disk when rows are spilled.
 DEFAULT_SPILL_BYTES: Final = 32 << 30
 
-#: Enough for 450 requests of an 8B model that reduce at all layers; less is taken where fewer can run at once. With the
-#: rows on their way and the tables of edits it is less than 4 GB, with every site of such a model armed.
+#: Default `reduce_bytes`: 450 requests of an 8B model that reduce at all layers; less if fewer can run. With the
+#: arena and the tables of edits it is less than 4 GB, with every site of such a model armed.
 DEFAULT_REDUCE_BYTES: Final = 1 << 29
 
-#: 16,384 vectors of an 8B model; resident only when used.
+#: Default `vector_bytes`: 16,384 vectors of an 8B model; resident only when used.
 DEFAULT_VECTOR_BYTES: Final = 256 << 20
 
 
@@ -71,7 +71,7 @@ MIXED: Final = ADDED | {
     "mhc_ffn_post_mix",
     "mhc_ffn_res_mix",
 }
-#: Value of `sites` for every site that the model has.
+#: Value of `Settings.sites` for every site that the model has.
 ALL: Final = "all"
 #: Site of the residual stream at the end of a layer.
 LAYER_END: Final = "resid_post"
@@ -82,10 +82,10 @@ _SEVERAL: Final = (
     "; it carries several streams, see sites='mhc_streams_pre_attn', 'mhc_streams_pre_mlp' and 'mhc_streams_final'"
 )
 
-#: Mean and covariance of the rows of 32 points of an 8B model; taken when a sketch is begun.
+#: Default `sketch_bytes`: mean and covariance at 32 points of an 8B model; allocated when a sketch begins.
 DEFAULT_SKETCH_BYTES: Final = 4 << 30
 
-#: Encoders of six SAEs of 65,536 features of a 2B model; taken when a request first needs one.
+#: Default `sae_bytes`: encoders of six SAEs of 65,536 features of a 2B model; allocated at first use.
 DEFAULT_SAE_BYTES: Final = 4 << 30
 
 
@@ -98,43 +98,41 @@ class Settings:
             or output of a module is a site too, by its path: "model.layers.*.mlp.down_proj.input" at `layers`,
             "model.layers.5.input_layernorm.output" at one layer, "model.norm.output". TransformerLens's names are
             accepted as well.
-        layers: layers to arm them at. `resid_post` of the last layer is always armed (`mhc_streams_final`, where the
-            model carries several streams): the proof at start reads it. The other terms of its sum are armed too
-            where `attn_out` or `mlp_out` is armed anywhere. In float16, `resid_post` of every layer from the first
+        layers: layers at which to arm the sites. `resid_post` of the last layer is always armed (`mhc_streams_final`,
+            where the model carries several streams): the proof at start reads it. The other terms of its sum are armed
+            too where `attn_out` or `mlp_out` is armed anywhere. In float16, `resid_post` of every layer from the first
             armed one on is armed as well, since edited rows can overflow there.
-        codec: default codec that stores rows, where a `CaptureSpec` names none; see there.
+        codec: name of the codec that stores rows where a `CaptureSpec` names none.
         codec_k, codec_seed: default `k` and `seed` of codecs that have them, where a `CaptureSpec` gives none; None for
             the codec's own defaults.
         capture_bytes: maximum shared memory for rows on each capturing worker, in bytes.
-        overflow: policy for a request that finds no room: "wait" for its turn; "error" (`CaptureMemoryFull`); or
-            "spill":
-            wait while rows of finished requests that nobody has fetched are moved to disk, the oldest first.
-        overflow_timeout: seconds that requests wait while no request runs that could make room; then they fail.
-        spill_folder: folder of the spill file; None for `TMPDIR`, or /var/tmp. The file has no name, and is gone
-            when this process ends.
+        overflow: policy for a request whose rows have no room: "wait" for its turn; "error" (`CaptureMemoryFull`); or
+            "spill", which waits while unfetched rows of finished requests are moved to disk, the oldest first.
+        overflow_timeout: maximum seconds that requests wait for room while no running request can make room; then they
+            fail.
+        spill_folder: folder of the spill file; None for `TMPDIR`, or /var/tmp. The file is unnamed, and vanishes with
+            this process.
         spill_bytes: maximum bytes of rows on disk, of all workers together.
-        transport: transport of rows to the client: "shared" memory, the "wire" (bytes over RPC), or "auto", which
-            shares where it can.
-        steering_slots: different steering configurations that can be in use at once; requests beyond wait.
+        transport: transport of rows to the client: "shared" memory, "wire" (bytes over RPC), or "auto": shared where
+            possible.
+        steering_slots: maximum number of different steering configurations in use at once; further requests wait.
         vector_bytes: memory of the vector bank on each worker, float32, in bytes.
-        edits_per_point: rank-one edits that one configuration can have at one point.
-        arena_bytes: device memory on each capturing worker for rows on their way to shared memory; None for
-            at most 2.5 GiB and a tenth of the device, unless a pass in a CUDA graph or the rows of one layer need
-            more; rows of larger passes leave it while the pass runs. Not used on CPU.
-        reduce_bytes: maximum memory on each capturing worker's device for reductions that run along with their
-            requests,
-            in bytes; requests beyond wait, whatever `overflow` says. 0: rows are kept until their request ends, and
+        edits_per_point: maximum number of rank-one edits of one configuration at one point.
+        arena_bytes: device memory on each capturing worker for rows on their way to shared memory, in bytes; None for
+            at most 2.5 GiB and a tenth of the device, or more if a pass in a CUDA graph or the rows of one layer need
+            it. Rows of larger passes are copied out while the pass runs. Not used on CPU.
+        reduce_bytes: maximum memory on each capturing worker's device for reductions that are updated in each pass, in
+            bytes; further requests wait, whatever `overflow` says. 0: rows are kept until their request ends, and
             reduced then.
         sketch_bytes: maximum memory on each capturing worker's device for sketches, in bytes. 0: no sketches.
         sae_bytes: maximum memory on each capturing worker's device for SAEs that read rows, in bytes. 0: no SAEs.
-        restart: True to restart a dead engine when it is next needed. Requests whose texts have not been returned yet
-            are
-            run again; rows not yet fetched are computed again from their tokens, and their receipt says so. A stream
-            that has begun, and a sketch, end with the same error as without it.
+        restart: True to restart a dead engine when it is next needed. Requests whose texts have not been returned are
+            run again; rows not yet fetched are recomputed from their tokens, and their receipt says so. A stream that
+            has begun, and a sketch, fail as without a restart.
 
     Raises:
-        InvalidSetting, InvalidSpec: a value that does not fit, or is of another type.
-        UnknownName: an unknown site.
+        InvalidSetting, InvalidSpec: a value is out of range or of another type.
+        UnknownName: a site or codec does not exist.
     """
 
     sites: str | Sequence[str] = ("resid_post",)
@@ -191,7 +189,7 @@ class Settings:
 
     @property
     def named(self) -> tuple[Name, ...]:
-        """Parsed names of the sites to arm; some include a layer."""
+        """Parsed names of the sites to arm; some have a layer of their own."""
         found: tuple[Name, ...] = self.__dict__["_named"]
         return found
 
@@ -205,22 +203,23 @@ class Settings:
         end: str = LAYER_END,
         within: Sequence[str] = (),
     ) -> tuple[Point, ...]:
-        """Return every point to arm, layer by layer.
+        """Return every point to arm, ordered by layer: those of the settings, and those that the proof at start needs.
 
         Args:
             num_layers: number of layers of the model.
-            overflows_later: True if an edited row can overflow layers later, as in float16. Then the end of every layer
-                from the first armed one on is armed too, so that no key or value is computed from such a row.
-            exists: predicate that says if the model has a point: a layer with experts has no neurons, one without has
-                no router.
-            derived: True if inputs and outputs of layers may have to be derived; then the stream is armed at every
-                layer, and at each asked the terms of its proof.
-            end: site of the last layer from which the model makes its logits.
-            within: further sites of the last layer that the proof of the residual sum needs.
+            overflows_later: True if an edited row can overflow in a later layer, as in float16. Then `resid_post` of
+                every layer from the first armed one on is armed too, so that no key or value is computed from such a
+                row.
+            exists: predicate that says if the model has a point: a layer with experts has no `neurons`, a dense layer
+                no `router`.
+            derived: True if the layers' family is derived; then the stream is armed at every layer, and at each
+                requested point the sites of its proof.
+            end: name of the last layer's site from which the model computes its logits.
+            within: names of further sites of the last layer that the proof of the residual sum needs.
 
         Raises:
-            LayerOutOfRange: a layer the model does not have.
-            UnsupportedModel: a site that none of these layers has.
+            LayerOutOfRange: the model does not have a layer.
+            UnsupportedModel: no layer of `layers` has a site.
         """
         layers = resolve_layers(self.layers, num_layers)
         asked = [point for name in self.named for point in points_of(name, self.layers, num_layers)]
@@ -247,7 +246,7 @@ def with_preset(preset: str | None, engine_args: Mapping[str, Any]) -> dict[str,
     """Merge the engine arguments of a preset with explicit ones, which take precedence.
 
     Raises:
-        InvalidSetting: no such preset.
+        InvalidSetting: there is no preset of this name.
     """
     if preset is not None and not (isinstance(preset, str) and preset in PRESETS):
         raise InvalidSetting(f"preset={shown(preset)}; {choices(preset, PRESETS)}, or leave it out")
@@ -267,10 +266,10 @@ def _seconds(name: str, value: object) -> float:
 
 
 def _path(name: str, value: object) -> str | None:
-    """Return a setting that is a path as a string, or None.
+    """Return the path setting `name` as a string; None for None.
 
     Raises:
-        InvalidSetting: it is something else, or empty.
+        InvalidSetting: the value is no path, or empty.
     """
     if value is None:
         return None
@@ -281,10 +280,10 @@ def _path(name: str, value: object) -> str | None:
 
 
 def _whole(name: str, value: object, *, least: int, most: int = MOST - 1, otherwise: str = "") -> int:
-    """Parse a setting that is a whole number from `least` to `most`.
+    """Return a setting as an int, from `least` to `most`; `otherwise` is added to the error message.
 
     Raises:
-        InvalidSetting: it is something else, too small, or beyond 64 bits.
+        InvalidSetting: the value is no whole number, or out of range.
     """
     found = index_of(value)
     if found is None or not least <= found <= most:

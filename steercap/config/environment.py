@@ -1,8 +1,8 @@
-"""Settings from environment variables: `STEERCAP_` and the name of a setting in capitals.
+"""Settings from environment variables, named `STEERCAP_` and a field of `Settings` in capitals.
 
-Values in code or from a flag of the command take precedence, then the environment, then the default. Variables are
-read when a model is opened and when a command starts. An unknown one, or one whose value does not fit, is an error
-there, so that a misspelt name never means a silent default. An empty one counts as not set.
+Values in code or from a command-line flag take precedence, then the environment, then the default. Variables are read
+when a model is opened and when a command starts. An unknown variable or an invalid value is an error, so that a
+misspelt name is never ignored silently. An empty variable counts as not set.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ PREFIX: Final = "STEERCAP_"
 
 @dataclass(frozen=True)
 class Variable:
-    """An environment variable.
+    """Description of an environment variable that steercap reads.
 
     Args:
         says: short description, for the table in docs/settings.md.
         kind: type of the value.
-        code: place of the same setting in code, besides `SteerModel`.
-        flag: True if `steercap capture` has a flag of that name.
-        default: default value in words; "" for that of the field of `Settings`.
+        code: how to set the same in code, besides `SteerModel`, in Markdown; "" for no other way.
+        flag: True if `steercap capture` has the corresponding flag.
+        default: default value in words; "" for the default of the field of `Settings`.
     """
 
     says: str
@@ -40,7 +40,7 @@ class Variable:
     default: str = ""
 
 
-#: Fields of `Settings` that the environment may set. `sites` and `layers` are not among them: they belong to the
+#: Environment variables, by field of `Settings`. `sites` and `layers` cannot be set so: they belong to the
 #: experiment, not to the machine.
 SETTINGS: Final[Mapping[str, Variable]] = {
     "codec": Variable("default codec of stored rows", str, "`CaptureSpec(codec=)`", flag=True),
@@ -78,7 +78,7 @@ SETTINGS: Final[Mapping[str, Variable]] = {
     "edits_per_point": Variable("rank-one edits of one spec at one point", int),
     "restart": Variable("whether an engine that has died is started again", bool, flag=True),
 }
-#: Variables that correspond to no field of `Settings`.
+#: Variables that correspond to no field of `Settings`, by full name.
 OTHERS: Final[Mapping[str, Variable]] = {
     f"{PREFIX}CACHE": Variable("folder of the checkpoints that steercap makes", str, default="`~/.cache/steercap`"),
     f"{PREFIX}PROGRESS": Variable("`0`: no line on how far a start is", str),
@@ -88,30 +88,30 @@ OTHERS: Final[Mapping[str, Variable]] = {
         for name in ("", "_SITE", "_LAYERS", "_TOKENS", "_FRACTION", "_GIB", "_FULL", "_HOURS", "_PROMPTS")
     },
 }
-#: Variables that steercap sets itself: the mark of an engine's processes, and that of clients killed by tests.
+#: Variables that steercap sets itself: marks of an engine's processes, and of clients killed by tests.
 OWN: Final = frozenset({f"{PREFIX}ENGINE", f"{PREFIX}KILLS"})
 #: Prefix of the variables that steercap's own tests read.
 TESTS: Final = f"{PREFIX}TEST_"
 
 
 def settings(**given: Any) -> Settings:
-    """Make the settings of an engine: the given values, then the environment, then the defaults.
+    """Make an engine's settings from the given values, then the environment, then the defaults.
 
     Args:
-        **given: fields of `Settings`; None for a value not given.
+        **given: fields of `Settings`; None means not given, for fields that the environment can set.
 
     Raises:
-        InvalidSetting, InvalidSpec, UnknownName: a setting that does not fit, or an unknown variable.
+        InvalidSetting, InvalidSpec, UnknownName: a setting is invalid, or a variable is unknown.
     """
     asked = {name: value for name, value in given.items() if not (name in SETTINGS and value is None)}
     return Settings(**{**from_environment(), **asked})
 
 
 def from_environment() -> dict[str, Any]:
-    """Return the fields of `Settings` that the environment sets.
+    """Return the fields of `Settings` that environment variables set, by name, with converted values.
 
     Raises:
-        InvalidSetting: an unknown variable that begins with `STEERCAP_`, or one whose value does not fit.
+        InvalidSetting: a variable that begins with `STEERCAP_` is unknown, or its value is invalid.
     """
     check_names()
     given = {name: os.environ.get(variable_of(name)) for name in SETTINGS}
@@ -119,10 +119,10 @@ def from_environment() -> dict[str, Any]:
 
 
 def check_names() -> None:
-    """Check that every variable that begins with `STEERCAP_` is known.
+    """Check that every environment variable that begins with `STEERCAP_` is known.
 
     Raises:
-        InvalidSetting: one is not; the message names the nearest that is.
+        InvalidSetting: one is unknown; the message names the nearest known one.
     """
     known = [*map(variable_of, SETTINGS), *OTHERS]
     for name in sorted(os.environ):
@@ -134,7 +134,7 @@ def check_names() -> None:
 
 
 def variable_of(name: str) -> str:
-    """Return the name of the variable for a field of `Settings`."""
+    """Return the name of the environment variable for a field of `Settings`."""
     return PREFIX + name.upper()
 
 
@@ -144,7 +144,7 @@ def flag_of(variable: str) -> str:
 
 
 def table() -> str:
-    """Return all variables as the table of docs/settings.md."""
+    """Return all variables as the Markdown table of docs/settings.md."""
     defaults = {field.name: field.default for field in fields(Settings)}
     head = ["| variable | what it sets | default | in code | flag |", "|---|---|---|---|---|"]
     ours = [
@@ -167,10 +167,10 @@ def _line(name: str, variable: Variable, default: str, code: str) -> str:
 
 
 def _converted(name: str, text: str) -> Any:
-    """Convert the text of a variable to the value of the field of `Settings`.
+    """Convert a variable's text to the value of the field `name` of `Settings`.
 
     Raises:
-        InvalidSetting: it does not fit; the message names the variable.
+        InvalidSetting: the value is invalid; the message names the variable.
     """
     try:
         value: Any = msgspec.convert(text, SETTINGS[name].kind, strict=False)
