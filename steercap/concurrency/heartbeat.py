@@ -1,4 +1,4 @@
-"""Progress lines: now and then where bars cannot be drawn, and one that is rewritten while a model starts."""
+"""Progress lines: printed at intervals where bars cannot be drawn, and one rewritten line while a model starts."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, Task
 
-#: Seconds between two progress lines: few enough for a log, and enough to see that nothing hangs.
+#: Seconds between two progress lines in a log.
 SECONDS: Final = 15.0
-#: Seconds between two looks at the stage of a start.
+#: Seconds between two polls of a start's stage.
 LOOK_SECONDS: Final = 0.25
 
 
 @contextmanager
 def heartbeat(bar: Progress, console: Console, *, seconds: float = SECONDS) -> Iterator[None]:
-    """Print a line on the progress of `bar` every few seconds if the console cannot draw bars.
+    """Print a line on the progress of `bar` every `seconds` in the block if the console cannot draw bars.
 
     The lines come from a thread, because the event loop and this thread may be busy. Work shorter than `seconds` prints
     nothing.
@@ -54,7 +54,7 @@ def heartbeat(bar: Progress, console: Console, *, seconds: float = SECONDS) -> I
 
 
 def line_of(tasks: list[Task]) -> str:
-    """Return the progress line of the last unfinished task: name, seconds, steps done if any; "" if there is none."""
+    """Return a line on the last unfinished task: name, elapsed seconds, steps done; "" if all are finished."""
     # Finished tasks are skipped; a task without a total never counts as finished.
     for task in reversed(tasks):
         if not task.finished:
@@ -66,11 +66,11 @@ def line_of(tasks: list[Task]) -> str:
 
 @asynccontextmanager
 async def watching(stage: Callable[[], str], tell: Callable[[str, float], object]) -> AsyncIterator[dict[str, float]]:
-    """Tell now and then, while the block runs, which stage runs and for how many seconds; yield those of every stage.
+    """Call `tell` with the running stage every `LOOK_SECONDS` in the block; yield a live dict of seconds by stage.
 
     Args:
-        stage: function that returns the stage, "" if none runs.
-        tell: function of the stage and its seconds.
+        stage: function that returns the name of the running stage, "" if none runs.
+        tell: function called with the stage and its seconds so far.
     """
     seconds = dict[str, float]()
 
@@ -93,13 +93,13 @@ async def watching(stage: Callable[[], str], tell: Callable[[str, float], object
 
 @asynccontextmanager
 async def progress_line(name: str, stage: Callable[[], str]) -> AsyncIterator[None]:
-    """Show on stderr which stage of a start runs while the block does, in one line that is rewritten.
+    """Show the running stage of a start on stderr in one rewritten line, while the block runs.
 
-    At the end the line says how long each stage took. Nothing is shown where `wants_line` is False, nor of a block in
-    which nothing starts.
+    The last line has the seconds of each stage. Nothing is shown where `wants_line` is False, or if no stage runs in
+    the block.
 
     Args:
-        name: name of what starts.
+        name: name of the model or server that starts, which begins the line.
         stage: as for `watching`.
     """
     if not wants_line():
@@ -125,7 +125,7 @@ async def progress_line(name: str, stage: Callable[[], str]) -> AsyncIterator[No
 
 @contextmanager
 def rewritten_line() -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows a text on stderr in place of the one before, a few times a second.
+    """Yield a function that shows a text on stderr over the previous one, at most every `LOOK_SECONDS`.
 
     The last text stays. Nothing is shown where `wants_line` is False.
     """
@@ -146,7 +146,7 @@ def rewritten_line() -> Iterator[Callable[[str], None]]:
 
 
 def wants_line() -> bool:
-    """Return True if stderr is a terminal or a notebook's, and neither the user nor vLLM's log makes a line useless."""
+    """Check if stderr is a terminal or a notebook, progress is not switched off, and vLLM's log is not verbose."""
     notebook = type(sys.stderr).__module__.startswith("ipykernel.")
     if not (notebook or sys.stderr.isatty()) or os.environ.get("STEERCAP_PROGRESS") == "0":
         return False
@@ -154,9 +154,9 @@ def wants_line() -> bool:
 
 
 def _rewrite(line: str, end: str = "") -> None:
-    """Write a line over the one before.
+    """Write a line over the previous one on stderr.
 
-    Spaces cover the rest of that, since notebooks ignore the code that clears a line.
+    It is padded with spaces, since notebooks ignore the escape code that clears a line.
     """
     with suppress(OSError, ValueError):  # nobody reads it any more
         sys.stderr.write(f"\r{line.ljust(_width())}{end}")

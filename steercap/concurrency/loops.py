@@ -1,7 +1,7 @@
-"""The event loop that owns an object, calls on daemon threads that nothing waits for, and a limit on concurrent tasks.
+"""Event loop that owns an object, calls on daemon threads, tasks that end with an owner, and a concurrency limit.
 
-An engine belongs to the event loop that it was started in: its sockets, tasks and futures are that loop's. In any other
-loop an await on them would never end, so such a call is refused.
+An engine belongs to the event loop in which it was started, with its sockets, tasks and futures. In another loop an
+await on them would never end, so such calls are refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOOK_SECONDS: Final = 0.01
 
 
 class OwnerLoop:
-    """The event loop that an object belongs to: the one running where this is constructed.
+    """The event loop that an object belongs to: the one that runs when this is constructed.
 
     Args:
         subject: name of the object, for error messages.
@@ -42,7 +42,7 @@ class OwnerLoop:
         self._process: Final = os.getpid()
 
     def require(self) -> None:
-        """Check that the caller runs in this event loop.
+        """Check that the caller runs in the owner's event loop.
 
         Raises:
             WrongEventLoop: the caller runs in another event loop, in none, or in another process.
@@ -58,23 +58,23 @@ class OwnerLoop:
 
     @property
     def is_here(self) -> bool:
-        """True if the event loop running in this thread is this one."""
+        """True if the owner's event loop is the one that runs in this thread."""
         return running_loop() is self.loop
 
     @property
     def lives(self) -> bool:
-        """True if this event loop is running, in any thread of this process."""
+        """True if the owner's event loop is running, in any thread of this process."""
         return self.loop.is_running() and os.getpid() == self._process
 
     def call(self, work: Callable[[], object]) -> None:
-        """Schedule a function call in this loop, from any thread; do nothing if the loop is closed."""
+        """Schedule a function call in the owner's event loop, from any thread; do nothing if the loop is closed."""
         with contextlib.suppress(RuntimeError):  # it is closed
             self.loop.call_soon_threadsafe(work)
 
     async def run(self, work: Callable[[], Coroutine[Any, Any, object]], *, patience: float) -> None:
-        """Run a coroutine in this loop, from any other loop, and wait at most `patience` seconds for it.
+        """Run a coroutine in the owner's event loop, from any loop, and wait at most `patience` seconds for its end.
 
-        If this loop is stopped or its thread is blocked (perhaps by this very call), the caller still returns in time.
+        If that loop is stopped or blocked, the caller still returns in time; called in it, the wait is unlimited.
         """
         if self.is_here:
             await work()
@@ -123,10 +123,10 @@ def on_thread(work: Callable[[], Value], name: str, future: Future[Value] | None
 async def within(
     life: set[asyncio.Task[Any]], work: Callable[[], Awaitable[Value]], ended: Callable[[], Exception | None]
 ) -> Value:
-    """Await `work` as a task of a longer-lived owner; if the owner ends and cancels it, raise the owner's error.
+    """Await `work` as a task that ends with its owner; if the owner's end cancels it, raise the owner's error.
 
     Args:
-        life: running tasks of the owner; this task is in it while it runs.
+        life: running tasks of the owner, which cancels them at its end; the task is added while it runs.
         work: function that returns the awaitable.
         ended: function that returns the error to raise once the owner has ended, and None until then.
     """
@@ -147,7 +147,7 @@ async def within(
 
 
 async def finished(future: Future[Value]) -> Value:
-    """Wait for a call that must run to its end; a cancellation is held back and raised when the call has ended."""
+    """Wait until a call on a thread ends, and return its result; a cancellation is raised only after that."""
     waiting = asyncio.wrap_future(future)
     cancelled: asyncio.CancelledError | None = None
     while not waiting.done():
@@ -162,7 +162,7 @@ async def finished(future: Future[Value]) -> Value:
 
 
 async def scoped(work: Callable[[], Awaitable[Value]]) -> Value:
-    """Await `work` in its own task; a cancellation reaches it through an anyio scope, and is raised after it ended.
+    """Await `work` in its own task, cancelled through an anyio scope; a cancellation is raised after its end.
 
     httpx shields its clean-up with anyio scopes, which `Task.cancel` ignores: it would leave connections open that the
     pool has dropped, and unusable ones in the pool.
@@ -195,7 +195,7 @@ async def scoped(work: Callable[[], Awaitable[Value]]) -> Value:
 
 
 async def scoped_steps(steps: AsyncGenerator[Value, None]) -> AsyncGenerator[Value, None]:
-    """Yield the values of a generator; each step, and its closing, runs in `scoped`."""
+    """Yield the values of an async generator; each of its steps, and its closing, runs in `scoped`."""
     try:
         while True:
             try:
@@ -208,7 +208,7 @@ async def scoped_steps(steps: AsyncGenerator[Value, None]) -> AsyncGenerator[Val
 
 
 async def end_within(future: Future[Any], *, patience: float) -> None:
-    """Wait at most `patience` seconds for a call to end, then cancel it; its result or error is dropped."""
+    """Wait at most `patience` seconds for a call on a thread, then cancel it; its result or error is dropped."""
     waiting = asyncio.wrap_future(future)
     try:
         await asyncio.wait([waiting], timeout=patience)
@@ -236,8 +236,8 @@ async def each_of(items: Iterable[Item], work: Callable[[Item], Awaitable[Result
         The result for each item, in the order of `items`.
 
     Raises:
-        InvalidSetting: a limit below 1.
-        The first error that one of them raised, by itself rather than in a group; the others are cancelled.
+        InvalidSetting: `limit` is below 1.
+        The first error of `work`, unwrapped from its group; the other calls are cancelled.
     """
     if limit < 1:
         raise InvalidSetting(f"{limit} items at once; give a limit of 1 or more")
