@@ -1,57 +1,57 @@
-"""Every error steercap raises, drawn as one tree.
+"""All errors that steercap raises, drawn as one tree.
 
 SteercapError
 ├── InvalidRequest (ValueError)     the request cannot be carried out; the engine never saw it
-│   ├── InvalidSetting              an engine or steercap setting that does not exist or fit
-│   ├── InvalidPrompt               no prompt, or one that is empty, of a wrong type, or too long
-│   ├── InvalidSelection            a `tokens=` that means nothing here
-│   │   └── EmptySelection          ... or that selects no token
-│   ├── InvalidSpec                 a malformed CaptureSpec or SteeringSpec
+│   ├── InvalidSetting              an engine or steercap setting is unknown or invalid
+│   ├── InvalidPrompt               no prompt, or a prompt is empty, of a wrong type or too long
+│   ├── InvalidSelection            a `tokens=` selection is invalid for this prompt
+│   │   └── EmptySelection          a `tokens=` selection selects no token
+│   ├── InvalidSpec                 a CaptureSpec or SteeringSpec is malformed
 │   │   ├── LayerOutOfRange         a layer this model does not have
 │   │   ├── UnknownName             a site, family, codec or edit that is not registered
 │   │   ├── PointSplit              a sketch or an SAE of whole rows at a point that is split over ranks
-│   │   ├── TooManyEdits            more edits than the engine's tables or vectors than its bank can hold
-│   │   └── InvalidEdit             an edit whose numbers do not fit
-│   │       └── InvalidVector       ... or whose vector is of another width, NaN, inf or zero
+│   │   ├── TooManyEdits            more edits or vectors than the engine's tables have room for
+│   │   └── InvalidEdit             an edit whose values contradict each other or the model
+│   │       └── InvalidVector       an edit's vector has another width, NaN or inf, or is zero
 │   ├── PointNotArmed               a site or layer without a tap in this engine
 │   └── RunDiffers                  a run folder that holds a run of other settings
 ├── EngineFailure (RuntimeError)    the engine is missing or unusable
 │   ├── EngineDied                  a process of the engine has ended, or a thread in it
 │   ├── ModelNotLoaded              vLLM could not load the model
-│   │   └── ModelTooLarge           ... or would not: its weights do not fit into memory
+│   │   └── ModelTooLarge           the model's weights do not fit into memory
 │   ├── UnsupportedModel            a model whose layers steercap cannot read
-│   │   └── ModelNotProved          rows that are not what their names say
+│   │   └── ModelNotProved          captured rows differ from what their site's name says
 │   ├── UnsupportedRunner           a model runner or parallel layout steercap does not know
-│   ├── TapsNotInstalled            the probe found a tap that does not fire
+│   ├── TapsNotInstalled            the probe at start found a tap that does not run
 │   ├── MainGuardMissing            a script starts an engine while it is being imported
 │   ├── ModelClosed                 the model was closed, or never opened
 │   ├── WrongEventLoop              a model used in another event loop than the one it was started in
 │   ├── MemoryNotShared             transport="shared", or an SAE, but a worker is on another machine
 │   ├── WorkerFailure               a worker answered a call with an error
-│   ├── InvalidFrame                what came from another process is no message of this version, or damaged
-│   └── ServerFailure               a server cannot be reached, or answers otherwise than it should
-├── CaptureError (RuntimeError)     rows that were asked for cannot be returned
+│   ├── InvalidFrame                a message from another process is of another version, or damaged
+│   └── ServerFailure               a server cannot be reached, or its answer is not valid
+├── CaptureError (RuntimeError)     requested rows cannot be returned
 │   ├── CaptureIncomplete           rows are missing or carry another token's label
-│   ├── CaptureNotFinite            rows hold NaN or infinity, and that was not asked for
-│   ├── CaptureMemoryFull           no room for the rows, and none is coming
-│   ├── SAEMemoryFull               no room on the workers for an SAE that is to read rows
+│   ├── CaptureNotFinite            rows have NaN or infinity, which the spec does not allow
+│   ├── CaptureMemoryFull           no room for the rows, and none can become free
+│   ├── SAEMemoryFull               no room on the workers for an SAE
 │   ├── CaptureNotFetched           `captures` read before `fetch()`
 │   └── CaptureReleased             a handle used after its rows were released
 ├── SketchError (RuntimeError)      a sketch cannot be made, or can no longer be trusted
 │   ├── SketchMemoryFull            no room for its statistics
 │   ├── SketchIncomplete            the workers do not hold the rows that were counted
 │   └── SketchClosed                a sketch used after its context has ended
-├── SteeringError (RuntimeError)    steering that was asked for did not happen
+├── SteeringError (RuntimeError)    requested steering did not happen
 │   ├── SteeringNotApplied          a worker did not make every edit, so the text is withheld
 │   └── SteeringSlotsFull           no slot is free, and overflow="error"
-├── PersonaError (RuntimeError)     a pipeline that cannot go on
+├── PersonaError (RuntimeError)     a pipeline from traits to vectors cannot continue
 │   ├── JudgeFailed                 the endpoint that judges answers refuses, or cannot be reached
-│   ├── RunUnfinished               results are asked of a folder some of whose roles are not done
-│   └── TooFewKept                  too few answers show the trait, or its opposite, to find a direction
-├── CollectionStopped (OSError)      a data set can no longer be written to, or Ray's actors were lost
-├── TrainingDiverged (RuntimeError)  losses of a training are no longer numbers
-├── MissingExtra (ImportError)      a library that an extra of the package brings is not installed
-└── InvalidFile (ValueError)        a file that is not what its name or header claims
+│   ├── RunUnfinished               results are requested of a run with unfinished roles
+│   └── TooFewKept                  too few answers show the trait or its opposite for a direction
+├── CollectionStopped (OSError)      a data set can no longer be written, or Ray's actors were lost
+├── TrainingDiverged (RuntimeError)  losses or vectors of a training are NaN or infinite
+├── MissingExtra (ImportError)      a library of one of the package's extras is not installed
+└── InvalidFile (ValueError)        a file is truncated, of another format or of a newer version
 """
 
 
@@ -60,63 +60,63 @@ class SteercapError(Exception):
 
 
 class InvalidRequest(SteercapError, ValueError):
-    """The request cannot be carried out; raised before the engine sees it."""
+    """The request is invalid; raised before the engine receives it."""
 
 
 class InvalidSetting(InvalidRequest):
-    """A setting that does not exist, or whose value does not fit."""
+    """An engine argument or steercap setting is unknown, or its value is invalid."""
 
 
 class InvalidPrompt(InvalidRequest):
-    """An empty list of prompts, a prompt that is none or has no token, or one the model's context cannot hold."""
+    """A list of prompts is empty, or a prompt is malformed, has no token, or exceeds the model's context."""
 
 
 class InvalidSelection(InvalidRequest):
-    """A `tokens=` selection that means nothing for this prompt."""
+    """A `tokens=` selection is invalid for this prompt."""
 
 
 class EmptySelection(InvalidSelection):
-    """A `tokens=` selection that selects no token."""
+    """A `tokens=` selection selects no token."""
 
 
 class InvalidSpec(InvalidRequest):
-    """A specification of captures or edits that contradicts itself or the model."""
+    """A specification of captures or edits contradicts itself or the model."""
 
 
 class PointSplit(InvalidSpec):
-    """A sketch or an SAE that needs whole rows, at a point whose rows are split over tensor-parallel ranks."""
+    """A sketch or an SAE needs whole rows at a point whose rows are split over tensor-parallel ranks."""
 
 
 class TooManyEdits(InvalidSpec):
-    """More edits at one point, or more vectors, than this engine was started for."""
+    """More edits at one point, or more vectors, than the engine's tables have room for."""
 
 
 class InvalidEdit(InvalidSpec):
-    """An edit that contradicts itself: its numbers, its bounds, its layers."""
+    """The numbers, bounds or layers of an edit contradict each other or the model."""
 
 
 class InvalidVector(InvalidEdit):
-    """A vector of an edit that is of the wrong width, not finite, or zero where its direction counts."""
+    """A vector of an edit has the wrong width, is not finite, or is zero where a direction is needed."""
 
 
 class LayerOutOfRange(InvalidSpec, KeyError):
-    """A layer index outside the model, or outside a container indexed by layer; a KeyError, as mappings raise."""
+    """A layer index is outside the model, or absent from a container indexed by layer; also a KeyError."""
 
     __str__ = Exception.__str__  # that of KeyError is a repr
 
 
 class UnknownName(InvalidSpec, KeyError):
-    """A name that is not registered; the message lists the known ones. It is a KeyError, as mappings raise."""
+    """A name of a site, family, codec or edit is not registered; the message lists known names. Also a KeyError."""
 
     __str__ = Exception.__str__
 
 
 class PointNotArmed(InvalidRequest):
-    """A point without a tap in this engine; the message says how to arm it."""
+    """A requested point has no tap in this engine; the message says how to arm it."""
 
 
 class RunDiffers(InvalidRequest):
-    """A run folder holds a run of other settings; the message names what differs."""
+    """A run folder contains a run of other settings; the message names the differing settings."""
 
 
 class EngineFailure(SteercapError, RuntimeError):
@@ -124,7 +124,7 @@ class EngineFailure(SteercapError, RuntimeError):
 
 
 class EngineDied(EngineFailure):
-    """A process of the engine, or a thread in it, has ended; the message names it and its log."""
+    """A process of the engine, or a thread in one, has ended unexpectedly; the message names it."""
 
 
 class ModelNotLoaded(EngineFailure):
@@ -132,27 +132,27 @@ class ModelNotLoaded(EngineFailure):
 
 
 class ModelTooLarge(ModelNotLoaded):
-    """The weights of the model do not fit into the memory there is; raised before the engine is started."""
+    """The model's weights do not fit into the available memory; raised before the engine is started."""
 
 
 class UnsupportedModel(EngineFailure):
-    """A model whose layers steercap cannot read."""
+    """The model's layers, or a requested site of the model, cannot be tapped."""
 
 
 class ModelNotProved(UnsupportedModel):
-    """Captured rows are not what their names say: the proof at start failed; the message gives the deviation."""
+    """The proof at start failed: captured rows differ from what their site's name says; the message has the error."""
 
 
 class UnsupportedRunner(EngineFailure):
-    """A model runner or a parallel layout that steercap has no adapter for."""
+    """Steercap has no adapter for vLLM's model runner, release, parallel layout or an engine option."""
 
 
 class TapsNotInstalled(EngineFailure):
-    """The start-up probe found an armed tap that does not fire."""
+    """The probe at start found an armed tap that does not run in a forward pass."""
 
 
 class MainGuardMissing(EngineFailure):
-    """A script starts an engine outside `if __name__ == "__main__":`."""
+    """A script starts an engine outside `if __name__ == "__main__":`, so that spawned processes would start it too."""
 
 
 class ModelClosed(EngineFailure):
@@ -164,7 +164,7 @@ class WrongEventLoop(EngineFailure):
 
 
 class MemoryNotShared(EngineFailure):
-    """A worker's arena cannot be mapped here, or an SAE there: it is on another machine or in another container."""
+    """A worker on another machine or in another container cannot share memory with the client, for rows or an SAE."""
 
 
 class WorkerFailure(EngineFailure):
@@ -172,27 +172,27 @@ class WorkerFailure(EngineFailure):
 
 
 class InvalidFrame(EngineFailure):
-    """Bytes from another process are not a valid message of this steercap version, or damaged, or out of bounds."""
+    """A message from another process is damaged, out of bounds, or of another version of steercap."""
 
 
 class ServerFailure(EngineFailure):
-    """A server cannot be reached, refuses the key, fails, or is none of steercap's."""
+    """A steercap server cannot be reached, refuses the key, fails, or is not a steercap server."""
 
 
 class CaptureError(SteercapError, RuntimeError):
-    """Rows that were asked for cannot be returned."""
+    """Requested rows cannot be returned."""
 
 
 class CaptureIncomplete(CaptureError):
-    """Rows are missing, or carry the label of another token than expected."""
+    """Captured rows are missing, or labelled with another token or position than expected."""
 
 
 class CaptureNotFinite(CaptureError):
-    """Rows hold NaN or infinity; `CaptureSpec(allow_nonfinite=True)` hands them over."""
+    """Captured rows contain NaN or infinity; `CaptureSpec(allow_nonfinite=True)` returns them."""
 
 
 class CaptureMemoryFull(CaptureError):
-    """The capture memory cannot hold the rows of this request."""
+    """The capture memory has no room for the rows of a request."""
 
 
 class SAEMemoryFull(CaptureError):
@@ -208,35 +208,35 @@ class CaptureReleased(CaptureError):
 
 
 class SketchError(SteercapError, RuntimeError):
-    """A sketch cannot be made, or can no longer be trusted."""
+    """A sketch cannot be made, or its statistics are no longer valid."""
 
 
 class SketchMemoryFull(SketchError):
-    """The statistics of a sketch need more memory than sketches may have, or than the workers' devices have."""
+    """A sketch's statistics need more memory than `sketch_bytes`, or than the workers' devices have."""
 
 
 class SketchIncomplete(SketchError):
-    """The workers' statistics of a sketch do not match the rows counted for it; it must be begun anew."""
+    """The workers' statistics of a sketch do not match the rows counted for it; the sketch must be begun anew."""
 
 
 class SketchClosed(SketchError):
-    """The sketch was used, or a request that had joined it ended, after its context had ended."""
+    """The sketch was used after its context had ended, or a request that had joined it ended after that."""
 
 
 class SteeringError(SteercapError, RuntimeError):
-    """Steering that was asked for did not happen."""
+    """Requested steering did not happen."""
 
 
 class SteeringNotApplied(SteeringError):
-    """A worker did not make every edit that the spec and the tokens require; the text is withheld."""
+    """A worker did not make every edit that the spec requires for the request's tokens; the text is withheld."""
 
 
 class SteeringSlotsFull(SteeringError):
-    """No slot or no room for vectors is free, and the request was not allowed to wait."""
+    """No steering slot, or no memory for vectors, is free, and `overflow="error"` forbids waiting."""
 
 
 class PersonaError(SteercapError, RuntimeError):
-    """A pipeline from traits to vectors cannot go on."""
+    """A pipeline from traits to vectors cannot continue."""
 
 
 class JudgeFailed(PersonaError):
@@ -244,31 +244,31 @@ class JudgeFailed(PersonaError):
 
 
 class RunUnfinished(PersonaError):
-    """The results of a run are asked for, and some of its roles are not done; the message names them."""
+    """Results of a run are requested while some of its roles are unfinished; the message names the roles."""
 
 
 class TooFewKept(PersonaError):
-    """Too few answers are left, after filtering by score, to find a direction with."""
+    """After filtering by score, too few answers are left to compute a direction."""
 
 
 class CollectionStopped(SteercapError, OSError):
-    """A data set cannot be written to any more, or Ray's actors were lost; the same call resumes where it stopped."""
+    """A data set can no longer be written, or Ray's actors were lost; the same call resumes it."""
 
 
 class TrainingDiverged(SteercapError, RuntimeError):
-    """The losses or vectors of a training are no longer numbers; the message says after which step."""
+    """Losses or vectors of a training are NaN or infinite; the message names the step."""
 
 
 class MissingExtra(SteercapError, ImportError):
-    """A library that is not installed; the message says which extra of the package brings it."""
+    """A required library is not installed; the message names the extra of the package that installs it."""
 
 
 class InvalidFile(SteercapError, ValueError):
-    """A file that is truncated, of another format, or of a newer version."""
+    """A file is truncated, of another format, or of a newer version."""
 
 
 def first_error(error: BaseException) -> BaseException:
-    """Return the error itself, or the first error in a (nested) group that is not itself a group."""
+    """Return the error itself, or the first error inside a (nested) exception group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
