@@ -1,4 +1,4 @@
-"""Sparse autoencoders and transcoders: their files, the features that they read in rows, and edits of features."""
+"""Sparse autoencoders (SAEs) and transcoders: files, feature activations of rows, and edits of features."""
 
 from steercap.saes.encoder import Features
 from steercap.saes.sae import SAE

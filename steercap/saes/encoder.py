@@ -1,13 +1,13 @@
-"""Encoder of an SAE, from rows to feature activations, shared by workers, clients and attributions.
+"""Encoder of an SAE, from rows to feature activations, shared by workers, clients and attribution.
 
 Every architecture reduces to `pre = (normalised(row) - shift) @ weight + bias` and one of three responses, float32
 throughout:
 
     relu        pre where pre > 0
-    jumprelu    pre where pre > threshold, a threshold of each feature, none below 0
-    topk        the k greatest of a row's pre, where above 0
+    jumprelu    pre where pre > threshold, one per feature, 0 or more
+    topk        the k greatest of a row's pre, where above 0; all others are 0
 
-A gated SAE is a jumprelu one, see `saes.reading`. Shape legend: d_in = elements of a row; d_sae = features.
+A gated SAE is converted to jumprelu, see `saes.reading`. Shape legend: d_in = elements of a row; d_sae = features.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from steercap.errors import InvalidSpec
 from steercap.kernels.bits import exact_products
 from steercap.kernels.codecs.coded import CodedRows, row_index
 
-#: Normalisation of a row before it is encoded, by SAELens's names.
+#: Name, as in SAELens, of the normalisation of rows before they are encoded.
 Normalisation: TypeAlias = Literal["none", "layer_norm", "constant_norm_rescale"]
 NORMALISATIONS: Final[tuple[Normalisation, ...]] = get_args(Normalisation)
 #: Constant that SAELens adds to the standard deviation.
 EPSILON: Final = 1e-5
-#: Tensors begin at multiples of this in an image, in bytes.
+#: Alignment in bytes of tensors in the image of an encoder.
 ALIGN: Final = 64
 
 
 @dataclass(frozen=True, eq=False)
 class Encoder:
-    """Encoder half of an SAE.
+    """Encoder half of an SAE, with float32 tensors.
 
     Args:
         weight: float32 [d_in, d_sae].
         bias: float32 [d_sae].
-        threshold: float32 [d_sae], none below 0; None for one of 0 everywhere.
-        shift: float32 [d_in], subtracted from a row once it is normalised; None for nothing.
-        k: maximum number of active features of a row, 0 for any number.
-        normalisation: normalisation of a row before encoding.
-        centred: True if the row's mean is subtracted before all else, for models whose weights TransformerLens centred.
+        threshold: float32 [d_sae], 0 or more; None for 0 everywhere.
+        shift: float32 [d_in], subtracted from normalised rows; None for nothing.
+        k: number of greatest pre-activations kept per row, 0 for all.
+        normalisation: normalisation of rows before encoding.
+        centred: True to subtract a row's mean first, for SAEs trained on models whose weights TransformerLens centred.
     """
 
     weight: Float[torch.Tensor, "d_in d_sae"]
@@ -73,7 +73,7 @@ class Encoder:
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensors in bytes."""
+        """Number of bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
@@ -82,9 +82,9 @@ class Encoder:
         return tuple(one for one in (self.weight, self.bias, self.threshold, self.shift) if one is not None)
 
     def activations(self, rows: Float[torch.Tensor, "rows d_in"]) -> Float[torch.Tensor, "rows d_sae"]:
-        """Return each feature's activation in each row, float32 [rows, d_sae].
+        """Return each feature's activation in each row, float32 [rows, d_sae]; rows may have any floating dtype.
 
-        A row that is not finite has NaN or infinity somewhere.
+        A row with NaN or infinity has NaN or infinity among its activations.
         """
         with exact_products():
             pre = self._read(rows) @ self.weight
@@ -127,7 +127,7 @@ class Encoder:
 
     @property
     def shape(self) -> EncoderShape:
-        """Sizes and options of the encoder, without its numbers."""
+        """Sizes and options of the encoder, without its tensors."""
         return EncoderShape(
             self.d_in,
             self.d_sae,
@@ -139,20 +139,20 @@ class Encoder:
         )
 
     def digest(self) -> bytes:
-        """Return the SHA-256 of its shape and numbers, which identifies it."""
+        """Return the SHA-256 of the encoder's shape and tensors, which identifies it."""
         found = hashlib.sha256(msgspec.msgpack.encode(self.shape))
         for tensor in self.tensors:
             found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
         return found.digest()
 
     def write(self, image: torch.Tensor) -> None:
-        """Write its numbers into an image for another process: uint8 [`image_bytes(shape)`]."""
+        """Copy the tensors into an image for another process: uint8 [`image_bytes(shape)`]."""
         for tensor, (start, _) in zip(self.tensors, layout(self.shape), strict=True):
             image[start : start + tensor.nbytes].view(torch.float32).view(tensor.shape).copy_(tensor)
 
     @staticmethod
     def read(shape: EncoderShape, image: torch.Tensor) -> Encoder:
-        """Return the encoder that `write` wrote, as views of the image."""
+        """Return the encoder whose image `write` filled; its tensors are views of the image."""
         found = (image[start : start + size].view(torch.float32) for start, size in layout(shape))
         weight, bias = next(found).view(shape.d_in, shape.d_sae), next(found)
         threshold = next(found) if shape.thresholds else None
@@ -161,7 +161,7 @@ class Encoder:
         return Encoder(weight, bias, threshold, shift, shape.k, normalisation, shape.centred)
 
     def on(self, device: torch.device) -> Encoder:
-        """Return the encoder with its tensors on a device."""
+        """Return the encoder with its tensors moved to a device."""
         weight, bias = self.weight.to(device), self.bias.to(device)
         threshold = None if self.threshold is None else self.threshold.to(device)
         shift = None if self.shift is None else self.shift.to(device)
@@ -169,10 +169,10 @@ class Encoder:
 
 
 def floats_of(given: Any, name: str, width: int, hint: str) -> torch.Tensor:
-    """Return rows that a user gave, flattened to [rows, width].
+    """Check rows that a user gave, and return them flattened to [rows, width].
 
     Raises:
-        InvalidSpec: anything but floating-point rows of that width.
+        InvalidSpec: `given` is no floating-point tensor of `width` elements per row; the message has `name`, `hint`.
     """
     known = isinstance(given, torch.Tensor) and given.dim() > 1 and given.is_floating_point()
     if not known or given.flatten(1).shape[1] != width:
@@ -183,7 +183,7 @@ def floats_of(given: Any, name: str, width: int, hint: str) -> torch.Tensor:
 
 
 def layout(shape: EncoderShape) -> Iterator[tuple[int, int]]:
-    """Yield (start, size) in bytes of each tensor of `Encoder.write`'s image: weight, bias, then those it has."""
+    """Yield (start, size) in bytes of each tensor in `Encoder.write`'s image, in the order of `Encoder.tensors`."""
     start = 0
     for elements in (
         shape.d_in * shape.d_sae,
@@ -198,19 +198,19 @@ def layout(shape: EncoderShape) -> Iterator[tuple[int, int]]:
 
 
 def image_bytes(shape: EncoderShape) -> int:
-    """Return the bytes of the image in which `Encoder.write` lays out an encoder of this shape."""
+    """Return the number of bytes of the image of an encoder of this shape; see `Encoder.write`."""
     return sum(list(layout(shape))[-1])
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Features:
-    """Most active features of each row: the k of greatest activation, greatest first.
+    """The k most active SAE features of each row, by activation descending.
 
     Args:
-        ids: ids of these features, int32 [rows, k]; -1 where fewer are active.
-        values: their activations, float32 [rows, k]; 0 where there is none, NaN throughout a row that was not finite.
-        active: number of active features of each row, int32 [rows]; -1 for a row that was not finite.
-        rest: the greatest activation of each row that is not among `values`, float32 [rows]; 0 where all are.
+        ids: indices of these features, int32 [rows, k]; -1 where fewer are active.
+        values: activations of these features, float32 [rows, k]; 0 where fewer are active, NaN for a non-finite row.
+        active: number of active features of each row, int32 [rows]; -1 for a non-finite row.
+        rest: greatest activation of each row that is not among `values`, float32 [rows]; 0 if there is none.
         width: number of features of the SAE.
     """
 
@@ -222,10 +222,10 @@ class Features:
 
     @staticmethod
     def of(rows: CodedRows) -> Features:
-        """Return the features of coded rows.
+        """Return the features stored in encoded rows that were captured with `CaptureSpec(sae=)`.
 
         Raises:
-            InvalidSpec: the rows were not read by an SAE.
+            InvalidSpec: the rows are not SAE features.
         """
         if not rows.is_read:
             raise InvalidSpec(f"{rows} are not features of an SAE; capture with CaptureSpec(sae=)")
@@ -236,7 +236,7 @@ class Features:
         return len(self.ids)
 
     def __getitem__(self, rows: int | slice | torch.Tensor) -> Features:
-        """Return the features of some rows: one index, a slice, or indices or a mask as a tensor."""
+        """Select rows by one index, a slice, or a tensor of indices or a mask."""
         kept = row_index(rows)
         return Features(self.ids[kept], self.values[kept], self.active[kept], self.rest[kept], self.width)
 
@@ -246,17 +246,17 @@ class Features:
 
     @property
     def complete(self) -> torch.Tensor:
-        """Mask of rows that have all their active features here, bool [rows]; the others are off by at most `rest`."""
+        """Mask of rows whose active features are all in `ids`, bool [rows]; in others missing ones are <= `rest`."""
         return (self.active >= 0) & (self.active <= self.ids.shape[1])
 
     def dense(self) -> Float[torch.Tensor, "rows width"]:
-        """Return all features of each row, with 0 for those that are not here: float32 [rows, width]."""
+        """Return the activations of all features, with 0 for those not in `ids`: float32 [rows, width]."""
         rows = self.values.new_zeros(len(self), self.width)
         rows.scatter_add_(1, self.ids.clamp(min=0).long(), self.values.where(self.ids >= 0, 0.0))
         return rows.masked_fill_((self.active < 0)[:, None], torch.nan)
 
     def of_feature(self, feature: int) -> Float[torch.Tensor, " rows"]:
-        """Return one feature's activation in each row, float32 [rows]; 0 where it is not here, see `rest`.
+        """Return one feature's activation in each row, float32 [rows]; 0 where it is not in `ids`, see `rest`.
 
         Raises:
             InvalidSpec: the SAE has no such feature.

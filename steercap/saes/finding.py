@@ -1,4 +1,4 @@
-"""Search for the files of an SAE, in a folder or on the hub, and recognition of their format."""
+"""Search for the files of an SAE in a folder or on the hub, by the formats' file names."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from steercap.saes.tensors import read_npz, read_pt_tensors, read_safetensors
 
 
 class SAEFormat(NamedTuple):
-    """File format of an SAE.
+    """File format of SAEs: names of files, and the function that reads the settings.
 
     Args:
-        name: name of the format, for messages.
-        weights: name of the weights file; a pattern if a folder has many and the user names one.
-        configuration: name of the configuration file, "" for none; `{}` is the name of the weights without ending.
-        recipe: function that reads the recipe; None for a format that is known and not read, whose `name` says why.
-        turned: tensors that are transposed, besides the weights of linear layers.
+        name: name of the format, for error messages.
+        weights: name of the weights file; a pattern if a folder has many, of which the user names one.
+        configuration: name of the configuration file, "" for none; `{}` stands for the stem of the weights file.
+        recipe: function that returns the settings; None for a format that is not supported, whose `name` says why.
+        turned: names of tensors that are stored transposed, besides the weights of linear layers.
         optional: True if the configuration may be missing.
     """
 
@@ -39,7 +39,7 @@ class SAEFormat(NamedTuple):
 
 
 SAE_LENS: Final = SAEFormat("SAELens", "sae_weights.safetensors", "cfg.json", formats.sae_lens)
-#: Formats in the order in which they are looked for.
+#: Formats with fixed file names, in the order of the search.
 LAYOUTS: Final = (
     SAE_LENS,
     SAEFormat("Gemma Scope 2", "params.safetensors", "config.json", formats.gemma_scope_2, optional=True),
@@ -50,7 +50,7 @@ LAYOUTS: Final = (
     SAEFormat("a temporal SAE, whose features depend on earlier tokens too", "latest_ckpt.safetensors", "", None),
     SAEFormat("an SAE of sparsify, whose published descriptions disagree", "sae.safetensors", "", None),
 )
-#: Formats of which a folder has many files.
+#: Formats of which a folder can have many weights files.
 NAMED: Final = (
     SAEFormat("Qwen Scope", re.compile(r"layer\d+\.sae\.pt"), "", layouts.qwen_scope, frozenset({"W_enc", "W_dec"})),
     SAEFormat("mwhanna's", re.compile(r"layer_\d+\.safetensors"), "", layouts.mwhanna, frozenset({"W_enc"})),
@@ -63,13 +63,13 @@ NAMED: Final = (
         None,
     ),
 )
-#: Repositories of cross-layer transcoders, recognised by name alone; the format is not read.
+#: Pattern of repositories of cross-layer transcoders, which are not supported.
 _CROSS_LAYER: Final = re.compile(r"(?:^|/)clt(?:-|/|$)")
 _FILE: Final = re.compile(r".+\.(?:pth?|safetensors|npz)")
 
 
 class SAEFiles(NamedTuple):
-    """Files of an SAE."""
+    """Files of an SAE, with their format; `configuration` is None if there is none."""
 
     layout: SAEFormat
     weights: Path
@@ -77,10 +77,10 @@ class SAEFiles(NamedTuple):
 
 
 def find(source: str | os.PathLike[str], folder: str, revision: str | None) -> SAEFiles:
-    """Find the files of an SAE in a folder or a repository on the hub; `folder` is one within it, or one file.
+    """Find the files of an SAE in a folder or a repository on the hub; `folder` is a subfolder or one weights file.
 
     Raises:
-        InvalidFile: there are none.
+        InvalidFile: there are none of a supported format, or `source` is neither a folder nor a repository's name.
         MissingExtra: `source` is no folder, and huggingface_hub is not installed.
     """
     path, named = Path(source), os.fspath(source)
@@ -98,11 +98,14 @@ def find(source: str | os.PathLike[str], folder: str, revision: str | None) -> S
 
 
 def _first(file: Callable[[str], Path | None], folder: str, where: str) -> SAEFiles:
-    """Return the first layout whose files exist; `file` returns a file of the source by its path, None if there is
-    none.
+    """Return the files of the first format that the source has; `folder` is a subfolder, or one weights file.
+
+    Args:
+        file: function that returns the local path of a file of the source, by name; None if it does not exist.
+        where: description of the source, for error messages.
 
     Raises:
-        InvalidFile: none is, or one that is not read.
+        InvalidFile: no format's files exist, or the format is not supported.
     """
     within, known = folder.rstrip("/").rpartition("/")[::2] if _FILE.fullmatch(folder) else (folder, "")
     lacking = ""
@@ -128,20 +131,19 @@ def _first(file: Callable[[str], Path | None], folder: str, where: str) -> SAEFi
 
 
 def _candidates(name: str) -> Iterator[SAEFormat]:
-    """Yield the layouts that a weights file of this name may have; for "" those with a fixed file name."""
+    """Yield the formats that a weights file of this name may have; for "", those with fixed file names."""
     yield from (one for one in LAYOUTS if name in ("", one.weights))
     yield from (one for one in NAMED if isinstance(one.weights, re.Pattern) and one.weights.fullmatch(name))
 
 
 def _from_hub(repository: str, name: str, revision: str | None) -> Path | None:
-    """Return a file of a repository, from the hub or its cache on this machine.
+    """Return the local path of a file of a hub repository, downloaded if necessary.
 
-    None if the repository has no such file, or if the hub cannot be reached and the file is not in the cache, where
-    another layout may be.
+    None if the repository has no such file, or if the hub cannot be reached and the file is not in the local cache.
 
     Raises:
-        InvalidFile: the repository's name is not valid, the hub refuses it (no such repository or revision, or closed
-            to this user), or the file cannot be stored.
+        InvalidFile: the repository's name is invalid, the hub denies access or knows no such repository or revision, or
+            the file cannot be stored.
     """
     with extra("cuda", "cpu"):
         from huggingface_hub import hf_hub_download
@@ -164,7 +166,7 @@ def _from_hub(repository: str, name: str, revision: str | None) -> Path | None:
 
 
 def read_found(files: SAEFiles, source: str, scale: float | None, centred: bool | None) -> tuple[SAESettings, SAEParts]:
-    """Return the settings and the parts of an SAE, read from its files.
+    """Read and check the settings and tensors of an SAE from its files; `scale` and `centred` as of `SAE.load`.
 
     Raises:
         InvalidFile: see `SAE.load`.

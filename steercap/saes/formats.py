@@ -1,7 +1,7 @@
-"""SAEs and transcoders in the formats of SAELens, in each generation, and of Gemma Scope 1 and 2.
+"""Settings of SAEs and transcoders in the formats of SAELens, in each generation, and of Gemma Scope 1 and 2.
 
-Those of Gemma Scope are jumprelu, and subtract nothing from the rows that they read. Gemma Scope 1 names its point in
-the path alone: `gemma-scope-2b-pt-res/layer_20/width_16k/average_l0_71`.
+Gemma Scope's SAEs are jumprelu, without a shift of rows. Gemma Scope 1 names the point in the path alone:
+`gemma-scope-2b-pt-res/layer_20/width_16k/average_l0_71`.
 
 Before version 6 SAELens's configuration was flat, and some fields had other names or were left out; since then the
 fields about the language model are in `metadata`. A file from which steercap would have to guess is refused.
@@ -21,15 +21,15 @@ from steercap.saes.encoder import NORMALISATIONS, Normalisation
 from steercap.saes.layouts import SAEPlace
 from steercap.saes.reading import ARCHITECTURES, SAESettings, point_of
 
-#: Input and output hook of each part of Gemma Scope 2, by the part's name in paths.
+#: Input and output hook of Gemma Scope 2, by the part's name in paths; "" if the output is the input.
 SECOND: Final = {
     "resid_post": ("output", ""),
     "attn_out": ("self_attn.o_proj.input", ""),
     "mlp_out": ("post_feedforward_layernorm.output", ""),
     "transcoder": ("pre_feedforward_layernorm.output", "post_feedforward_layernorm.output"),
 }
-#: Site of each repository of Gemma Scope 1, for transcoders that of the output. Their input, the row behind the norm
-#: and before its gain, is at no point.
+#: Site by kind of Gemma Scope 1 repository; for transcoders that of the output. Their input, the row behind the norm
+#: and before its gain, is at no site.
 SITES: Final = {"res": "resid_post", "mlp": "mlp_out", "att": "z", "transcoders": "mlp_out"}
 _REPOSITORY: Final = re.compile(r"gemma-scope-([0-9a-z]+-(?:pt|it))-(res|mlp|att|transcoders)(?![0-9a-z])")
 _SECOND: Final = re.compile(rf"(?:^|/)({'|'.join(SECOND)})(?:_all)?/layer_(\d{{1,4}})(_[^/]*)/")
@@ -38,9 +38,9 @@ _LAYER: Final = re.compile(r"(?<![0-9a-z])layer_(\d{1,4})(?!\d)")
 
 
 def gemma_scope(place: SAEPlace) -> SAESettings:
-    """Return the recipe of a `params.npz`, from its path and its arrays.
+    """Return the settings of a Gemma Scope 1 SAE, `params.npz`, from its path and the shapes of its arrays.
 
-    SAEs of the embeddings were trained before these are multiplied by √d_in, as Gemma does before its first layer.
+    SAEs of embeddings were trained on unscaled embeddings; Gemma multiplies these by √d_in before its first layer.
     """
     path, shapes = place.weights, place.tensors.shapes
     where = f"{place.source}/{path}"
@@ -64,10 +64,10 @@ def gemma_scope(place: SAEPlace) -> SAESettings:
 
 
 def gemma_scope_2(place: SAEPlace) -> SAESettings:
-    """Return the recipe of a Gemma Scope 2 SAE, from its `config.json`, or from the path if there is none.
+    """Return the settings of a Gemma Scope 2 SAE from its `config.json`, or from the path if there is none.
 
     Raises:
-        InvalidFile: it cannot be read, or is of another architecture.
+        InvalidFile: the configuration cannot be read, or has another architecture.
     """
     path = place.weights
     said = place.said() if place.configuration else _inferred(f"{place.source}/{path}")
@@ -88,10 +88,10 @@ def gemma_scope_2(place: SAEPlace) -> SAESettings:
 
 
 def _inferred(where: str) -> dict[str, object]:
-    """Infer the fields of a `config.json` from the path: `transcoder_all/layer_3_width_16k_l0_big_affine/`.
+    """Infer the fields of a `config.json` from a path such as `transcoder_all/layer_3_width_16k_l0_big_affine/`.
 
     Raises:
-        InvalidFile: it names no layer, or no part.
+        InvalidFile: the path has no layer or no part.
     """
     found = _SECOND.search(where)
     if found is None:
@@ -107,17 +107,17 @@ def _inferred(where: str) -> dict[str, object]:
     return said | {"affine_connection": "_affine" in found[3]}
 
 
-#: Architectures that exist only in training.
+#: SAELens architectures that exist only in training.
 TRAINED: Final = frozenset({"batchtopk", "matryoshka_batchtopk"})
-#: Older names of fields.
+#: Present names of SAELens's configuration fields, by older name.
 RENAMED: Final = {
     "hook_point": "hook_name",
     "hook_point_head_index": "hook_head_index",
     "activation_fn_str": "activation_fn",
 }
-#: Normalisation by one factor for all rows, which must be known.
+#: SAELens's name of the normalisation by one factor for all rows.
 AVERAGE: Final = "expected_average_only_in"
-#: Settings of published SAEs that their files lack: `config_overrides` of SAELens's `pretrained_saes.yaml` (6.54) that
+#: Fields that published SAEs lack, by repository: `config_overrides` of SAELens's `pretrained_saes.yaml` (6.54) that
 #: change the computation.
 _CENTRED: Final = {"model_from_pretrained_kwargs": {"center_writing_weights": True}}
 PUBLISHED: Final[Mapping[str, Mapping[str, object]]] = {
@@ -126,15 +126,15 @@ PUBLISHED: Final[Mapping[str, Mapping[str, object]]] = {
     "tommmcgrath/gpt2-small-mlp-out-saes": _CENTRED,
     "joshengels/mistral-7b-residual-stream-saes": {"normalize_activations": "constant_norm_rescale"},
 }
-#: Sites whose rows TransformerLens centres where it centres the weights that write to the stream.
+#: Sites whose rows have mean zero if TransformerLens centres the weights that write to the stream.
 CENTRED_SITES: Final = frozenset({"resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"})
-#: Names of models with layer norms: TransformerLens centres their weights unless it is told not to.
+#: Pattern of names of models with layer norms, whose weights TransformerLens centres by default.
 LAYER_NORMED: Final = re.compile(
     r"(.*/)?((distil)?gpt-?2|gpt-?(neo|j)|stanford-gpt|pythia|opt-\d|bloom|stablelm|santacoder|phi-[12]|"
     r"(gelu|solu|attn-only|tiny-stories)-)",
     re.IGNORECASE,
 )
-#: Names of models with RMS norms, whose weights TransformerLens never centres, whatever it is told.
+#: Pattern of names of models with RMS norms, whose weights TransformerLens never centres.
 RMS_NORMED: Final = re.compile(
     r"(.*/)?(meta-|code-?|tiny-?)?(llama|gemma|mi[sx]tral|qwen|yi-|phi-[34]|olmo-?2|gpt-oss|apertus|deepseek|smollm|baichuan)",
     re.IGNORECASE,
@@ -142,10 +142,10 @@ RMS_NORMED: Final = re.compile(
 
 
 def sae_lens(place: SAEPlace) -> SAESettings:
-    """Return the recipe of an SAELens configuration.
+    """Return the settings of an SAE in SAELens's format, from its `cfg.json`.
 
     Raises:
-        InvalidFile: it cannot be read, or asks for what steercap does not do.
+        InvalidFile: the configuration cannot be read, or has an unsupported option.
     """
     found, path, centred = place.said(), place.configuration or place.weights, place.centred
     said: dict[str, object] = {RENAMED.get(name, name): value for name, value in found.items()}
@@ -190,12 +190,12 @@ def sae_lens(place: SAEPlace) -> SAESettings:
 
 
 def _hook(module: object, hook: object) -> object:
-    """Return transformers' module name, or the TransformerLens name if only that one names a known site."""
+    """Return transformers' module name of a point, or the TransformerLens name if only that one names a known site."""
     return hook if module is None or (point_of(module) is None and point_of(hook) is not None) else module
 
 
 def _architecture(path: Path, config: Mapping[str, object]) -> tuple[str, int]:
-    """Return the architecture and its `k`, 0 for architectures without one."""
+    """Return an SAELens configuration's architecture, and `k` for "topk", else 0."""
     architecture, response = config.get("architecture", "standard"), config.get("activation_fn", "relu")
     kwargs = config.get("activation_fn_kwargs")
     k = kwargs.get("k") if isinstance(kwargs, Mapping) else None
@@ -220,9 +220,9 @@ def _architecture(path: Path, config: Mapping[str, object]) -> tuple[str, int]:
 
 
 def _centred(path: Path, config: Mapping[str, object], reads: Point | None, normalisation: Normalisation) -> bool:
-    """Return True if the SAE was trained on centred rows.
+    """Check if the SAE was trained on centred rows.
 
-    TransformerLens, asked to, centres what is written to the stream of a model with layer norms, and nothing else.
+    With `center_writing_weights`, TransformerLens centres what is written to the stream of a model with layer norms.
     """
     kwargs = config.get("model_from_pretrained_kwargs")
     told = kwargs.get("center_writing_weights") if isinstance(kwargs, Mapping) else None
@@ -243,7 +243,7 @@ def _centred(path: Path, config: Mapping[str, object], reads: Point | None, norm
 def _normalisation(
     path: Path, config: Mapping[str, object], scale: float | None, *, transcodes: bool
 ) -> tuple[Normalisation, float]:
-    """Return the normalisation of rows, and the factor that is multiplied into the weights."""
+    """Return the normalisation of rows, and a factor by which rows are multiplied, 1 for none."""
     asked = config.get("normalize_activations")
     if asked is None or isinstance(asked, bool):  # as the first files have it
         asked = AVERAGE if asked else "none"

@@ -1,7 +1,7 @@
-"""Published SAEs of other programs: one function per format that returns the recipe of its files.
+"""Settings of published SAEs of other programs: one function per file format.
 
-Tensors get SAELens's names as they are read. The weights of a linear layer (`*.weight`) are transposed, [d_sae,
-d_in] and [d_out, d_sae]; the table of layouts lists the other transposed ones.
+Tensors are renamed to SAELens's names when they are read. Weights of linear layers (`*.weight`), [d_sae, d_in] and
+[d_out, d_sae], are transposed; `SAEFormat.turned` lists other transposed ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from steercap.errors import InvalidFile
 from steercap.saes.reading import SAESettings, point_of
 from steercap.saes.tensors import Tensors, read_configuration
 
-#: Names of tensors in files, where they are others than SAELens's.
+#: SAELens's name of a tensor, by a different name in files.
 NAMES: Final[Mapping[str, str]] = {
     "w_enc": "W_enc",
     "w_dec": "W_dec",
@@ -38,9 +38,9 @@ NAMES: Final[Mapping[str, str]] = {
     "gate_bias": "b_gate",
     "log_jumprelu_threshold": "threshold",
 }
-#: Prefix of the tensors of Llama Scope that hold the average norm of rows, by point.
+#: Prefix of Llama Scope's tensors with the average norm of a point's rows.
 NORMS: Final = "dataset_average_activation_norm."
-#: Architecture of each class of dictionary_learning, and True if it subtracts the decoder's bias from rows it reads.
+#: Architecture by class of dictionary_learning, and True if the decoder's bias is subtracted from the input.
 CLASSES: Final[Mapping[str, tuple[str, bool]]] = {
     "AutoEncoder": ("standard", True),
     "AutoEncoderNew": ("standard", False),
@@ -55,15 +55,15 @@ _OF_MODEL: Final = re.compile(r"([\w.-]+)-SAE-l(\d{1,4})\.pth?")
 
 
 class SAEPlace(NamedTuple):
-    """Files of an SAE, as found, and the user's options.
+    """Files of an SAE that were found, and the user's options for reading them.
 
     Args:
-        weights: the file of its tensors.
-        configuration: the configuration file, if there is one.
-        source: folder or repository that the user named.
-        tensors: tensors of the file, by SAELens's names.
-        scale: factor that rows are multiplied by first, if the user gave it.
-        centred: True if rows are centred first, None if the user did not say.
+        weights: path of the weights file.
+        configuration: path of the configuration file, or None.
+        source: folder or repository that the user gave.
+        tensors: tensors of the weights file, by SAELens's names.
+        scale: factor by which rows are multiplied first, or None if the user gave none.
+        centred: True to centre rows first, None if the user gave nothing.
     """
 
     weights: Path
@@ -74,10 +74,10 @@ class SAEPlace(NamedTuple):
     centred: bool | None = None
 
     def said(self) -> dict[str, object]:
-        """Return the fields of the configuration.
+        """Return the fields of the configuration file.
 
         Raises:
-            InvalidFile: it cannot be read, or is missing.
+            InvalidFile: the file cannot be read, or is missing.
         """
         if self.configuration is None:
             raise InvalidFile(f"{self.weights} has no configuration beside it")
@@ -85,12 +85,12 @@ class SAEPlace(NamedTuple):
 
 
 def named(tensors: Tensors, turned: frozenset[str]) -> Tensors:
-    """Return tensors by SAELens's names and in its orientation, without factors that are 1.
+    """Return tensors by SAELens's names and in its orientation, without a `scaling_factor` of 1.
 
-    `turned` names those that are transposed, besides the weights of linear layers.
+    `turned` are SAELens's names of tensors that are stored transposed, besides the weights of linear layers.
 
     Raises:
-        InvalidFile: two of one name, or a `scaling_factor` other than 1.
+        InvalidFile: two tensors get the same name, or `scaling_factor` is not 1.
     """
     found: dict[str, str] = {}
     for name in tensors.shapes:
@@ -123,10 +123,10 @@ def named(tensors: Tensors, turned: frozenset[str]) -> Tensors:
 
 
 def llama_scope(place: SAEPlace) -> SAESettings:
-    """Return the recipe of Llama Scope files.
+    """Return the settings of a Llama Scope SAE.
 
-    `hyperparams.json` has one threshold for all features; files beside a `config.json` have one for each. Rows are
-    scaled to an average norm of √d_in. The one threshold is in the rows' own units: the authors scale it too.
+    A `hyperparams.json` has one threshold for all features, in units of unscaled rows; with a `config.json`, the
+    weights file has one per feature. Rows are scaled to an average norm of √d_in. InvalidFile if unsupported.
     """
     said, path = place.said(), place.configuration
     hook, target, width = said.get("hook_point_in"), said.get("hook_point_out"), index_of(said.get("d_model"))
@@ -171,10 +171,10 @@ def llama_scope(place: SAEPlace) -> SAESettings:
 
 
 def scalar(tensors: Tensors, name: str) -> float:
-    """Return one number of a file.
+    """Return the single number of a tensor in a file.
 
     Raises:
-        InvalidFile: it is an array of several.
+        InvalidFile: the tensor has several numbers.
     """
     if tensors.shapes[name] not in ((), (1,)):
         raise InvalidFile(f"{tensors.path}: {name} is {tensors.shapes[name]}, and must be one number")
@@ -182,7 +182,7 @@ def scalar(tensors: Tensors, name: str) -> float:
 
 
 def dictionary_learning(place: SAEPlace) -> SAESettings:
-    """Return the recipe of dictionary_learning files: `ae.pt`, beside a `config.json` whose `trainer` describes it."""
+    """Return the settings of a dictionary_learning SAE: `ae.pt` with a `config.json`; InvalidFile if unsupported."""
     said, path = place.said(), place.configuration
     trainer = said.get("trainer")
     if not isinstance(trainer, Mapping):
@@ -220,7 +220,7 @@ def dictionary_learning(place: SAEPlace) -> SAESettings:
 
 
 def kissane(place: SAEPlace) -> SAESettings:
-    """Return the recipe of SAEs of GPT-2's attention by Kissane and others: a `.pt`, beside a `_cfg.json`."""
+    """Return the settings of a GPT-2 attention SAE by Kissane and others: a `.pt` with a `_cfg.json`."""
     said = place.said()
     hook, size = said.get("act_name"), (index_of(said.get("act_size")), index_of(said.get("dict_size")))
     point = point_of(hook)
@@ -231,14 +231,14 @@ def kissane(place: SAEPlace) -> SAESettings:
 
 
 def of_model(place: SAEPlace) -> SAESettings:
-    """Return the recipe of Goodfire's and qresearch's SAEs: one file, whose name has model and layer."""
+    """Return the settings of an SAE of Goodfire or qresearch: one file, whose name has model and layer."""
     model, layer = _fields(place, _OF_MODEL, place.weights.name)
     point = Point(int(layer), "resid_post")
     return SAESettings("standard", point, point, name=place.weights.stem, model=model)
 
 
 def qwen_scope(place: SAEPlace) -> SAESettings:
-    """Return the recipe of Qwen Scope: `layer<N>.sae.pt` in a repository whose name has model, width and k."""
+    """Return the settings of a Qwen Scope SAE: `layer<N>.sae.pt`, in a repository whose name has model, width and k."""
     (layer,) = _fields(place, re.compile(r"layer(\d{1,4})\.sae\.pt"), place.weights.name)
     model, width, k = _fields(place, _QWEN, f"{place.source}/{place.weights}")
     point = Point(int(layer), "resid_post")
@@ -247,7 +247,7 @@ def qwen_scope(place: SAEPlace) -> SAESettings:
 
 
 def mwhanna(place: SAEPlace) -> SAESettings:
-    """Return the recipe of transcoders of Qwen 3 by mwhanna: `layer_<N>.safetensors`, from `mlp_in` to `mlp_out`."""
+    """Return the settings of mwhanna's Qwen 3 transcoder: `layer_<N>.safetensors`, from `mlp_in` to `mlp_out`."""
     (layer,) = _fields(place, re.compile(r"layer_(\d{1,4})\.safetensors"), place.weights.name)
     sizes = re.findall(r"qwen3-([\d.]+b)", f"{place.source}/{place.weights}".lower())
     model = f"Qwen/Qwen3-{sizes[-1].upper()}" if sizes else ""
@@ -256,10 +256,10 @@ def mwhanna(place: SAEPlace) -> SAESettings:
 
 
 def _fields(place: SAEPlace, pattern: re.Pattern[str], text: str) -> tuple[str, ...]:
-    """Return the groups of a pattern that a name or a path must match once.
+    """Return the groups of a pattern that must match a file name or path exactly once.
 
     Raises:
-        InvalidFile: it has not.
+        InvalidFile: it matches not at all, or several times differently.
     """
     found = set(pattern.findall(text))
     if len(found) != 1:

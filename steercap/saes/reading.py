@@ -1,7 +1,7 @@
-"""Construction of an SAE from a file's tensors: every architecture, by its name, as one encoder and one decoder.
+"""Construction of an SAE from a file's tensors: each architecture is converted to one encoder and one decoder.
 
-The points of its rows are had from names of TransformerLens's hooks and of transformers' modules. A name whose rows
-differ from those of every point is not guessed at: it has no point.
+Points are derived from TransformerLens's hook names and transformers' module names. A name whose rows differ from those
+of every point has no point.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from steercap.errors import InvalidFile
 from steercap.saes.encoder import Encoder, Normalisation
 from steercap.saes.tensors import Tensors
 
-#: Sites of the inputs and outputs of a layer's modules in transformers, by the name behind `model.layers.<layer>.`.
+#: Site of a module's input or output, by transformers' name behind `model.layers.<layer>.`.
 MODULES: Final = {
     "output": "resid_post",
     "self_attn.o_proj.input": "z",
@@ -32,7 +32,7 @@ MODULES: Final = {
 _BLOCK: Final = re.compile(r"blocks\.(\d{1,4})\.(.+)")
 _LAYER: Final = re.compile(r"model\.(?:language_model\.)?layers\.(\d{1,4})\.(.+)")
 _POINT: Final = re.compile(r"([a-z_]+)\[(\d{1,4})\]")
-#: Names of the tensors of each architecture: weights, biases, and others with one number a feature.
+#: Names of the tensors of an SAE, by architecture: weights, biases, and others with one number per feature.
 STANDARD: Final = ("W_enc", "b_enc", "W_dec", "b_dec")
 ARCHITECTURES: Final[Mapping[str, tuple[str, ...]]] = {
     "standard": STANDARD,
@@ -50,7 +50,7 @@ MOST_WIDTH: Final = 1 << 20
 
 
 def point_of(name: object) -> Point | None:
-    """Return the point of a hook, a module's input or output, or a point's own name; None if no point has its rows."""
+    """Return the point of a TransformerLens hook, module name or point's name; None if no point has these rows."""
     if not isinstance(name, str):
         return None
     for pattern, sites in ((_BLOCK, TRANSFORMER_LENS), (_LAYER, MODULES)):
@@ -62,23 +62,23 @@ def point_of(name: object) -> Point | None:
 
 @dataclass(frozen=True)
 class SAESettings:
-    """Settings of an SAE, read from its file's configuration.
+    """Settings of an SAE, read from its configuration, path and file.
 
     Args:
         architecture: a name in `ARCHITECTURES`.
-        input, output: points of the rows that it reads and reconstructs; None if the file names none.
+        input, output: points whose rows the SAE reads and reconstructs; None if the file names no known point.
         k: number of active features of a "topk" SAE.
         rescaled: True if activations are multiplied by the norms of the decoder's rows.
-        shifted: True if the decoder's bias is subtracted from the rows that are read.
-        normalisation: normalisation of a row before encoding.
-        scale: factor that rows are multiplied by first, on average to a norm of √d_in.
-        threshold: one threshold for all features, if the file has none of each.
+        shifted: True if the decoder's bias is subtracted from input rows.
+        normalisation: normalisation of rows before encoding.
+        scale: factor by which rows are multiplied first; it is folded into the weights.
+        threshold: one threshold for all features, or None if the file has one per feature or the architecture none.
         by_norm: True if the threshold applies to a feature's pre-activation times the norm of its decoder row.
-        unused: tensors of the file that change nothing.
+        unused: names of tensors in the file that are ignored.
         centred: True if the model's rows were centred on their mean.
-        name, model: labels.
-        size: d_in and d_sae, None where the file does not give them.
-        hooks: the file's names of its points, for messages.
+        name, model: labels of the SAE and its model, "" if unknown.
+        size: (d_in, d_sae) of the configuration, None where it does not give them.
+        hooks: the file's names of the input and output point, for error messages.
     """
 
     architecture: str
@@ -100,18 +100,18 @@ class SAESettings:
 
     @property
     def transcodes(self) -> bool:
-        """True if it reconstructs rows other than those it reads."""
+        """True if the SAE is a transcoder, which reconstructs other rows than it reads."""
         return "transcoder" in self.architecture
 
 
 class SAEParts(NamedTuple):
-    """Parts of an SAE.
+    """Tensors of an SAE, in the form in which they are used.
 
     Args:
         encoder: the encoder half.
-        decoder: float32 [d_sae, d_out].
-        decoder_bias: float32 [d_out].
-        skip: float32 [d_out, d_in] of a skip transcoder, else None.
+        decoder: decoder weights, float32 [d_sae, d_out].
+        decoder_bias: decoder bias, float32 [d_out].
+        skip: matrix of a skip transcoder, float32 [d_out, d_in], else None.
     """
 
     encoder: Encoder
@@ -121,10 +121,10 @@ class SAEParts(NamedTuple):
 
 
 def parts_of(tensors: Tensors, recipe: SAESettings) -> SAEParts:
-    """Read and check the tensors of an SAE, which have the names in `ARCHITECTURES`.
+    """Read and check the tensors of an SAE, by the names in `ARCHITECTURES`, and convert them by its settings.
 
     Raises:
-        InvalidFile: a tensor is missing, is one too many, has another shape, or holds what is not finite.
+        InvalidFile: a tensor is missing or unknown, has another shape, or is not finite.
     """
     read = {name: tensors.read(name) for name in _check_shapes(tensors, recipe)}
     weight, decoder, decoder_bias = read["W_enc"], read["W_dec"], read["b_dec"]
@@ -155,10 +155,10 @@ def parts_of(tensors: Tensors, recipe: SAESettings) -> SAEParts:
 
 
 def _check_shapes(tensors: Tensors, recipe: SAESettings) -> tuple[str, ...]:
-    """Check that the tensors are those of the architecture, before any is read, and return their names.
+    """Check names and shapes of the tensors against the settings, and return the names to read.
 
     Raises:
-        InvalidFile: they are not.
+        InvalidFile: a tensor is missing or unknown, or a shape is wrong.
     """
     path, known = tensors.path, recipe.threshold is not None
     wanted = tuple(name for name in ARCHITECTURES[recipe.architecture] if name != "threshold" or not known)
@@ -184,7 +184,7 @@ def _check_shapes(tensors: Tensors, recipe: SAESettings) -> tuple[str, ...]:
 
 
 def _sizes(path: Path, encoder: tuple[int, ...], decoder: tuple[int, ...], *, transcodes: bool) -> tuple[int, int, int]:
-    """Return d_in, d_sae and d_out, checked.
+    """Return d_in, d_sae and d_out from the shapes of the weights, checked.
 
     Raises:
         InvalidFile: the shapes of the weights are not those of an SAE.

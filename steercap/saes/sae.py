@@ -1,4 +1,4 @@
-"""The class `SAE`: a sparse autoencoder or transcoder, checked when it is read from a file."""
+"""The class `SAE`: a sparse autoencoder or transcoder that is checked when it is loaded from a file."""
 
 from __future__ import annotations
 
@@ -22,20 +22,19 @@ from steercap.steering.edits.add import Add, SAEFeature
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SAE:
-    """Sparse autoencoder or transcoder: a dictionary of features that rows at a point are made of.
+    """Sparse autoencoder or transcoder: features, each with a direction, whose sum reconstructs the rows of a point.
 
-    Made by `load`. `CaptureSpec(sae=)` has the workers read rows with it. Its tensors are float32 and its own: they
-    must not be written to.
+    Made by `load`. With `CaptureSpec(sae=)` the workers encode rows by it. All tensors are float32 and read-only.
 
     Attributes:
         encoder: the encoder half; see `steercap.saes.encoder`.
         decoder: vector that each feature adds to the reconstruction, float32 [d_sae, d_out].
-        decoder_bias: float32 [d_out].
-        input: the point whose rows it reads.
-        output: the point whose rows it reconstructs; `input` for anything but a transcoder.
-        architecture: "standard", "topk", "jumprelu", "gated", or one of transcoders.
-        skip: matrix from the row to its direct part of a skip transcoder's output, float32 [d_out, d_in]; else None.
-        name, model: labels, "" where the file has none.
+        decoder_bias: bias of the reconstruction, float32 [d_out].
+        input: point whose rows the SAE reads.
+        output: point whose rows the SAE reconstructs; equal to `input` except for a transcoder.
+        architecture: "standard", "topk", "jumprelu", "gated", or a kind of transcoder.
+        skip: linear map from input rows that a skip transcoder adds to its output, float32 [d_out, d_in]; else None.
+        name, model: labels of the SAE and its model, "" if the file has none.
     """
 
     encoder: Encoder
@@ -59,26 +58,26 @@ class SAE:
         activation_scale: float | None = None,
         centred: bool | None = None,
     ) -> SAE:
-        """Read an SAE of SAELens, or of another format in the table of docs/saes.md.
+        """Load an SAE from a folder or the hub, in SAELens's format or another one listed in docs/saes.md.
 
-        SAELens's files are `cfg.json` and `sae_weights.safetensors`. No code in a file is run, and everything is
-        checked: names, shapes before anything is read, and that numbers are finite.
+        SAELens's files are `cfg.json` and `sae_weights.safetensors`. No code in a file is run. Names and shapes are
+        checked before tensors are read, and numbers must be finite.
 
         Args:
-            source: a folder, or the name of a repository on the hub, from which huggingface_hub takes the files, or
-                from its cache.
-            folder: folder within the source; or one file, for formats with a file for each layer.
-            revision: revision of the repository.
-            input, output: points as (layer, site), if the file names none that steercap has, or to override it.
-            activation_scale: factor that rows are multiplied by first, for files with `normalize_activations`
-                "expected_average_only_in" that do not hold it: SAELens's norm_scaling_factor.
-            centred: True to centre rows on their mean first; None to follow the file, or SAELens's data on the
-                repository. Centring is for models with layer norm that TransformerLens loaded with
-                `center_writing_weights`, as it does by default, whose stream is vLLM's less its mean.
+            source: a folder, or the name of a repository, which huggingface_hub reads from the hub or its cache.
+            folder: subfolder of the source; or one weights file, for formats with a file for each layer.
+            revision: revision of the repository; None for the default branch.
+            input, output: points as (layer, site), if the file names no known point, or to override it; None for the
+                file's.
+            activation_scale: factor by which rows are multiplied first, SAELens's norm_scaling_factor, for files with
+                `normalize_activations` "expected_average_only_in" that lack it.
+            centred: True to subtract each row's mean first; None to follow the file, or SAELens's data on the
+                repository. It is for SAEs trained on models with layer norm that TransformerLens loaded with
+                `center_writing_weights`, its default, so that their residual stream has mean zero.
 
         Raises:
-            InvalidFile: no such files, damaged ones, an architecture or a normalisation that steercap does not know,
-                a point that nobody named, or a model with layer norm and nobody says whether its rows were centred.
+            InvalidFile: there are no such files, or they are damaged; the architecture or normalisation is unknown; no
+                point is known; or it is not known whether rows of a model with layer norm were centred.
             InvalidSpec: `input` or `output` is not a point, or `centred` neither True nor False.
             MissingExtra: `source` is no folder, and huggingface_hub is not installed.
         """
@@ -112,7 +111,7 @@ class SAE:
 
     @property
     def d_in(self) -> int:
-        """Number of elements of a row that it reads."""
+        """Number of elements of an input row."""
         return self.encoder.d_in
 
     @property
@@ -122,31 +121,31 @@ class SAE:
 
     @property
     def d_out(self) -> int:
-        """Number of elements of a row that it writes."""
+        """Number of elements of a reconstructed row."""
         return self.decoder.shape[1]
 
     @property
     def transcodes(self) -> bool:
-        """True if it is a transcoder."""
+        """True for a transcoder, which reconstructs other rows than it reads."""
         return "transcoder" in self.architecture
 
     def encode(self, rows: torch.Tensor) -> Float[torch.Tensor, "rows d_sae"]:
-        """Return the activations of all features: float32 [rows, d_sae].
+        """Return the activations of all features in each row: float32 [rows, d_sae].
 
         Args:
             rows: rows at `input`, [rows, *shape of the point], any floating dtype.
 
         Raises:
-            InvalidSpec: rows of another width.
+            InvalidSpec: rows have another width.
         """
         with torch.no_grad():
             return self.encoder.activations(self._flat(rows))
 
     def strongest(self, rows: torch.Tensor, k: int = 32) -> Features:
-        """Return the k most active features of each row, as `CaptureSpec(sae=, k=)` gives them.
+        """Return the `k` most active features of each row, equal to those captured with `CaptureSpec(sae=, k=)`.
 
         Raises:
-            InvalidSpec: rows of another width, or more features than there are.
+            InvalidSpec: rows have another width, or `k` exceeds the number of features.
         """
         from steercap.core.schema import Coding, PointSchema
         from steercap.kernels.codecs.coded import FEATURES, CodedRows
@@ -162,16 +161,15 @@ class SAE:
         return Features.of(CodedRows(coding, schema, STRONGEST.parts(stored, schema, coding)))
 
     def decode(self, activations: torch.Tensor, rows: torch.Tensor | None = None) -> Float[torch.Tensor, "rows d_out"]:
-        """Return the rows that activations reconstruct: float32 [rows, d_out].
+        """Return the rows that feature activations reconstruct: float32 [rows, d_out].
 
         Args:
             activations: [rows, d_sae], any floating dtype, such as `encode` or `Features.dense` returns.
-            rows: rows that were encoded, as many as there are activations; needed for a normalised SAE, whose
-                reconstruction is scaled back, for one of centred rows, whose means are added again, and for a skip
-                transcoder.
+            rows: the rows that were encoded, one per row of `activations`; needed if the SAE normalises or centres
+                rows, which the reconstruction undoes, and for a skip transcoder.
 
         Raises:
-            InvalidSpec: activations of another shape, rows that are needed, of another width, or of another number.
+            InvalidSpec: activations have another shape, or `rows` is needed and missing, or has another shape.
         """
         with torch.no_grad(), exact_products():
             codes = floats_of(activations, "activations", self.d_sae, "encode() and Features.dense() return such")
@@ -195,20 +193,21 @@ class SAE:
     def add_feature(
         self, feature: int, amount: float, *, tokens: Tokens | TokenSelection = "all", relative: bool = False
     ) -> Add:
-        """Return the edit that raises a feature's activation by `amount`, at `output`.
+        """Return an edit that adds `amount` to a feature's activation, at `output`.
 
-        It adds its decoder row times `amount`; for an SAE with "constant_norm_rescale" also times the row's norm over
-        √d_in, by which `decode` scales back.
+        The edit adds the feature's decoder row times `amount`; for an SAE with "constant_norm_rescale", also times the
+        edited row's norm over √d_in, as `decode` does.
 
         Args:
             feature: index of the feature.
-            amount: amount in units of its activation; with `relative`, a fraction of each row's norm.
+            amount: amount in units of the feature's activation; with `relative`, as a fraction of each row's norm.
             tokens, relative: see `Add`.
 
         Raises:
-            InvalidSpec: no such feature; or, without `relative`, an SAE that scales back by more than the norm of the
-                row at `output`: with "layer_norm", or of centred rows or a transcoder with "constant_norm_rescale".
-            InvalidVector: a feature that writes nothing, with `relative` or "constant_norm_rescale".
+            InvalidSpec: there is no such feature; or, without `relative`, the reconstruction's scale does not follow
+                from the row's norm at `output`: with "layer_norm", or with "constant_norm_rescale" of centred rows or a
+                transcoder.
+            InvalidVector: the feature's decoder row is zero, with `relative` or "constant_norm_rescale".
         """
         layer, site = self.output
         row, scale = self.decoder[self._feature(feature)], amount
@@ -223,17 +222,17 @@ class SAE:
         return Add(row, scale=scale, relative=relative, layer=layer, site=site, tokens=tokens, model=self.model)
 
     def set_feature(self, feature: int, value: float, *, tokens: Tokens | TokenSelection = "all") -> SAEFeature:
-        """Return the edit that sets a feature's activation; the part of a row that the SAE does not explain stays.
+        """Return an edit that sets a feature's activation and keeps the part of rows that the SAE does not explain.
 
         Args:
             feature: index of the feature.
-            value: its activation afterwards; 0 switches it off.
+            value: the feature's activation after the edit; 0 switches it off.
             tokens: see `SAEFeature`.
 
         Raises:
-            InvalidSpec: no such feature; or its activation does not follow from one projection of the row: of a
-                transcoder, which reads elsewhere than it writes, of a topk SAE, and of one that normalises rows.
-            InvalidVector: a feature that reads or writes nothing.
+            InvalidSpec: there is no such feature; or its activation does not follow from one projection of the edited
+                row: for a transcoder, a topk SAE, or an SAE that normalises or centres rows.
+            InvalidVector: the feature's encoder or decoder vector is zero.
         """
         index, encoder = self._feature(feature), self.encoder
         reasons = {
@@ -270,16 +269,16 @@ class SAE:
         return index
 
     def _flat(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows as [rows, d_in]; raise InvalidSpec if they have another width, or are not floats."""
+        """Return rows flattened to [rows, d_in]; InvalidSpec if they have another width, or no floating dtype."""
         hint = "one row as row[None], batches of rows as .flatten(0, 1)"
         return floats_of(rows, "rows", self.d_in, hint)
 
 
 def point_of(name: str, given: Any) -> Point:
-    """Return a point that the user named as (layer, site).
+    """Check a point that the user gave as (layer, site), and return it.
 
     Raises:
-        InvalidSpec: it is none; the message begins with the name of the argument.
+        InvalidSpec: it is no such pair; the message begins with `name`, that of the argument.
     """
     layer, site = given if isinstance(given, tuple) and len(given) == 2 else (None, None)
     index = index_of(layer)

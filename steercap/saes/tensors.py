@@ -1,4 +1,4 @@
-"""Readers of other programs' tensor files: shapes are known before anything is read, and nothing is unpickled."""
+"""Readers of other programs' tensor files: shapes are known before tensors are read, and nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from safetensors import SafetensorError, safe_open
 from steercap.errors import InvalidFile
 from steercap.files.base import DAMAGED, array_shape, read_pt
 
-#: Maximum bytes of a configuration: they have one or two thousand.
+#: Maximum number of bytes of a configuration file; usual ones have 1,000 to 2,000.
 MOST_CONFIGURATION: Final = 1 << 20
 #: Allowed dtypes of an SAE's tensors, by safetensors' names.
 FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
-#: Tensors that dictionary_learning saves for training and that change nothing in use.
+#: Names of tensors that dictionary_learning saves for training alone.
 OF_TRAINING: Final = frozenset({"k", "group_sizes", "group_indices", "active_groups"})
 
 
 class Tensors(NamedTuple):
-    """Tensors of a file, read on demand.
+    """Tensors of one file, read on demand.
 
     Args:
-        path: the file.
+        path: path of the file.
         shapes: shape of each tensor, by name.
-        read: function that returns a tensor by name, float32 and finite.
+        read: function that returns a tensor by name, as contiguous float32; raises InvalidFile if it is not finite.
     """
 
     path: Path
@@ -39,10 +39,10 @@ class Tensors(NamedTuple):
 
 
 def read_configuration(path: Path) -> dict[str, object]:
-    """Read a configuration in JSON.
+    """Read a JSON object from a configuration file.
 
     Raises:
-        InvalidFile: it is something else, or too large to be one.
+        InvalidFile: the file cannot be read, is no JSON object, or is larger than `MOST_CONFIGURATION`.
     """
     try:
         with path.open("rb") as file:
@@ -55,10 +55,10 @@ def read_configuration(path: Path) -> dict[str, object]:
 
 
 def read_safetensors(path: Path) -> Tensors:
-    """Open the tensors of a safetensors file.
+    """Open a safetensors file; its tensors are read on demand.
 
     Raises:
-        InvalidFile: it is missing, damaged, or holds something other than floating-point numbers.
+        InvalidFile: the file is missing or damaged, or a tensor is not floating-point.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -81,10 +81,10 @@ def read_safetensors(path: Path) -> Tensors:
 
 
 def read_npz(path: Path) -> Tensors:
-    """Open the arrays of an `.npz`.
+    """Open an `.npz` file; its arrays are read on demand.
 
     Raises:
-        InvalidFile: it is missing, damaged, or holds something other than floating-point numbers.
+        InvalidFile: the file is missing or damaged, or an array is not floating-point.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -103,10 +103,10 @@ def read_npz(path: Path) -> Tensors:
 
 
 def read_pt_tensors(path: Path) -> Tensors:
-    """Open a `.pt` that holds a dictionary of tensors, without those that only training needs.
+    """Open a `.pt` file with a dictionary of tensors, without those of `OF_TRAINING`; no code in it is run.
 
     Raises:
-        InvalidFile: it is missing, damaged, or holds something other than floating-point numbers; no code in it is run.
+        InvalidFile: the file is missing or damaged, has another object, or a tensor is not floating-point.
     """
     found = read_pt(path)
     if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
@@ -123,10 +123,10 @@ def read_pt_tensors(path: Path) -> Tensors:
 
 
 def _finite(path: Path, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as contiguous float32, checked to be finite.
+    """Convert a tensor to contiguous float32, checked to be finite.
 
     Raises:
-        InvalidFile: it holds NaN, infinity, or a number that float32 cannot hold.
+        InvalidFile: it has NaN, infinity, or a number beyond float32.
     """
     found = tensor.to(torch.float32).contiguous()
     if found.numel() and not all(bool(end.isfinite()) for end in found.aminmax()):
