@@ -106,7 +106,7 @@ def template_digest(tokenizer: Any) -> str:
 def weights_digest(path: str | Path, *, dated: bool = False) -> str:
     """Return a SHA-256, in hexadecimal, that identifies the weights in a folder, or in one file.
 
-    It covers the configuration files, and name, size, first and last 64 KiB of each weight file; copies have the same.
+    It covers the configuration files, and name, size, first and last 64 KiB of each weight file; copies share it.
 
     Args:
         path: the folder or file.

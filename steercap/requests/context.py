@@ -127,7 +127,7 @@ _sketches: _Entries[RunningSketch] = ContextVar("steercap sketches", default=())
 
 @contextmanager
 def joining(model: object, sketch: RunningSketch) -> Iterator[None]:
-    """Context manager in which the calls of one model join a sketch, in addition to those of enclosing blocks.
+    """Context manager in which the calls of one model join a sketch, besides those of enclosing blocks.
 
     Raises:
         InvalidRequest: the other sketches select other tokens, or differ in `before_edits`.
@@ -146,7 +146,7 @@ class SketchBackend(Protocol):
 
 
 class Sketched(Hinting):
-    """Open model whose calls can join sketches."""
+    """Base of open models whose calls can join sketches."""
 
     _backend: SketchBackend
 

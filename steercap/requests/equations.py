@@ -102,7 +102,10 @@ def of_rows(
 
 
 async def of_projections(engine: Engine, number: int, rows: Mapping[Point, torch.Tensor]) -> AsyncIterator[Claim]:
-    """Yield claims that each block's output equals its last projection, computed by data-parallel engine `number`."""
+    """Yield claims that each block's output equals its last projection of the rows that the projection reads.
+
+    Workers of data-parallel engine `number` project `rows`, [n, *shape of the point] by point.
+    """
     family = engine.family
     pairs = [(point, Point(point.layer, PROJECTED[point.site])) for point in rows if point.site in PROJECTED]
     for point, block in pairs:

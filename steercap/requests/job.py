@@ -58,7 +58,10 @@ class CompiledSteering:
     held: str = ""
 
     def placed(self, slots: Mapping[bytes, int], epoch: int) -> SteeringPlan:
-        """Return the plan for the workers; `slots` are by configuration digest, `epoch` is part of the identity."""
+        """Return the steering plan for the workers, given slots by configuration digest.
+
+        `epoch` is part of the identity of KV cache entries; it grows when edits have failed.
+        """
         digest = self.lowered.digest
         name = identity(self.lowered.edits_digest or digest, self.scopes, self.replaced, epoch, self.held)
         return SteeringPlan(slots[digest], digest, name, self.scopes, self.replaced, self.biased, bool(self.held))
@@ -203,7 +206,7 @@ def pages_of(job: Job) -> int:
 
 
 def leaving(job: Job, room: int) -> Job:
-    """Return the job, with rows that move to disk while it runs unless they fit in `room` pages: `Engine.windowed`."""
+    """Return the job, changed so that rows move to disk while it runs if they do not fit in `room` pages."""
     plan = job.plan
     if plan is None or plan.capture is None:
         return job

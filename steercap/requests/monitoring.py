@@ -207,7 +207,7 @@ class Watch:
     async def _engage(
         self, engage: Callable[[Sequence[int]], Awaitable[Sequence[int]]], grown: Collection[int]
     ) -> None:
-        """Start the steering of running samples in `grown` in which a steering monitor has fired for the first time."""
+        """Start the steering of samples in `grown` in which a steering monitor has fired for the first time."""
         steering = {
             monitor_reader.label for monitor_reader in self._monitor_readers if monitor_reader.monitor.do == "steer"
         }

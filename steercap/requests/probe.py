@@ -345,7 +345,7 @@ def _added(edit: Add) -> torch.Tensor:
 async def _run(
     engine: Engine, number: int, wanted: Sequence[tuple[Point | None, Add | None]]
 ) -> list[tuple[Point | None, _Probed]]:
-    """Run requests with one edit each (None for no edit), and capture the points around the edited one."""
+    """Run requests with one edit each (None for no edit); return rows around each edited point, and the outputs."""
     prompt = {"prompt_token_ids": list(range(1, _PROMPT + 1))}
     options = {"data_parallel_rank": number} if engine.engines > 1 else {}
 

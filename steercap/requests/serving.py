@@ -44,7 +44,7 @@ class Serving:
         cut: True if `max_model_len` may be reduced to the model's context length, since a preset gave it, not the user.
 
     Attributes:
-        cut: the argument.
+        cut: the argument of the same name.
         engine: the engine, while it runs.
         running: tasks that run on the engine; they are cancelled when it is closed.
         call_style: call style, with or without `await`, in which messages show code.

@@ -44,7 +44,7 @@ class SketchSource(Protocol):
         """Return a snapshot of the statistics of some points; errors as of `RunningSketch.fetch`."""
 
     async def close(self, record: SketchRecord) -> None:
-        """Free the statistics. Idempotent."""
+        """Free the statistics of a sketch. Idempotent."""
 
 
 class RunningSketch(NonCopyable, instead=INSTEAD):

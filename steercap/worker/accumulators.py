@@ -236,6 +236,6 @@ def _slots_for(rows: Ints, request: Ints, free: npt.NDArray[np.bool_]) -> tuple[
 
 
 def _oldest(held: Ints, chosen: npt.NDArray[np.bool_]) -> Ints:
-    """Return the chosen slots of each accumulator by ascending `held` position, then NONE: [accumulators, slots]."""
+    """Return each accumulator's chosen slots by ascending `held` position, then NONE: int64 [accumulators, slots]."""
     order = np.argsort(np.where(chosen, held, np.iinfo(np.int64).max), axis=1)
     return np.where(np.take_along_axis(chosen, order, axis=1), order, NONE)

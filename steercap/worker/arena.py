@@ -112,7 +112,7 @@ class Layouts:
         self._free = list(range(LAYOUTS - 1, -1, -1))
 
     def __getitem__(self, number: int) -> RecordLayout:
-        """Return a layout in use, by its number."""
+        """Return the layout in use with this number."""
         return self._used[number]
 
     def points(self, wanted: Sequence[int]) -> tuple[int, ...]:
@@ -127,7 +127,7 @@ class Layouts:
         return [self._schemas[point] for point in points]
 
     def acquire(self, wanted: Sequence[int], form: Form) -> RecordLayout | None:
-        """Return the layout of records of points in a form, and count one more user; None if no number is free."""
+        """Return the layout of records of points in a form, and count one more user; None if `LAYOUTS` are in use."""
         key = self.points(wanted), form
         if key not in self._known:
             if not self._free:
@@ -239,7 +239,10 @@ class Arena:
         return BUS_BYTES if self.pinned else self.shape.page_bytes
 
     def read(self, first: int, records: int, lines: int) -> torch.Tensor:
-        """Read consecutive records of `lines` lines to the arena's device: uint8 [records, lines * LINE_BYTES].
+        """Read `records` consecutive records of `lines` lines, from line `first` on, to the arena's device.
+
+        Returns:
+            uint8 [records, lines * LINE_BYTES]; on CPU it may be a view.
 
         Raises:
             WorkerFailure: there are no such lines, in memory or in the file.

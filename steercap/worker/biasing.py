@@ -102,7 +102,7 @@ class Biasing:
         self._requests[request_id] = steered
 
     def leave(self, request_ids: Iterable[str]) -> None:
-        """Stop tracking requests that have ended."""
+        """Stop tracking requests, by the runner's ids, that have ended; unknown ids are ignored."""
         if self._requests:
             for request_id in request_ids:
                 self._requests.pop(request_id, None)
@@ -117,7 +117,7 @@ class Biasing:
         self._complete(lambda pending: pending.ready is None or pending.ready.query())
 
     def refuse(self, reason: str) -> None:
-        """Fail the requests with biases in the current pass, whose logits cannot be biased."""
+        """Fail the requests with biases in the current pass, because its logits cannot be biased; `reason` says why."""
         batch, self._batch = self._batch, None
         if batch is not None:
             self._fail(batch, reason)

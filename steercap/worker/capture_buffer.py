@@ -73,11 +73,11 @@ class CaptureBuffer(ABC):
     @property
     @abstractmethod
     def _most(self) -> int:
-        """Maximum number of records that the request can have in the arena."""
+        """Maximum number of records of the request that are in the arena at once."""
 
     @property
     def layout(self) -> int:
-        """Number of the layout of a token's record, NONE if no more tokens are kept on this rank."""
+        """Number of the layout of a token's record, NONE if no more tokens are captured on this rank."""
         return self._layout.number if self._layout is not None and self._uses_layout else NONE
 
     @property
@@ -114,7 +114,7 @@ class CaptureBuffer(ABC):
 
     @abstractmethod
     def _take(self, rows: Ints) -> Ints | None:
-        """Reserve places for rows by number; return first lines, int64 [rows], NONE for none, or None if full."""
+        """Reserve places for rows, by number; return first lines (NONE for none), int64 [rows], or None if full."""
 
     def ahead(self, start: int) -> tuple[int, int | None]:
         """Predict the places of tokens from position `start` on; the first captured one allocates the request's pages.
@@ -227,7 +227,7 @@ class CaptureBuffer(ABC):
         self._keep(0)
 
     def _keep(self, pages: int) -> None:
-        """Free all pages but the first `pages`."""
+        """Free all pages of the request but the first `pages`."""
         self._arena.free(self._places.pages[pages:])
         self._places = self._places.keep(pages)
 

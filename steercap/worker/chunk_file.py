@@ -19,7 +19,7 @@ _BLOCK_LINES: Final = BLOCK_BYTES // LINE_BYTES
 
 
 class ChunkFile:
-    """Nameless, sparse file in a folder for `lines` lines of `LINE_BYTES` bytes, numbered from `first` on.
+    """Nameless, sparse file, on the disk of a folder, for `lines` lines numbered from `first` on.
 
     Raises:
         InvalidSetting: no file can be created there.

@@ -34,7 +34,11 @@ _NAME: Final = "steercap"
 
 
 class SharedSegment:
-    """Shared memory behind a header, mapped into this process; `fd` is None unless this process created it."""
+    """Shared memory behind a header of `HEADER_BYTES`, mapped into this process.
+
+    `path` opens it in other processes of the same user, and `nonce`, at its start, identifies it; `fd` is its file
+    descriptor in the process that created it, None in others.
+    """
 
     def __init__(self, memory: mmap.mmap, path: str, nonce: bytes, fd: int | None) -> None:
         self.memory = memory

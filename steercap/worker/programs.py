@@ -235,7 +235,7 @@ class HostEdits:
             self._overflowed[stray & (self._overflowed == NONE)] = point
 
     def made(self, step: Step) -> tuple[Ints, Ints]:
-        """Return the checksum of each token's edits, and the first point with a non-finite row after them, or NONE."""
+        """Return each token's checksum of edits, and first point with a non-finite row or NONE: int64 [tracked]."""
         made, overflowed = np.zeros(len(step), dtype=np.int64), np.full(len(step), NONE, dtype=np.int64)
         if len(self._chosen):
             made[self._chosen], overflowed[self._chosen] = self._checksums.numpy(), self._overflowed.numpy()

@@ -146,9 +146,9 @@ class Runtime:
     # The step, driven by the runner adapter
 
     def register(self, request_id: str, plan_bytes: bytes, sample: int) -> None:
-        """Start following sample `sample` of a request, once, by its encoded `Plan`; errors are logged, not raised.
+        """Start following a request, once, by its encoded `Plan`; `sample` is the number of the sample among its n.
 
-        The client of a request that cannot be followed finds no rows, or a failed steering record.
+        Nothing is raised: errors are logged, and the client finds no rows or a failed record.
         """
         if request_id in self._request_table:
             return

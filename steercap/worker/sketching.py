@@ -83,7 +83,7 @@ class Held:
             self.kind.take(state, block[point])
 
     def mark_committed(self, owner: Owner) -> None:
-        """Record that all rows of a prepared request were added."""
+        """Record that all rows of a prepared request were added, and count the squares of its rows."""
         prepared = self.prepared.pop(owner)
         self.committed[owner] = prepared.rows
         for point, state in self.states.items():
@@ -146,10 +146,7 @@ class Sketches:
         return ""
 
     def prepare(self, joining: Joining, capture_buffer: ArenaBuffer) -> str | None:
-        """Check a request's rows for sketches and reserve room; return the reason for refusing them, or None.
-
-        Idempotent.
-        """
+        """Check a request's rows for sketches and reserve room; return a reason to refuse them, or None. Idempotent."""
         owner = joining.wanted.owner
         if missing := [name for name in joining.sketches if name not in self._held]:
             return f"there is no sketch {missing[0]} here"

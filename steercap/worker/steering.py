@@ -159,7 +159,7 @@ class SteeredSample:
         """Return the record of the edits of the first `total` inputs; a position neither computed nor cached fails it.
 
         Args:
-            total: number of inputs.
+            total: number of input tokens of the sequence.
             points: indices of the points of this rank at which edited rows are counted.
             primary: True if the rows of this rank count in the receipt.
             samples: True on the last pipeline stage, where logits are computed.
@@ -290,7 +290,7 @@ class Steering:
 
     @property
     def held(self) -> int:
-        """Number of requests whose record is kept."""
+        """Number of requests whose steering record is in memory."""
         return len(self._records)
 
     # The step

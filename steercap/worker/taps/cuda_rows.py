@@ -355,7 +355,7 @@ class DeviceAccumulators:
         return table
 
     def spill(self, accumulator: int, layout: RecordLayout, lines: Ints, arena: torch.Tensor) -> Any:
-        """Copy an accumulator and its held rows to lines of the arena; see `Taps.spill`."""
+        """Copy an accumulator and its held rows to lines of the arena; return the copy's event; see `Taps.spill`."""
         copies = list(self._sums_of(accumulator, layout, int(lines[0]), arena))
         size = self._held[accumulator][0].nbytes
         for slot, line in enumerate(lines[-self._accumulators.held :].tolist()):

@@ -90,7 +90,7 @@ class LargePass:
     """Pass whose rows leave the ring in parts of a few layers.
 
     Args:
-        memory: rows on the device.
+        memory: device memory of the rows, and the objects that work on it.
         step, pattern, updates: work of the pass, its tables, and the updates of running reductions, None for none.
         layouts: record layouts of this rank.
         layers: first point of each layer on this rank, then the number of points.
