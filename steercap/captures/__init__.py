@@ -1,4 +1,4 @@
-"""Captured rows on the client: handles, their rows, computations on them, and their files."""
+"""Captured rows on the client: handles, fetching, computations on the rows, and their files."""
 
 from typing import TYPE_CHECKING
 

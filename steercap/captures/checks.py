@@ -1,4 +1,4 @@
-"""Checks of fetched rows against the rows that their request must have."""
+"""Checks of fetched rows against the rows that the request must have."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Expected:
-    """Expected rows of one request, with their labels.
+    """Rows that a fetch of one request must return, with their labels.
 
     Args:
         name: name of the request, for messages.
-        plan: the plan of the request.
-        points: the points of the plan.
+        plan: plan of the request.
+        points: points of the plan, layer by layer.
         tokens: prompt and generated token ids, the last sampled one included.
-        first: number of rows that have come before.
-        steering: receipt of the edits, if checked.
-        constants: by point, the tensors that the codec needs besides the delivered ones; see `CodedRows`.
-        read: by point, the schema of the features that an SAE reads from its rows.
+        first: number of rows that were fetched before.
+        steering: receipt of the edits, if they were checked.
+        constants: tensors that the codec needs besides the delivered ones, by point; see `CodedRows`.
+        read: schema of the features that an SAE reads from the rows, by point.
         verified: see `Receipt`.
     """
 
@@ -51,22 +51,21 @@ class Expected:
 
     @property
     def rows(self) -> int:
-        """Number of rows, before any reduction."""
+        """Number of selected rows that were not fetched before; a reduction makes one of them."""
         capture = self.plan.capture
         assert capture is not None
         return len(rows_selected(capture.ranges, self.plan.limit, len(self.tokens) - 1)) - self.first
 
 
 def received(expected: Expected, delivery: Delivery, armed: Sequence[Point]) -> tuple[dict[Point, Rows], Receipt]:
-    """Check fetched rows against the expected ones; return them and their receipt.
+    """Check fetched rows against the expected ones; return the rows and their receipt.
 
     Returns:
-        Rows by point, layer by layer, those of a point that is split as its shards unless they are gathered; and the
-        receipt.
+        Rows by point, layer by layer, as a tuple of shards if split over ranks and not gathered; and the receipt.
 
     Raises:
         CaptureIncomplete: a worker failed, a row or a point is missing, or a label differs.
-        CaptureNotFinite: a row holds NaN or infinity, and that was not asked for.
+        CaptureNotFinite: a row holds NaN or infinity, and the plan does not allow it.
     """
     if delivery.failure:
         raise CaptureIncomplete(f"{expected.name}: {delivery.failure}")
@@ -91,14 +90,14 @@ def received(expected: Expected, delivery: Delivery, armed: Sequence[Point]) -> 
 
 
 def _all_finite(numbers: torch.Tensor) -> bool:
-    """Return True if all elements are finite; by NumPy where possible, since torch releases the GIL on each call."""
+    """Return whether all elements are finite; by NumPy where possible, since torch releases the GIL on each call."""
     if numbers.dtype is torch.float32 and numbers.device.type == "cpu":
         return bool(np.isfinite(numbers.numpy(force=True)).all())
     return bool(numbers.isfinite().all())
 
 
 def _completed(rows: torch.Tensor | CodedRows, expected: Expected, point: Point) -> torch.Tensor | CodedRows:
-    """Return the rows with the codec constants and schema that only the client knows."""
+    """Return rows of a point with the codec constants and the schema that only the client knows."""
     if not isinstance(rows, CodedRows):
         return rows
     constants, schema = expected.constants.get(point), expected.read.get(point)
@@ -108,7 +107,7 @@ def _completed(rows: torch.Tensor | CodedRows, expected: Expected, point: Point)
 
 
 def parts_of(expected: Expected, rows: int) -> list[Expected]:
-    """Split the expected rows into consecutive parts of at most `rows` rows, one part at least."""
+    """Split the expected rows into consecutive parts of at most `rows` rows each, one part at least."""
     capture = expected.plan.capture
     assert capture is not None
     known = rows_selected(capture.ranges, expected.plan.limit, len(expected.tokens) - 1)
@@ -119,10 +118,10 @@ def parts_of(expected: Expected, rows: int) -> list[Expected]:
 
 
 def check_labelled(expected: Expected, shares: Sequence[CapturedRows]) -> Ints:
-    """Check the owner, encoding and labels of every worker's rows; return their positions, int64 [rows].
+    """Check the request, encoding and labels of each worker's rows; return the rows' positions, int64 [rows].
 
     Raises:
-        CaptureIncomplete: a row is missing, or belongs to another request, position or token, or is stored otherwise.
+        CaptureIncomplete: a row is missing, belongs to another request, position or token, or is in another encoding.
     """
     capture = expected.plan.capture
     assert capture is not None
@@ -148,10 +147,10 @@ def check_finite(
     rows: Mapping[Point, Sequence[torch.Tensor | CodedRows]],
     armed: Sequence[Point],
 ) -> None:
-    """Check that every row is finite.
+    """Check that every captured row, and every number computed from rows, is finite.
 
     Raises:
-        CaptureNotFinite: one of the rows kept, or what was computed from them, is not finite.
+        CaptureNotFinite: a row, or a number computed from rows, is not finite.
     """
     capture = expected.plan.capture
     assert capture is not None

@@ -1,4 +1,4 @@
-"""Experts that a layer chose, computed on its workers by the layer's own router from captured rows of `router`."""
+"""Experts that a layer chose, computed by the layer's own router on the workers from logits captured at `router`."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _FRAME_BYTES: Final = 8 << 20
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Experts:
-    """Experts that rows were sent to, with their weights, for each row in descending order of weight.
+    """Experts that a layer chose for each row, with their weights, in descending order of weight.
 
     Weights are those that vLLM multiplies the experts' outputs by: after softmax or sigmoid, renormalisation and a
     scaling factor where the model has them. DeepSeek V2 and V3, GLM-4.5, A.X K1 and Nemotron-H apply their
     `routed_scaling_factor` behind the router, others within; weights include it in both cases, as transformers' do. In
     float16, DeepSeek's layers divide the stream by it instead, and weights do not include it. Llama 4 multiplies an
-    expert's input by its weight, not its output. Shared experts are not among them.
+    expert's input by its weight, not its output. Shared experts are not included.
 
     Args:
         positions: positions of the rows in their sequence, int64 [rows].
         ids: ids of the experts as the model numbers them, before any copies that balance load, int64 [rows, k].
-        weights: their weights, float32 [rows, k].
+        weights: weights of these experts, float32 [rows, k].
     """
 
     positions: Int[torch.Tensor, " rows"]
@@ -53,13 +53,13 @@ def logits_of(source: Source, captures: Captures, layer: int, num_layers: int) -
     """Return the index of a layer, and the logits by which it chose its experts, float32 [rows, experts].
 
     Args:
-        source: source of the rows.
-        captures: the rows, none of them reduced or projected.
+        source: the open model and the request that the rows are from.
+        captures: the fetched rows, not reduced and not projected.
         layer: the layer as the user gave it.
         num_layers: decoder layers of the model.
 
     Raises:
-        InvalidRequest: there are no such rows, or they differ from those that the layer chose by.
+        InvalidRequest: there is no such layer or no `router` row, or the rows are not the logits that it chose by.
     """
     index = index_of(layer)
     if index is None or not -num_layers <= index < num_layers:
@@ -92,7 +92,7 @@ async def experts(engine: Engine, layer: int, rows: torch.Tensor, positions: tor
         positions: position of each row, int64 [rows].
 
     Raises:
-        InvalidRequest: there are no rows, or logits alone do not say which experts the layer chooses.
+        InvalidRequest: there are no rows, or the layer's choice of experts does not depend on logits alone.
         EngineFailure: the engine has died or was closed.
     """
     if not len(rows):

@@ -1,4 +1,4 @@
-"""Fetch of rows: of many handles in a batch, by one call or from disk, and of requests that still run."""
+"""Fetching of rows: of many handles in one call, from the workers or from disk, and of requests that still run."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ RECOMPUTED_AT_ONCE: Final = 64
 
 
 async def fetch_all(lifecycles: Sequence[Lifecycle]) -> None:
-    """Fetch the rows of handles of one model, by one call; handles that were fetched before are skipped.
+    """Fetch the rows of handles of one model in one call; handles that were fetched before are skipped.
 
     Raises:
         CaptureIncomplete: some rows are missing or wrong; those of the other handles are fetched all the same.
-        CaptureNotFinite: some rows hold NaN or infinity; likewise.
-        CaptureReleased: some were released.
+        CaptureNotFinite: some rows hold NaN or infinity; the other handles are fetched all the same.
+        CaptureReleased: a handle was released; the others are fetched all the same, if that was during the call.
         InvalidRequest: the handles belong to several models, or one of them is being read in chunks.
         ModelClosed, WrongEventLoop: the model is not open, or was started in another event loop.
     """
@@ -64,13 +64,13 @@ async def fetch_all(lifecycles: Sequence[Lifecycle]) -> None:
 
 
 async def fetched_in_parts(lifecycle: Lifecycle, rows: int) -> AsyncGenerator[Found, None]:
-    """Yield the rows of a handle in order, at most `rows` at a time; the worker keeps them.
+    """Yield the rows of a handle in order, at most `rows` at a time; the worker keeps the rows.
 
     Rows that were fetched before, are on the client's disk, or are reduced or summarised come in one part, and the
     handle keeps them.
 
     Raises:
-        As `fetch_all`; every part is checked before it is yielded.
+        The errors of `fetch_all`; every part is checked before it is yielded.
     """
     if lifecycle.stage is Stage.KEPT and lifecycle.source is not None:
         lifecycle.source.require_open()
@@ -102,7 +102,7 @@ def _require_whole(lifecycle: Lifecycle) -> None:
 
 
 async def _fetch(pending: Sequence[Lifecycle]) -> None:
-    """Fetch the rows of handles whose `turn` locks are held."""
+    """Fetch the rows of handles whose `turn` locks are held: from workers, from disk, or by recomputing."""
     sources = [lifecycle.source for lifecycle in pending if lifecycle.source is not None]
     places = {source.place for source in sources}
     if len(places) != 1:
@@ -134,7 +134,7 @@ async def _fetch(pending: Sequence[Lifecycle]) -> None:
 
 
 async def _collect(errors: list[SteercapError], kept: Sequence[Lifecycle]) -> None:
-    """Collect rows from the workers."""
+    """Collect rows of handles from the workers; errors about one handle's rows are appended to `errors`."""
     sources = [lifecycle.source for lifecycle in kept if lifecycle.source is not None]
     if not sources:
         return
@@ -166,7 +166,7 @@ async def _read_back(errors: list[SteercapError], lifecycle: Lifecycle) -> None:
 
 @contextmanager
 def _noted(errors: list[SteercapError]) -> Iterator[None]:
-    """Collect errors about one handle's rows, so that the other handles are still fetched."""
+    """Context manager that appends errors about one handle's rows to `errors`, so that the others are still fetched."""
     try:
         yield
     except (CaptureIncomplete, CaptureNotFinite, CaptureReleased) as error:
@@ -175,19 +175,19 @@ def _noted(errors: list[SteercapError]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Arrived:
-    """New rows of a running request."""
+    """New rows of a running request, with their positions, int64 [rows]."""
 
     captures: Captures
     positions: Ints
 
 
 async def arrived(engine: Engine, wanted: Sequence[tuple[Owner, Expected]]) -> list[Arrived]:
-    """Fetch and check the new rows of running samples, by one call, which concurrent callers share.
+    """Fetch and check the new rows of running samples in one call, which concurrent callers share; in their order.
 
     Args:
         engine: the engine that runs them.
-        wanted: owner of each sample, and the expected rows: the tokens up to one that has no row yet, and the number
-            of rows fetched before.
+        wanted: owner of each sample, and the expected rows: the tokens up to one that has no row yet, and the number of
+            rows fetched before.
 
     Raises:
         CaptureIncomplete, CaptureNotFinite: see `received`.

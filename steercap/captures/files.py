@@ -1,9 +1,9 @@
-"""Capture files: one safetensors file per handle, its labels as tensors, its texts in a JSON header.
+"""Capture files: one safetensors file per handle, with labels as tensors and texts in a JSON header.
 
 The header is the metadata entry `steercap`: format version, model, request id, text, points in order, messages,
 pictures, reduction; for projections the directions' names and marks; the attention rules of layers whose queries and
-keys it holds; for rows in a lossy codec the codec with its parameters, and the schema of each point. Tensors are named
-`rows.<site>.<layer>`, and in a codec `<part>.<site>.<layer>`: `q`, `scale`, `zero`, `indices`, see
+keys are in the file; for rows in a lossy codec the codec with its parameters, and the schema of each point. Tensors are
+named `rows.<site>.<layer>`, and in a codec `<part>.<site>.<layer>`: `q`, `scale`, `zero`, `indices`, see
 `steercap.kernels.codecs`. Each name ends in `.shard<number>` where rows were not gathered, except for `centre` and
 `reach`, which all rows of a point share. Recorded attention is `attention.<part>.<layer>`. Further tensors are
 `positions`, `token_ids`, `prompt_token_ids` and `output_token_ids`.
@@ -34,7 +34,7 @@ from steercap.kernels.codecs import ENCODINGS, Codec
 from steercap.kernels.codecs.coded import CodedRows, Whole, end_of, parts_of
 
 VERSION: Final = 1
-#: Parts of a layer's recorded attention.
+#: Names of the tensors of a layer's recorded attention.
 ATTENTION: Final = ("indices", "shares", "entropies")
 _RECORDED: Final = f"attention.{ATTENTION[0]}."
 #: Names of the tensors that belong to no point: labels of the rows, and tokens of the request.
@@ -42,7 +42,7 @@ LABELS: Final = ("positions", "token_ids", "prompt_token_ids", "output_token_ids
 
 
 class Header(msgspec.Struct, frozen=True):
-    """JSON header of a capture file; `shards` is the number of shards of each point, 0 if its rows are whole."""
+    """JSON header of a capture file; `shards` is the number of shards of each point, 0 for whole rows."""
 
     version: int
     model: str
@@ -79,13 +79,13 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class Saved(NamedTuple):
-    """Content of a handle's file.
+    """Content of a capture file.
 
     Args:
-        header: its texts and names.
-        rows: rows by point, as they are kept.
+        header: the file's JSON header.
+        rows: rows by point: tensors, codes of a lossy codec, or tuples of shards.
         positions, token_ids: labels of the rows, int64 [rows].
-        prompt_token_ids, output_token_ids: tokens of the request.
+        prompt_token_ids, output_token_ids: token ids of the request.
         attention: recorded attention by layer.
     """
 
@@ -99,7 +99,7 @@ class Saved(NamedTuple):
 
 
 def write(saved: Saved, path: Path, mode: int | None = None) -> Path:
-    """Write a handle; the file appears as a whole or not at all, with the permissions `mode` if given.
+    """Write a capture file and return its path; it appears whole or not at all, with the permissions `mode` if given.
 
     Raises:
         InvalidFile: the name ends in something other than .safetensors.
@@ -108,12 +108,12 @@ def write(saved: Saved, path: Path, mode: int | None = None) -> Path:
 
 
 def encode(saved: Saved) -> bytes:
-    """Return the bytes of the file that `write` would write."""
+    """Return the bytes of the capture file that `write` would write."""
     return encode_tensors(saved.header, _tensors(saved))
 
 
 def _tensors(saved: Saved) -> dict[str, torch.Tensor]:
-    """Return everything of a captures file that is a tensor, by its name there."""
+    """Return all tensors of a capture file, by their names in the file."""
     tensors = {name: tensor.contiguous() for point, rows in saved.rows.items() for name, tensor in named(point, rows)}
     tensors |= _attention(saved)
     tensors["positions"] = saved.positions
@@ -132,10 +132,10 @@ def _attention(saved: Saved) -> dict[str, torch.Tensor]:
 
 
 def read(path: Path) -> Saved:
-    """Read a file that `write` wrote.
+    """Read a capture file that `write` wrote.
 
     Raises:
-        InvalidFile: not such a file, truncated, of a newer version, or of rows that are not those of its labels.
+        InvalidFile: the file is of another kind, truncated or of a newer version, or its labels contradict its tokens.
     """
     text, tensors = read_tensors(path)
     header = _header(path, text)
@@ -155,10 +155,10 @@ def read(path: Path) -> Saved:
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of a capture file; tensors are not read.
+    """Read the header of a capture file, without its tensors.
 
     Raises:
-        InvalidFile: not such a file, truncated, or of a newer version.
+        InvalidFile: the file is of another kind, truncated, or of a newer version.
     """
     return _header(path, read_tensors(path, tensors=False)[0])
 
@@ -177,7 +177,7 @@ def _header(path: Path, text: str) -> Header:
 
 
 def named(point: Point, rows: Rows) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that keep one point's rows, each as (name in a file, tensor): parts, then constants."""
+    """Yield the stored tensors of one point's rows, as (name in a file, tensor): each shard's, then constants."""
     for shard, whole in enumerate(rows if isinstance(rows, tuple) else (rows,)):
         end = end_of(point, shard if isinstance(rows, tuple) else None)
         for part, tensor in parts_of(whole).items():
@@ -187,22 +187,20 @@ def named(point: Point, rows: Rows) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def size_of(saved: Saved) -> int:
-    """Return the bytes of a capture's rows; its file has labels and a header too."""
+    """Return the size in bytes of a capture's rows and recorded attention, without labels and header."""
     rows = sum(tensor.nbytes for point, rows in saved.rows.items() for _, tensor in named(point, rows))
     return rows + sum(tensor.nbytes for tensor in _attention(saved).values())
 
 
 def bytes_of(saved: Saved) -> int:
-    """Return the most bytes that the file of `write` has, with its labels and header; it may have fewer by 1 %, or by
-    some hundred bytes a tensor.
-    """
+    """Return an upper bound, off by 1 % or some hundred bytes per tensor, of the size in bytes of a capture's file."""
     tensors = _tensors(saved)
     header = len(msgspec.json.encode(msgspec.json.encode(saved.header).decode()))
     return header + 64 + sum(tensor.nbytes + len(name) + 20 * tensor.ndim + 100 for name, tensor in tensors.items())
 
 
 def constants_of(rows: Rows) -> Mapping[str, torch.Tensor]:
-    """Return the codec's constant tensors of a point, which all its rows and shards share."""
+    """Return the tensors of the codec that all rows and shards of a point share, by name; {} if it has none."""
     first = rows[0] if isinstance(rows, tuple) else rows
     return first.constants if isinstance(first, CodedRows) else {}
 
@@ -211,11 +209,10 @@ class Shape(NamedTuple):
     """Shape of one point's rows as stored.
 
     Args:
-        first: its rows, or the first shard of them.
-        shards: number of shards; 0 if rows are whole.
+        first: rows of the point, or their first shard.
+        shards: number of shards; 0 for whole rows.
         row: shape of a row, on all ranks together.
-        ranks: number of ranks that codes of whole rows are of, on an axis of their own behind that of the rows; 1 for
-            no such axis.
+        ranks: length of the axis of tensor-parallel ranks, behind that of the rows, in joined codes; 1 without it.
     """
 
     first: Whole
@@ -234,11 +231,11 @@ def shape_of(rows: Rows) -> Shape:
 
 
 def _labels(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors of `LABELS`.
+    """Return the tensors named in `LABELS`, in that order, checked.
 
     Raises:
         LookupError: one is missing.
-        ValueError: they are not those of one request, whose rows are ascending.
+        ValueError: a tensor is not int64 [n], positions do not ascend, or token ids contradict prompt and output.
     """
     found = [tensors[name] for name in LABELS]
     for name, tensor in zip(LABELS, found, strict=True):
@@ -253,7 +250,7 @@ def _labels(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _rows(header: Header, tensors: Mapping[str, torch.Tensor], number: int) -> Rows:
-    """Return the rows of the header's point with this index."""
+    """Return the rows of the header's point with this index: whole, or a tuple of shards."""
     shards = header.shards[number] if header.shards else 0
     if shards:
         return tuple(_whole(header, tensors, number, shard) for shard in range(shards))
@@ -282,6 +279,6 @@ def _whole(header: Header, tensors: Mapping[str, torch.Tensor], number: int, sha
 
 
 def _can_be(schema: PointSchema) -> bool:
-    """Return True if rows can have this schema: no empty axis, and a first axis that its shards divide."""
+    """Return whether rows can have this schema: no empty axis, and a first axis that its shards divide."""
     shape, shards = schema.shape, schema.shards
     return bool(shape) and min(*shape, shards) > 0 and max(shape) < FAR and not shape[0] % shards

@@ -44,17 +44,17 @@ STORED: Final[Mapping[str, str]] = {
     "uint16": "<u2",
     "uint8": "<u1",
 }
-#: Hooks that name what other rows have in models of several streams; we have no site of these.
+#: Hooks whose names stand for other tensors in models of several streams; no site has those.
 _ONE_STREAM: Final = ("pre_attn", "post_attn", "mlp_in")
 _INDEX: Final = re.compile(r"(packed|shard-).*\.json|(\d+)_.+\.json", re.ASCII)
 
 
-#: Whole number of a description.
+#: Whole number in a description, from 0.
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class _ForkEntry(msgspec.Struct, frozen=True):
-    """One chunk of rows: in an index, or the whole `.json` of a file of one layer and hook."""
+    """Description of one chunk of rows: an entry of an index, or the whole `.json` of a file of one layer and hook."""
 
     layer: _Count
     hook: str
@@ -68,7 +68,7 @@ class _ForkEntry(msgspec.Struct, frozen=True):
 
 
 class _Index(msgspec.Struct, frozen=True):
-    """The `.json` of a file of several chunks."""
+    """Content of the `.json` of a file of several chunks."""
 
     entries: tuple[_ForkEntry, ...]
     dtype: str | None = None
@@ -77,7 +77,7 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 class _Chunk(NamedTuple):
-    """A chunk, checked: its file, the order of its file, its bytes and their dtype."""
+    """Checked chunk: its file, the file's sort key, its description, and the size in bytes and dtype of its rows."""
 
     path: Path
     order: tuple[int, list[str | int]]
@@ -92,10 +92,10 @@ class ForkRows:
 
     Args:
         rows: [rows, width], or [rows, *row_shape] where the file says so, in the dtype of the file.
-        positions: positions of the rows, ascending, int64 [rows]; None where not every row is labelled. Then repeated
-            rows cannot be told, and all are there in the order in which they were written.
-        repeated: number of rows that are left out, since a later one has their position.
-        point: the same point by steercap's name; None for a hook whose rows no site of ours has.
+        positions: positions of the rows, ascending, int64 [rows]; None if a row has no label: then all rows are
+            returned, in the order of writing, repeated ones included.
+        repeated: number of rows that are left out, because a later row has the same position.
+        point: steercap's name of the point; None for a hook that corresponds to no site.
     """
 
     rows: torch.Tensor
@@ -107,13 +107,13 @@ class ForkRows:
 
 
 class ForkCaptures:
-    """Captures of the fork in a folder: of one request, one tag, or several; made by `load`.
+    """Captures that the fork wrote to a folder, of one request, one tag, or several; made by `load`.
 
-    Only the `.json` files are held; `read` reads the rows of one request.
+    Only the `.json` files are in memory; `read` reads the rows of one request.
 
     Attributes:
         requests: ids of the requests, in the order of their files.
-        without_index: `.bin` files without a `.json`: of shards that were not sealed, or of a killed engine.
+        without_index: `.bin` files without a `.json`, left by unsealed shards or a killed engine.
     """
 
     def __init__(self, chunks: Mapping[str, list[_Chunk]], without_index: tuple[Path, ...]) -> None:
@@ -132,8 +132,8 @@ class ForkCaptures:
             dtype: dtype of files that name none, such as "bfloat16".
 
         Raises:
-            InvalidFile: nothing of the kind is there, a `.json` does not fit, a `.bin` is shorter than it says, or a
-                request is in two places.
+            InvalidFile: there are no such files, a `.json` is malformed, a `.bin` is shorter than its `.json` says, or
+                a request is in two places.
             UnknownName: an unknown dtype.
         """
         path = Path(path)
@@ -154,11 +154,11 @@ class ForkCaptures:
         return ForkCaptures(found, tuple(lost))
 
     def read(self, request: str) -> dict[tuple[int, str], ForkRows]:
-        """Read the rows of a request, by layer and hook.
+        """Read the rows of a request, by (layer, hook), ascending.
 
         Raises:
-            UnknownName: no such request.
-            InvalidFile: chunks that do not fit together, or a file that has become shorter.
+            UnknownName: the folder has no such request.
+            InvalidFile: chunks differ in width or dtype, or a file has become shorter.
         """
         if request not in self._chunks:
             raise UnknownName(f"request={shown(request)}; {choices(request, self.requests)}")
@@ -170,7 +170,7 @@ class ForkCaptures:
 
 
 def _chunks_of(index: Path, default: str | None, labels: dict[Any, Any]) -> Iterator[tuple[str, _Chunk]]:
-    """Yield the chunks that a `.json` describes, with their requests; equal positions are kept once, in `labels`."""
+    """Yield (request id, chunk) for each chunk of a `.json`; `default` is the dtype, `labels` a cache of positions."""
     path, kind = index.with_suffix(".bin"), _INDEX.fullmatch(index.name)
     try:
         size = path.stat().st_size
@@ -194,10 +194,10 @@ def _chunks_of(index: Path, default: str | None, labels: dict[Any, Any]) -> Iter
 
 
 def _checked(path: Path, entry: _ForkEntry, size: int, dtype: str | None) -> _Chunk:
-    """Return a chunk whose bytes are there, and are as many as its shape says.
+    """Return the chunk that an entry describes, checked against its dtype, its shape and the file's `size` in bytes.
 
     Raises:
-        ValueError: they are not.
+        ValueError: the entry contradicts itself or the file.
     """
     what = f"layer {entry.layer}, {entry.hook}"
     if dtype is None:
@@ -218,12 +218,12 @@ def _checked(path: Path, entry: _ForkEntry, size: int, dtype: str | None) -> _Ch
 
 
 def _natural(name: str) -> list[str | int]:
-    """Return the parts of a name, its numbers as numbers: shard-2 comes before shard-10."""
+    """Return the sort key of a name whose digits compare as numbers: shard-2 comes before shard-10."""
     return [int(part) if number else part for number, part in zip(cycle((False, True)), re.split(r"(\d+)", name))]
 
 
 def _check_place(request: str, chunks: list[_Chunk]) -> None:
-    """Check that a request's rows of one layer and hook are in one file, or in shards of one folder."""
+    """Check that a request's rows of one layer and hook are in one file or one folder's shards, else InvalidFile."""
     homes = dict[tuple[int, str], Path]()
     for path, _, entry, *_ in chunks:
         home = path.parent / "shard-*.bin" if path.name.startswith("shard-") else path
@@ -233,7 +233,7 @@ def _check_place(request: str, chunks: list[_Chunk]) -> None:
 
 
 def _joined(chunks: list[_Chunk], *, streams: bool) -> ForkRows:
-    """Read chunks of one layer and hook, and keep the last row of each position."""
+    """Read the chunks of one layer and hook; of rows with one position, keep the last."""
     first = chunks[0]
     layer, hook, shape = first.entry.layer, first.entry.hook, first.entry.row_shape or first.entry.shape[1:]
     if len({(one.entry.shape[1], one.entry.row_shape or None, one.dtype) for one in chunks}) > 1:

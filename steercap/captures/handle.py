@@ -1,4 +1,4 @@
-"""The user's handle of one request's captured rows, `CaptureHandle`."""
+"""Handle of one request's captured rows, `CaptureHandle`."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 #: Advice in the error of an attempted copy.
 INSTEAD: Final = "its rows have one owner; use handle.save(path), and CaptureHandle.load(path) where it is needed"
-#: Default maximum size of a whole attention pattern: 32 heads and 1,400 tokens.
+#: Default maximum bytes of a whole attention pattern: 32 heads and 1,400 tokens.
 PATTERN_BYTES: Final = 256 << 20
-#: Default number of rows of a chunk.
+#: Default maximum number of rows of a chunk.
 CHUNK_ROWS: Final = 128
-#: Stages in words; without rows it is "released".
+#: Descriptions of the stages in `repr`; handles without rows are "released".
 _STATES: Final = {
     **dict.fromkeys((Stage.KEPT, Stage.SPILLING, Stage.COMING), "not fetched"),
     **dict.fromkeys((Stage.SPILLED, Stage.RETURNING), "on disk"),
@@ -54,10 +54,9 @@ _STATES: Final = {
 class CaptureHandle(NonCopyable, instead=INSTEAD):
     """Captured activations of one finished request, fetched on demand.
 
-    The rows stay in the worker, or go to disk with overflow="spill", until `fetch()`, `release()`, the end of
-    `async with handle:` or garbage collection frees them. Made by `SteerModel.generate`, `chat` and `read`, or read
-    from a file by `load`. It cannot be copied or pickled: its rows have one owner; `save` and `load` take it to another
-    process.
+    The rows stay in the worker, or go to disk with overflow="spill", until `fetch()`, `release()`, garbage collection
+    or the end of `async with handle:` frees them. Made by `SteerModel.generate`, `chat` and `read`, or read from a file
+    by `load`. It cannot be copied or pickled, since its rows have one owner; `save` and `load` move it elsewhere.
 
     Attributes:
         request_id: name that steercap gave the request.
@@ -67,14 +66,13 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
         output_token_ids: generated token ids; the last one has no row, since it was never an input.
         points: captured points, layer by layer.
         num_layers: number of decoder layers of the model.
-        messages: for `chat`, the spans of positions of each message, or the reason why it has none.
+        messages: for `chat`, the span of positions of each message, or the reason why it has none.
         media: the spans of positions of the prompt that stand for pictures, sound or video.
         directions: with `project=`, the names of the directions that rows were projected on.
         marks: fingerprints of these directions, by layer; empty in files of older versions.
         attention_rules: attention rules of the layers whose queries and keys are captured.
-        recorded_attention: strongest targets of each head by layer, where a server recorded them in place of queries
-            and keys.
-        lifecycle: state of the rows.
+        recorded_attention: most strongly attended tokens of each head by layer, if a server recorded these.
+        lifecycle: state of the rows: in the worker, on disk, fetched or released.
     """
 
     def __init__(
@@ -111,14 +109,14 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
         self.lifecycle: Lifecycle = lifecycle
 
     async def fetch(self) -> CaptureHandle:
-        """Bring the rows to this process, and free them in the worker. A second call does nothing.
+        """Copy the rows to this process, and free them in the worker. A second call does nothing.
 
         Returns:
-            This handle, its `captures`, `positions`, `token_ids`, `token_types` and `receipt` readable.
+            This handle, whose `captures`, `positions`, `token_ids`, `token_types` and `receipt` can now be read.
 
         Raises:
-            CaptureIncomplete: rows are missing or belong to another token, or what was spilled has changed on disk.
-            CaptureNotFinite: rows hold NaN or infinity, and `allow_nonfinite` was not asked for.
+            CaptureIncomplete: rows are missing or belong to another token, or rows moved to disk have changed there.
+            CaptureNotFinite: rows hold NaN or infinity, and the spec was not made with `allow_nonfinite=True`.
             CaptureReleased: the handle was released before.
             EngineFailure: the engine has died or was closed.
             WrongEventLoop: the model was started in another event loop.
@@ -133,10 +131,10 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
         their request, reduced to one, summarised (`attention=`), or held by a server come in one handle.
 
         Args:
-            rows: maximum number of rows of a handle, each of which is of the same request, fetched and labelled.
+            rows: maximum number of rows of a small handle, which is of the same request, fetched and labelled.
 
         Raises:
-            InvalidRequest: `rows` is no whole number above 0, or another loop over `chunks` reads them.
+            InvalidRequest: `rows` is no whole number above 0, or another loop over `chunks` is reading the rows.
             CaptureIncomplete, CaptureNotFinite, CaptureReleased, EngineFailure: as for `fetch`.
         """
         count = count_of(rows, "rows", wrong=InvalidRequest)
@@ -151,7 +149,7 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
 
     @property
     def captures(self) -> Captures:
-        """Captured rows, by layer or by (layer, site).
+        """Captured rows, by layer or by (layer, site): tensors [rows, ...]; see `Captures`.
 
         Raises:
             CaptureNotFetched: before `fetch()`.
@@ -161,7 +159,7 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
 
     @property
     def coded(self) -> Coded:
-        """Rows in a lossy codec as they are kept, by layer or by (layer, site): codes and scales.
+        """Rows in a lossy codec, undecoded, by layer or by (layer, site): codes and scales.
 
         Raises:
             CaptureNotFetched: before `fetch()`.
@@ -181,42 +179,41 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
 
     @property
     def receipt(self) -> Receipt:
-        """Receipt of this capture, as the workers recorded it."""
+        """Receipt of this capture, as the workers recorded it; raises as `captures` does."""
         return self.lifecycle.require_here().receipt
 
     @property
     def positions(self) -> torch.Tensor:
-        """Position of each row in its sequence, or of each row that was reduced: int64 [rows], a copy."""
+        """Position of each row in its sequence, or of each row that went into a reduction: int64 [rows], a copy."""
         return torch.from_numpy(self.receipt.positions.copy())
 
     @property
     def token_ids(self) -> torch.Tensor:
-        """Token that the model read at each position: int64 [rows], a copy."""
+        """Token id that the model read at each of `positions`: int64 [rows], a copy."""
         return torch.from_numpy(self.receipt.token_ids.copy())
 
     @property
     def token_types(self) -> npt.NDArray[np.str_]:
-        """Type of the input at each position, str [rows].
+        """Type of the input at each of `positions`, str [rows].
 
-        "text" stands for a token; "image", "audio" or "video" for an embedding made of one that took its place.
+        "text" stands for a token; "image", "audio" or "video" for an embedding of such an input in a token's place.
         `handle.token_types == "image"` is a mask over the rows of this handle, and `handle.positions[mask]` the same
-        tokens in any request. `handle.media` says which picture it is.
+        tokens in any request. `handle.media` has the position span of each picture.
         """
         return types_at(self.media, self.receipt.positions)
 
     def rows_of(self, message: int | str) -> torch.Tensor:
         """Return a mask of the rows that belong to a message of a `chat`: bool [rows].
 
-        Use it as `handle.captures[4][mask]`, and `tokens=handle.positions[mask]` for the same tokens in another
-        request.
+        Use it as `handle.captures[4][mask]`, and as `tokens=handle.positions[mask]` of another request.
 
         Args:
             message: index of the message (negative from the end), or a role, "generation_prompt" and the reply's
                 "assistant" included; a role covers all its messages.
 
         Raises:
-            InvalidSpec: no such message, the chat template leaves it out of the prompt, its place there is unclear, or
-                the handle is not from `chat`.
+            InvalidSpec: there is no such message, the chat template leaves it out of the prompt, its position there is
+                unclear, or the handle is not from `chat`.
         """
         count = 1 + max((span.index for span in self.messages if span.index is not None), default=-1)
         index = None if isinstance(message, str) else index_of(message)
@@ -245,21 +242,21 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
     def attention(
         self, layer: int, *, top: int | None = None, tokens: Tokens | TokenSelection | None = None
     ) -> AttentionSummary:
-        """Return each head's most strongly attended tokens, for each token.
+        """Return the tokens that each head of a layer attends to most strongly, for each query token.
 
-        It is computed here from captured `q` and `k`, or was in the worker, with `CaptureSpec(attention=)`: weights are
-        then within 1/510 of the model's, the entropy within a 2,048th of itself.
+        The summary is computed here from captured `q` and `k`, or was computed in the worker with
+        `CaptureSpec(attention=)`: weights are then within 1/510 of the model's, the entropy within a 2,048th of itself.
 
         Args:
             layer: index of the layer; its `q` and `k` must have been captured, for every token that is seen.
-            top: number of the most strongly attended tokens to return: 8 if left out, or as many as were kept.
-            tokens: the query tokens; by default all that were captured.
+            top: number of the most strongly attended tokens to return; None for 8, or for as many as the worker kept.
+            tokens: the query tokens; None for all that were captured.
 
         Raises:
             LayerOutOfRange: `q` or `k` of the layer was not captured.
-            InvalidSelection: `tokens` selects what was not captured, or the key of a token that it sees was not.
-            InvalidRequest: the model's attention is not understood, the rows are not what it read (reduced, projected,
-                kept as codes, or from before their edits), or `top` is not a number above 0, or above those kept.
+            InvalidSelection: `tokens` selects a token that was not captured, or that attends to one that was not.
+            InvalidRequest: the model's attention is not supported, the rows are not those it read (reduced, projected,
+                kept as codes, or from before their edits), or `top` is no number above 0 or exceeds the number kept.
         """
         kept = self._targets(layer)
         given = (8 if kept is None else kept.coding.k) if top is None else top
@@ -275,14 +272,14 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
         return summary_of(kept[at].numbers(), self.positions[at], count)
 
     def _targets(self, layer: int) -> CodedRows | None:
-        """Return the targets of a layer's attention, if they are kept in place of queries and keys."""
+        """Return the most strongly attended tokens of a layer, if the worker kept them in place of `q` and `k`."""
         kept = self.captures.whole((layer, "q"))
         return kept if isinstance(kept, CodedRows) and kept.codec == ATTENTION else None
 
     def attention_pattern(
         self, layer: int, *, tokens: Tokens | TokenSelection | None = None, max_bytes: int = PATTERN_BYTES
     ) -> torch.Tensor:
-        """Return all attention weights of a layer, computed here from captured `q` and `k`; for short prompts.
+        """Return all attention weights of a layer, for short prompts; they are computed here from captured `q` and `k`.
 
         Args:
             layer, tokens: as for `attention`.
@@ -294,7 +291,7 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
 
         Raises:
             LayerOutOfRange, InvalidSelection: as for `attention`.
-            InvalidRequest: as for `attention`, the result would take more than `max_bytes`, or that is no whole number.
+            InvalidRequest: as for `attention`; the result would exceed `max_bytes`; or `max_bytes` is no whole number.
         """
         most = index_of(max_bytes)
         if most is None:
@@ -315,7 +312,7 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
         return Attending(rule, queries[at], keys, self.positions[at], self.positions)
 
     def _rows_at(self, tokens: Tokens | TokenSelection) -> torch.Tensor:
-        """Return the indices of the rows that a token selection names, int64."""
+        """Return the row indices of selected tokens, int64 [selected]; InvalidSelection if one has no captured row."""
         selection, total = (
             TokenSelection.parse(tokens),
             len(self.prompt_token_ids) + max(len(self.output_token_ids) - 1, 0),
@@ -338,26 +335,26 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
         full: bool = False,
         max_bytes: int = MOST_BYTES,
     ) -> Lens:
-        """Return next-token predictions of stream rows, by the model's own final norm and unembedding on its workers.
+        """Return next-token predictions from captured rows, by the model's own final norm and unembedding on workers.
 
         Without `layer` they are the model's own: the logits that it samples from, with the log probabilities that vLLM
         reports, except for a LoRA adapter's change of the unembedding itself.
 
         Args:
-            layer: layer of the rows; left out, the rows behind the final norm, or at the end of the last layer.
-            site: "resid_post" by default; "resid_pre", "resid_mid", "embed" or "final_norm".
-            tokens: selection of the rows, as for `CaptureSpec`; left out, all that were captured.
-            translator: a tuned lens, which maps rows to an estimate of the last layer's.
+            layer: layer of the rows; None for rows behind the final norm, or at the end of the last layer.
+            site: "resid_post" (None if `layer` is given), "resid_pre", "resid_mid", "embed" or "final_norm".
+            tokens: selection of the rows, as for `CaptureSpec`; None for all that were captured.
+            translator: a tuned lens, which maps rows to estimates of the last layer's; None for the logit lens.
             top: number of most probable tokens to return.
-            ids: tokens whose log probabilities to return.
+            ids: token ids whose log probabilities to return.
             full: True to return the logits of all tokens.
             max_bytes: maximum size of these logits in bytes.
 
         Raises:
             CaptureNotFetched, CaptureReleased: as for `captures`.
-            InvalidRequest: rows that were not captured or are not of the stream, a handle from a file or a server
-                (`unembed` of an open model takes its rows), or numbers that do not fit.
-            InvalidSelection: tokens of which no row was captured.
+            InvalidRequest: the rows were not captured or are not of the residual stream, the handle is from a file or a
+                server (use `unembed` of an open model), or a number is out of range.
+            InvalidSelection: a selected token has no captured row.
             EngineFailure: the engine has died or was closed.
         """
         source = self._open_source("lens", "give its rows to unembed() of an open model")
@@ -377,21 +374,20 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
         return replace(found, positions=self.positions[at])
 
     async def experts(self, layer: int, *, tokens: Tokens | TokenSelection | None = None) -> Experts:
-        """Return the experts that a layer sent tokens to, with their weights, from rows captured at `router`.
+        """Return the experts that a layer chose for each token, with their weights, from logits captured at `router`.
 
-        The layer's own router in vLLM computes them, on the workers. If the rows were edited, the choice is by edited
-        logits.
+        The layer's own router in vLLM computes them, on the workers. If the rows were edited, it reads edited logits.
 
         Args:
             layer: index of the layer; its `router` must have been captured.
-            tokens: selection of the rows, as for `CaptureSpec`; left out, all that were captured.
+            tokens: selection of the rows, as for `CaptureSpec`; None for all that were captured.
 
         Raises:
             CaptureNotFetched, CaptureReleased: as for `captures`.
-            InvalidRequest: rows that were not captured, or are not what the layer chose by (reduced, projected, kept as
-                codes, from before their edits, not finite), a layer without experts, one that does not choose by logits
-                alone, or a handle from a file or a server.
-            InvalidSelection: tokens of which no row was captured.
+            InvalidRequest: the logits were not captured or are not those that the layer chose by (reduced, projected,
+                kept as codes, from before their edits, not finite); the layer has no experts or does not choose by
+                logits alone; or the handle is from a file or a server.
+            InvalidSelection: a selected token has no captured row.
             EngineFailure: the engine has died or was closed.
         """
         self._require_rows("experts")
@@ -402,27 +398,27 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
         return await source.with_restart(lambda engine: experts(engine, index, rows[at], self.positions[at]))
 
     def _open_source(self, purpose: str, advice: str) -> Source:
-        """Return the open model that the rows are of; raise InvalidRequest for a handle from a file or a server."""
+        """Return the open model that the rows are from; raise InvalidRequest for a handle from a file or a server."""
         source = self.lifecycle.source
         if not isinstance(source, Source):
             raise InvalidRequest(f"{purpose}: the handle is from {'a server' if source else 'a file'}; {advice}")
         return source
 
     def _require_rows(self, purpose: str) -> None:
-        """Check that the handle holds a row for each token, not projections or a reduction."""
+        """Check that the handle has a row for each token; raise InvalidRequest for projections or a reduction."""
         if self.directions or self.receipt.reduce:
             held = "projections" if self.directions else f"the {self.receipt.reduce} of its tokens"
             raise InvalidRequest(f"{purpose}: the handle holds {held}; capture rows, without project= or reduce=")
 
     def to_numpy(self) -> dict[Point, np.ndarray[Any, Any]]:
-        """Return the rows as NumPy arrays by point; bfloat16, which NumPy lacks, becomes float32."""
+        """Return the decoded rows as NumPy arrays by point; bfloat16, which NumPy lacks, becomes float32."""
         return {
             point: (rows.float() if rows.dtype == torch.bfloat16 else rows).numpy()
             for point, rows in self.captures.items()
         }
 
     def save(self, path: str | Path) -> Path:
-        """Write rows, labels and texts to one safetensors file; see `steercap.captures.files`.
+        """Write rows, labels and texts to one safetensors file, and return its path; see `steercap.captures.files`.
 
         Raises:
             CaptureNotFetched: before `fetch()`.
@@ -433,11 +429,11 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
         """Write rows, labels and texts to one `.npz`, for programs that read NumPy files; see `steercap.captures.npz`.
 
         Arrays are named by point, `resid_post.8`; bfloat16 becomes float32. Rows in `full8` are `resid_post.8.q`,
-        `.scale`, `.zero`, with the published formula `(q - zero) * scale`; `about`, a JSON text, has the formula of
-        any codec. Nothing is pickled. The file cannot be loaded as a handle; use `save` for that.
+        `.scale`, `.zero`, with the published formula `(q - zero) * scale`; `about`, a JSON text, has the formula of any
+        codec. Nothing is pickled. The file cannot be loaded as a handle; use `save` for that.
 
         Returns:
-            The file.
+            The path of the file.
 
         Raises:
             CaptureNotFetched: before `fetch()`.
@@ -446,7 +442,7 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
         return npz.write(self.as_saved(), Path(path))
 
     def as_saved(self) -> files.Saved:
-        """Return the content of this handle's file, rows as they are kept.
+        """Return the content of the file that `save` would write, with rows undecoded.
 
         Raises:
             CaptureNotFetched, CaptureReleased: as for `captures`.
@@ -481,11 +477,11 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
 
     @staticmethod
     def load(path: str | Path) -> CaptureHandle:
-        """Read a handle that `save` wrote; it is fetched already.
+        """Read a handle that `save` wrote; its rows are fetched.
 
         Raises:
-            InvalidFile: the file is truncated, of another kind or a newer version, or its rows are not those of its
-                labels. Numbers that were changed are not noticed here, but by `Manifest.handles`.
+            InvalidFile: the file is truncated, of another kind or a newer version, or its labels contradict its prompt
+                and output. Changed numbers are not noticed here, but by `Manifest.handles`.
         """
         header, rows, positions, token_ids, prompt_token_ids, output_token_ids, recorded = files.read(Path(path))
         labels = positions.numpy(), token_ids.numpy()
@@ -516,7 +512,7 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
         )
 
     def release(self) -> None:
-        """Drop the rows, here and in the worker. Idempotent; nothing can be read afterwards."""
+        """Drop the rows, here and in the worker; nothing can be read afterwards. Idempotent."""
         self.lifecycle.release()
 
     async def __aenter__(self) -> CaptureHandle:
@@ -532,7 +528,7 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
 
 
 def holding(handle: CaptureHandle, rows_found: Found, *, prompts: bool = True) -> CaptureHandle:
-    """Return a handle of the same request that holds other rows of it; without `prompts`, its prompt's ids are -1."""
+    """Return a handle of the same request with other rows of it; without `prompts`, its prompt token ids become -1."""
     rows = rows_found.captures.all_kept()
     exact = all(isinstance(one, torch.Tensor) for one in rows.values())
     return CaptureHandle(

@@ -1,12 +1,12 @@
-"""Logit lens: the model's own final norm and unembedding applied to rows on its workers; and tuned lenses.
+"""Logit lens (the model's own final norm and unembedding, applied to rows on its workers), and tuned lenses.
 
 For the last layer the results of the logit lens are the logits that the model samples from, before penalties,
 temperature and the like: vLLM's `logprobs` and `prompt_logprobs`.
 
-A tuned lens is a folder of `config.json` and `params.pt`, or `params.safetensors` with the same names:
-`<layer>.weight` [hidden, hidden] and `<layer>.bias` [hidden], which may be missing under `bias: false` alone.
-Translator i takes transformers' `hidden_states[i]` (our `resid_pre` of layer i, `resid_post` of the one before) to
-`h + W h + b`. `params.pt` is read without unpickling objects.
+A tuned lens is a folder of `config.json` and `params.pt`, or `params.safetensors` with the same names: `<layer>.weight`
+[hidden, hidden] and `<layer>.bias` [hidden], which may be missing under `bias: false` alone. Translator i takes
+transformers' `hidden_states[i]` (our `resid_pre` of layer i, `resid_post` of the one before) to `h + W h + b`.
+`params.pt` is read without unpickling objects.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 
 CONFIG: Final = "config.json"
 PARAMS: Final = ("params.safetensors", "params.pt")
-#: Index of the translator of a site's rows, relative to the layer's index.
+#: Index of the translator for rows of a site, relative to the layer's index.
 _OFFSETS: Final = {"embed": 0, "resid_pre": 0, "resid_post": 1}
 
 
 class TunedLens:
-    """Affine translators of the stream, by the layer whose input they take.
+    """Affine maps of the residual stream to estimates of the last layer's output, by the layer whose input they read.
 
     Attributes:
-        model: the model that they were made for, as the file names it.
+        model: name of the model that the lens was made for, as its file has it.
         width: number of elements of a row.
     """
 
@@ -58,7 +58,7 @@ class TunedLens:
         """Read a tuned lens from a folder.
 
         Raises:
-            InvalidFile: no such files, of another kind, or tensors that are not what the configuration says.
+            InvalidFile: the files are missing or of another kind, or their tensors contradict the configuration.
         """
         path = Path(folder)
         try:
@@ -82,14 +82,14 @@ class TunedLens:
         return cls(found, model=str(config.get("base_model_name_or_path", "")), width=width)
 
     def translate(self, rows: Float[torch.Tensor, "rows hidden"], point: Point) -> Float[torch.Tensor, "rows hidden"]:
-        """Return estimates of the last layer's rows, float32.
+        """Return estimates of the last layer's output for rows of the residual stream: float32 [rows, hidden].
 
         Args:
-            rows: rows of the stream.
-            point: their point; rows of the end of the last layer are returned unchanged.
+            rows: rows of the residual stream.
+            point: point of the rows; rows from the end of the last layer are returned unchanged.
 
         Raises:
-            InvalidRequest: rows of another width, or of a place that no translator takes.
+            InvalidRequest: the rows have another width, or no translator is for their point.
         """
         if rows.shape[-1] != self.width:
             raise InvalidRequest(f"rows have width {rows.shape[-1]}, and this tuned lens takes {self.width}")
@@ -137,26 +137,26 @@ def _translator(
     return weight.float(), bias.float()
 
 
-#: Sites of the stream, of which the last comes before the final norm.
+#: Sites of the residual stream before the final norm.
 LENS_SITES: Final = ("embed", "resid_pre", "resid_mid", "resid_post")
-#: The site behind the norm.
+#: Site of the residual stream behind the final norm.
 BEHIND: Final = "final_norm"
 #: Maximum bytes of rows, or of logits, in one call to the workers, during which no other pass of the model runs.
 _FRAME_BYTES: Final = 8 << 20
-#: Default maximum bytes of logits that are returned.
+#: Default maximum bytes of the logits that a lens returns.
 MOST_BYTES: Final = 1 << 30
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Lens:
-    """Next-token predictions of some rows.
+    """Next-token predictions from some rows of the residual stream.
 
     Args:
         positions: positions of the rows in their sequence, int64 [rows]; a row predicts the token after its position.
         token_ids: the most probable next tokens, most probable first, int64 [rows, top].
-        log_probs: their log probabilities, float32 [rows, top].
-        chosen: log probabilities of the tokens asked for by `ids`, float32 [rows, ids].
-        logits: logits of all tokens, float32 [rows, vocabulary]; None unless asked for by `full`.
+        log_probs: log probabilities of these tokens, float32 [rows, top].
+        chosen: log probabilities of the tokens requested by `ids`, float32 [rows, ids].
+        logits: logits of all tokens, float32 [rows, vocabulary]; None unless requested by `full`.
     """
 
     positions: Int[torch.Tensor, " rows"]
@@ -182,20 +182,20 @@ async def unembed(
     full: bool = False,
     max_bytes: int = MOST_BYTES,
 ) -> Lens:
-    """Return the next-token predictions of rows of the stream.
+    """Return next-token predictions from rows of the residual stream; `positions` are the indices of the rows.
 
     Args:
         engine: the engine of the model.
-        rows: [rows, hidden], of any floating-point dtype; they are rounded to the model's.
+        rows: [rows, hidden], of any floating-point dtype; rounded to the model's dtype.
         normed: True if the rows are from behind the final norm.
         top: number of most probable tokens to return.
-        ids: tokens whose log probabilities to return.
+        ids: token ids whose log probabilities to return.
         full: True to return the logits of all tokens.
         max_bytes: maximum size of these logits in bytes.
 
     Raises:
-        InvalidRequest: something that is not such rows, numbers or tokens, rows with NaN, or with what the model's
-            dtype cannot hold, normed rows for a model without the site "final_norm", or logits beyond `max_bytes`.
+        InvalidRequest: an argument has another type or is out of range, rows are not finite in the model's dtype,
+            normed rows are given for a model without the site "final_norm", or the logits exceed `max_bytes`.
         EngineFailure: the engine has died or was closed.
     """
     require_kind(engine, "unembed", pools=False)
@@ -234,7 +234,7 @@ async def unembed(
 
 
 def point_of(points: Sequence[Point], num_layers: int, layer: int | None, site: str | None) -> Point:
-    """Return the point whose rows a lens takes: the named one, or the last captured point of the stream.
+    """Return the point whose rows a lens reads: the named one, or the last captured one of the residual stream.
 
     Args:
         points: the captured points.
@@ -242,7 +242,7 @@ def point_of(points: Sequence[Point], num_layers: int, layer: int | None, site: 
         layer, site: layer and site as the user gave them.
 
     Raises:
-        InvalidRequest: rows that were not captured, or are not of the stream.
+        InvalidRequest: the rows were not captured, or are not of the residual stream.
     """
     if site is not None and site not in {*LENS_SITES, BEHIND}:
         raise InvalidRequest(f"lens: site={shown(site)}; rows of the stream are at {', '.join((*LENS_SITES, BEHIND))}")
@@ -266,7 +266,7 @@ def _rounded(rows: torch.Tensor, width: int, dtype: torch.dtype) -> Float[torch.
     """Return rows for the logit lens in the model's dtype, on the CPU, detached from their graph.
 
     Raises:
-        InvalidRequest: they are not floating-point rows [rows, `width`], or not finite in that dtype; the lens would
+        InvalidRequest: `rows` is no floating-point tensor [rows, `width`], or not finite in that dtype; the lens would
             name a token even for a row of NaN.
     """
     dense = isinstance(rows, torch.Tensor) and rows.layout == torch.strided and rows.device.type != "meta"

@@ -1,7 +1,7 @@
 """Lifecycle of one handle's rows: in the worker, on disk, in transit, in this process, released.
 
-The table `NEXT` has all transitions. A fetch holds the rows' `turn` lock, so that a second fetch waits for the first;
-it also waits for rows that are on their way to disk. A release waits for nobody.
+The table `NEXT` lists all transitions. A fetch holds the lock `turn`, so that a second fetch waits for the first; it
+also waits until a move to disk has ended. A release waits for nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Value = TypeVar("Value")
 
 
 class Stage(enum.Enum):
-    """Place of a handle's rows."""
+    """Stage of a handle's rows: where they are, or between which places they move."""
 
     KEPT = "in the worker"
     SPILLING = "on their way to disk"
@@ -44,7 +44,7 @@ class Stage(enum.Enum):
 
 
 class Event(enum.Enum):
-    """Event in the life of a handle's rows."""
+    """Event that moves a handle's rows to another stage, by the table `NEXT`."""
 
     SPILL = "there is no room for others"
     STORE = "they are on disk, and right"
@@ -77,31 +77,31 @@ NEXT: Final[Mapping[tuple[Stage, Event], Stage]] = MappingProxyType(
         (Stage.GONE, Event.RELEASE): Stage.GONE,
     }
 )
-#: Stages at which the worker no longer holds rows.
+#: Stages on whose entry the worker frees the rows.
 _FREED: Final = frozenset({Stage.SPILLED, Stage.RETURNING, Stage.HERE, Stage.GONE})
-#: Stages at which the rows on disk, if any, are no longer needed.
+#: Stages on whose entry the rows on disk, if any, are dropped.
 _DROPPED: Final = frozenset({Stage.HERE, Stage.GONE})
 
 
 class Recomputable(Protocol):
-    """Rows that can be recomputed if they are lost with their engine; see `requests.recompute`."""
+    """Interface for recomputing rows that were lost with their engine; see `requests.recompute`."""
 
     @property
     def place(self) -> object:
-        """See `Origin.place`."""
+        """Identity of the engine or server; see `Origin.place`."""
 
     def can_recompute(self) -> bool:
-        """Return True if the rows are lost and another engine can recompute them."""
+        """Return whether the rows are lost and another engine can recompute them."""
 
     async def with_restart(self, work: Callable[[Engine], Awaitable[Value]]) -> Value:
-        """Await `work` on the live engine."""
+        """Return the result of `work`, awaited on the live engine."""
 
     async def rows(self) -> Found:
-        """Recompute the rows on the live engine."""
+        """Recompute the rows on the live engine; return them with their receipt."""
 
 
 class Origin(Protocol):
-    """Origin of rows: the workers of an engine, or a server."""
+    """Interface of the origin of rows: the workers of an engine, or a server."""
 
     @property
     def place(self) -> object:
@@ -109,30 +109,30 @@ class Origin(Protocol):
 
     @property
     def recompute(self) -> Recomputable | None:
-        """Object that recomputes the rows, if their engine has died and another can do it; else None."""
+        """Object that recomputes the rows, if their engine has died and another can recompute them; else None."""
 
     def require_open(self) -> None:
-        """Check that the origin can be asked for rows.
+        """Check that rows can be fetched from the origin.
 
         Raises:
-            ModelClosed, WrongEventLoop: it cannot.
+            ModelClosed, WrongEventLoop: they cannot.
         """
 
     async def collect(self, origins: Sequence[Any]) -> Sequence[Any]:
-        """Fetch the rows of several origins of the same place, unchecked."""
+        """Fetch the rows of several origins of the same place, unchecked; one delivery each, in order."""
 
     def checked(self, delivery: Any) -> Found:
-        """Check fetched rows of this origin against the expected ones, and return them.
+        """Check fetched rows of this origin against the expected ones; return the rows with their receipt.
 
         Raises:
-            CaptureIncomplete, CaptureNotFinite, CaptureReleased: it is not that.
+            CaptureIncomplete, CaptureNotFinite, CaptureReleased: rows are missing or wrong, not finite, or released.
         """
 
     def give_back(self) -> None:
         """Tell the workers or the server to free these rows."""
 
     def give_back_from_any_thread(self) -> None:
-        """Do as `give_back` from any thread at any moment; safe in a finalizer."""
+        """Do the same as `give_back`, from any thread at any moment; safe in a finalizer."""
 
 
 @dataclass(frozen=True)
@@ -140,11 +140,11 @@ class Source:
     """Rows in the workers of an engine.
 
     Args:
-        engine: the engine whose workers hold them.
+        engine: engine whose workers hold the rows.
         owner: key of the rows in the workers.
-        reservation: the memory they take.
+        reservation: worker memory that is reserved for the rows.
         expected: the expected rows; the last token has no row, since it was never an input.
-        recomputable: object that can recompute them once the engine has died, or None.
+        recomputable: object that can recompute the rows once the engine has died, or None.
     """
 
     engine: Engine
@@ -160,7 +160,7 @@ class Source:
 
     @property
     def divisible(self) -> bool:
-        """True if its rows can be fetched in parts: they are not reduced to one, nor to a summary of attention."""
+        """True if the rows can be fetched in parts: they are neither reduced nor summarised as attention."""
         capture = self.expected.plan.capture
         return capture is not None and capture.reduce is None and capture.attention is None
 
@@ -173,11 +173,11 @@ class Source:
         return self.recomputable if self.recomputable is not None and self.recomputable.can_recompute() else None
 
     async def with_restart(self, work: Callable[[Engine], Awaitable[Value]]) -> Value:
-        """Await `work` on the engine, or on the one that replaced it.
+        """Return the result of `work`, awaited on the engine or on the one that replaced it.
 
         Raises:
-            EngineFailure: none lives.
-            Whatever `work` raises.
+            EngineFailure: the engine has died and none replaced it.
+            The errors of `work`.
         """
         return await (work(self.engine) if self.recomputable is None else self.recomputable.with_restart(work))
 
@@ -203,21 +203,21 @@ class Source:
 
 
 class Lifecycle(NonCopyable, instead="its rows have one owner"):
-    """State of one handle's rows, and the transitions between its stages.
+    """State of one handle's rows, and the transitions between the stages.
 
-    When it is dropped with its handle, the rows in the worker are freed.
+    When the object is garbage-collected with its handle, the rows in the worker are freed.
 
     Args:
         name: name of the request, for messages.
-        source: origin of the rows, None for rows of this process.
+        source: origin of the rows, None for rows that were made in this process.
         found: the rows, if they are in this process.
 
     Attributes:
-        stage: present place of the rows.
+        stage: current stage of the rows.
         turn: lock held by a fetch.
-        spilled: the rows, if they are on disk; or the error found when they were checked on the way there.
+        spilled: rows on disk, or the error of their check when they were moved there; None otherwise.
         in_chunks: True while a loop over `chunks` reads the rows.
-        call_style: style in which messages show code.
+        call_style: call style, with or without `await`, in which messages show code.
     """
 
     def __init__(self, name: str, *, source: Origin | None = None, found: Found | None = None) -> None:
@@ -237,11 +237,11 @@ class Lifecycle(NonCopyable, instead="its rows have one owner"):
             self._finalizer.atexit = False
 
     def require_here(self) -> Found:
-        """Return the rows.
+        """Return the fetched rows with their receipt.
 
         Raises:
-            CaptureNotFetched: they have not come yet.
-            CaptureReleased: they are gone.
+            CaptureNotFetched: the rows are not fetched.
+            CaptureReleased: the rows were released.
         """
         self.require_wanted()
         if self.found is None:
@@ -255,32 +255,32 @@ class Lifecycle(NonCopyable, instead="its rows have one owner"):
         """Check that the rows were not released.
 
         Raises:
-            CaptureReleased: they were.
+            CaptureReleased: they were released.
         """
         if self.stage in {Stage.LEAVING, Stage.GONE}:
             raise CaptureReleased(f"{self.name} was released; its rows are gone. Fetch and read before releasing")
 
     def fetch(self) -> None:
-        """Mark the rows as on their way here."""
+        """Mark the rows as being fetched."""
         self._advance(Event.FETCH)
 
     def arrive(self, delivery: Any) -> None:
-        """Check delivered rows and keep them; drop them if they were released meanwhile.
+        """Check fetched rows and keep them; drop them if they were released meanwhile.
 
         Raises:
-            CaptureIncomplete, CaptureNotFinite, CaptureReleased: see `Origin.checked`; they stay where they are.
+            CaptureIncomplete, CaptureNotFinite, CaptureReleased: see `Origin.checked`; the rows stay in the worker.
         """
         if self.stage is Stage.COMING and self.source is not None:
             self.take(self.source.checked(delivery))
 
     def take(self, found: Found) -> None:
-        """Take checked rows; rows released meanwhile are dropped."""
+        """Keep checked rows; rows released meanwhile are dropped."""
         if self.stage in {Stage.COMING, Stage.RETURNING}:
             self.found = found
             self._advance(Event.ARRIVE)
 
     async def read_back(self) -> None:
-        """Read the rows from disk, and take them; rows released meanwhile are dropped.
+        """Read the rows from disk, and keep them; rows released meanwhile are dropped.
 
         Raises:
             CaptureIncomplete: the file differs from what was written, or the rows were incomplete when moved to disk.
@@ -300,14 +300,14 @@ class Lifecycle(NonCopyable, instead="its rows have one owner"):
 
     @property
     def recompute(self) -> Recomputable | None:
-        """Object that recomputes the rows, if their engine has died and another can do it; else None."""
+        """Object that recomputes the rows, if their engine has died and another can recompute them; else None."""
         return None if self.source is None else self.source.recompute
 
     # On the way to disk, for whoever makes room
 
     @property
     def movable(self) -> bool:
-        """True if the rows can be moved to disk now: they are in the worker, and nobody fetches them."""
+        """True if the rows can be moved to disk now: they are in the worker, and no fetch is under way."""
         return self.stage is Stage.KEPT
 
     @property
@@ -317,18 +317,18 @@ class Lifecycle(NonCopyable, instead="its rows have one owner"):
         return self.source.wanted
 
     def spill(self) -> None:
-        """Mark the rows as on their way to disk; a fetch waits until the move has ended."""
+        """Mark the rows as being moved to disk; a fetch waits until the move has ended."""
         self._advance(Event.SPILL)
         self._rested.clear()
 
     def write(self, delivery: Any, file: SpillFile, dropped: Callable[[], object]) -> Spilled | CaptureError:
-        """Check fetched rows against the expected ones, and write them to disk; call it on a thread.
+        """Check fetched rows against the expected ones and write them to disk; blocking, for a thread.
 
         Returns:
-            The rows on disk; or the error that the check found, which is then kept in their place.
+            The rows on disk; or the error of the check, which is then kept in their place.
 
         Raises:
-            CaptureMemoryFull, ModelClosed, OSError: see `SpillFile.put`; they stay in the worker.
+            CaptureMemoryFull, ModelClosed, OSError: see `SpillFile.put`; the rows stay in the worker.
         """
         assert self.source is not None
         try:
@@ -345,19 +345,19 @@ class Lifecycle(NonCopyable, instead="its rows have one owner"):
         self.end_spill()
 
     def end_spill(self) -> None:
-        """End a move: rows that did not reach the disk stay in the worker, or are freed there if they were released."""
+        """End a move to disk: rows that did not reach the disk stay in the worker, or are freed there if released."""
         if not self._rested.is_set():
             self._rested.set()
             if self.stage in {Stage.SPILLING, Stage.LEAVING}:
                 self._advance(Event.FAIL)
 
     async def wait_for_move(self) -> None:
-        """Wait until the rows are not on their way to disk."""
+        """Wait until no move of the rows to disk is under way."""
         while self.stage is Stage.SPILLING:
             await self._rested.wait()
 
     def release(self) -> None:
-        """Release the rows; a fetch under way still reads them, and frees them when it is done."""
+        """Release the rows; if a fetch is under way, they are freed when it ends. Idempotent."""
         self.found = None
         self._advance(Event.RELEASE)
 

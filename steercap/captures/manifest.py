@@ -1,8 +1,8 @@
 """Manifest of a folder of captures, `manifest.json`, one per run, and reading of the captures that it lists.
 
-A capture counts once the manifest lists it, by its file's size and SHA-256; its file is written before. So a process
-that is killed between the two leaves a file that is no record, but never an entry without its file. While a run is
-under way, new entries stand in the journal beside the manifest (`files/journal.py`), and `Manifest.load` reads both.
+A capture counts once the manifest lists its file by size and SHA-256; the file is written before. So a process that is
+killed in between leaves a file without an entry, which does not count, but never an entry without a file. While a run
+is in progress, new entries are in the journal beside the manifest (`files/journal.py`); `Manifest.load` reads both.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Returned: TypeAlias = Literal["gathered", "sharded", "summary"]
 
 
 class Versions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Versions of the libraries that wrote captures; "" for one that is not installed."""
+    """Versions of the libraries that wrote captures; "" for a library that is not installed."""
 
     steercap: str
     vllm: str
@@ -51,7 +51,7 @@ class Versions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TensorLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor of a point: its dtype and its shape, without the axis of the rows if it has one."""
+    """Dtype and shape of one tensor of a point; the axis of the rows is left out. An unknown dtype is a ValueError."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -66,15 +66,14 @@ class PointLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Storage format of the rows of one point.
 
     Args:
-        layer, site: the point.
+        layer, site: layer index and site of the point.
         codec: "raw" for tensors as they were returned.
         parameters: parameters of the codec.
-        tensors: tensors of the point in a file, by name: `rows`, or the parts of the codec.
-        shards: number of times that a file has them, one for each tensor-parallel rank; 0 if rows are whole.
+        tensors: layouts of the point's tensors in a file, by name: `rows`, or the parts of the codec.
+        shards: number of tensor-parallel ranks whose shards a file has, each with these tensors; 0 for whole rows.
         row: shape of a row of the point, on all ranks together.
-        ranks: tensor-parallel ranks that codes of whole rows are of, on an axis of their own behind that of the rows; 1
-            if there is no such axis.
-        constants: tensors that all rows of the point have in common, by name.
+        ranks: length of the axis of tensor-parallel ranks, behind that of the rows, in joined codes; 1 without it.
+        constants: layouts of the tensors that all rows of the point share, by name.
     """
 
     layer: int
@@ -99,11 +98,11 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Args:
         points: captured points, layer by layer.
-        returned: "gathered" if rows are whole, "sharded" if `gather=False` left some as the tensor-parallel ranks
-            had them, "summary" if numbers computed of rows were kept: a reduction or projections.
+        returned: "gathered" for whole rows, "sharded" if `gather=False` left some in shards of the tensor-parallel
+            ranks, "summary" for numbers computed from rows: a reduction or projections.
         reduce: the reduction, or None.
         directions: names of the directions that rows were projected on.
-        versions: versions of the libraries that wrote them.
+        versions: versions of the libraries that wrote the captures.
     """
 
     points: tuple[PointLayout, ...]
@@ -119,7 +118,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def row_bytes(self) -> int:
-        """Number of bytes of one row of all points."""
+        """Number of bytes of one token's rows at all points."""
         return sum(
             max(point.shards, 1) * prod(tensor.shape) * getattr(torch, tensor.dtype).itemsize
             for point in self.points
@@ -128,20 +127,20 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ManifestRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Manifest entry of one file of captures: of a request, or of a recorded one's sample and codec.
+    """Manifest entry of one capture file: of a request, or of one sample and codec of a recorded request.
 
     Args:
         file: name of the file in the folder.
         bytes, sha256: size and SHA-256 of the file.
         id: steercap's name of the request.
-        layout: index of its layout.
+        layout: index of the file's layout in the document.
         rows: number of rows at each point: tokens, or 1 for a reduction.
         positions: positions of the selected tokens, as ranges [start, stop), ascending.
-        prompt_tokens, output_tokens: number of tokens.
+        prompt_tokens, output_tokens: numbers of token ids.
         prompt_sha256: SHA-256 of the prompt's token ids, int64 in little-endian order.
         text_sha256: SHA-256 of the generated text, in UTF-8; the text itself is in the file.
-        steering: SHA-256 of the edits, None without; see `SteeringReceipt.digest`.
-        answer_id: for recordings of a server, id that vLLM's server gave the request; its answer begins with it.
+        steering: SHA-256 of the edits, None without edits; see `SteeringReceipt.digest`.
+        answer_id: for recordings of a server, id that vLLM's server gave the request; its answer's id begins with it.
         time: for recordings, when the request ended, in seconds since 1970; else None.
     """
 
@@ -174,9 +173,9 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Args:
         version: version of the format.
         kind: kind of the run.
-        model: the model whose activations were captured.
-        asked: the run's settings, if its creator gave them; a continued run must have equal settings.
-        layouts, requests: the entries, requests in order of their file names.
+        model: name of the model whose activations were captured.
+        asked: settings of the run as JSON data, {} if none were given; a continued run must have equal settings.
+        layouts, requests: the entries; requests are in order of their file names.
     """
 
     version: int
@@ -202,7 +201,7 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return len(self.layouts) + len(self.requests)
 
     def extended(self, lines: Sequence[JournalLine]) -> Document:
-        """Return the document with the further entries of a journal."""
+        """Return the document with the entries of a journal added."""
         layouts = (*self.layouts, *(line.layout for line in lines if line.layout is not None))
         requests = (*self.requests, *(line.request for line in lines if line.request is not None))
         ordered = tuple(sorted(requests, key=lambda request: request.file))
@@ -210,14 +209,14 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _differing(stored: Document, expected: Document) -> list[str]:
-    """Return the differences between two runs in words; settings are compared only if both runs have them."""
+    """Return the differences between two runs in words; settings are compared only if both runs have some."""
     what = differences({"model": stored.model}, {"model": expected.model})
     if not stored.asked or not expected.asked:
         return what
     return what + differences(stored.asked, expected.asked, none_is_unset=True)
 
 
-#: Folders of captures.
+#: Format of folders of captures, for checking and resuming them.
 CAPTURES: Final = FolderKind(FILE, Document, "run of captures", _differing)
 
 
@@ -227,7 +226,7 @@ class Manifest:
 
     Args:
         folder: the run's folder.
-        document: content of its manifest, with the further entries of its journal.
+        document: content of the folder's manifest, with the further entries of its journal.
     """
 
     folder: Path
@@ -237,13 +236,13 @@ class Manifest:
 
     @staticmethod
     def load(folder: str | Path) -> Manifest:
-        """Read the manifest of a folder; no captures are read. A run may be under way, or have been killed.
+        """Read the manifest of a folder, but no captures. A run may be in progress there, or have been killed.
 
         Args:
             folder: folder written by `save_run`, `CaptureRun` or `steercap capture`.
 
         Raises:
-            InvalidFile: there is none, it is malformed, or of another version.
+            InvalidFile: the manifest is missing, malformed, or of another version.
         """
         folder = Path(folder)
         if folder.is_file():
@@ -269,10 +268,10 @@ class Manifest:
         return self.document.layouts[request.layout]
 
     def handles(self) -> Iterator[CaptureHandle]:
-        """Yield the captures one after another, fetched; the size and SHA-256 of each file are checked first.
+        """Yield the captures as fetched handles, one at a time; the size and SHA-256 of each file are checked first.
 
         Raises:
-            InvalidFile: a file is not the one that was listed.
+            InvalidFile: a file differs from its entry.
         """
         for request in self.requests:
             if wrong := self.wrong(request):
@@ -280,7 +279,7 @@ class Manifest:
             yield CaptureHandle.load(self.folder / request.file)
 
     def wrong(self, request: ManifestRequest, *, content: bool = True) -> str:
-        """Return the reason why the file of a request is not the one that was listed; "" if it is.
+        """Return how the file of a request differs from its entry, for a message; "" if it does not.
 
         Args:
             request: one of the manifest's requests.
@@ -298,7 +297,7 @@ class Manifest:
 
 
 def is_name(file: object) -> bool:
-    """Return True if an object is a plain file name inside a folder, and valid in JSON."""
+    """Return whether an object is a plain file name, without folders, that is valid in JSON."""
     if not isinstance(file, str) or file in {"", ".", ".."}:
         return False
     return not any(letter in "/\0" or "\ud800" <= letter <= "\udfff" for letter in file)
@@ -311,7 +310,7 @@ def sha256_of(path: Path) -> str:
 
 
 def layout_of(saved: Saved) -> Layout:
-    """Return the storage format of a handle's rows."""
+    """Return the storage format of a capture's rows, for a manifest."""
     header = saved.header
     points = tuple(_point(point.layer, point.site, rows) for point, rows in saved.rows.items())
     summary = header.reduce is not None or bool(header.directions)
@@ -322,12 +321,12 @@ def layout_of(saved: Saved) -> Layout:
 def request_of(
     saved: Saved, path: Path, layout: int, answer_id: str = "", time: float | None = None
 ) -> ManifestRequest:
-    """Return the manifest entry of a handle that was written.
+    """Return the manifest entry of a capture file that was written; the file is read for its SHA-256.
 
     Args:
-        saved: content of its file.
+        saved: content of the file.
         path: the file.
-        layout: index of its layout.
+        layout: index of the file's layout in the document.
         answer_id, time: see `ManifestRequest`.
     """
     header, kept = saved.header, next(iter(saved.rows.values()))
@@ -375,7 +374,7 @@ def _tensor(tensor: torch.Tensor, shape: Sequence[int]) -> TensorLayout:
 
 
 def _ranges(positions: torch.Tensor) -> tuple[tuple[int, int], ...]:
-    """Return ascending positions as ranges [start, stop)."""
+    """Return ascending positions, int64 [rows], as ranges (start, stop)."""
     given = positions.numpy()
     breaks = np.flatnonzero(np.diff(given) != 1) + 1
     return tuple((int(part[0]), int(part[-1]) + 1) for part in np.split(given, breaks) if len(part))

@@ -5,8 +5,8 @@ Arrays: rows by point, `<site>.<layer>` (shards `<site>.<layer>.shard<number>`),
 `output_token_ids`; and `about`, a JSON text: model, request, texts, and for each point the codec with its parameters,
 the formula and the dtypes of the rows.
 
-Rows of full8 are written as others publish them: `row = (q - zero) * scale`. Codecs of another form have `step` and
-`least` in place of `scale` and `zero`, so that a reader of that formula cannot take them for it.
+Rows of full8 are written as others publish them: `row = (q - zero) * scale`. Codecs with another formula have `step`
+and `least` in place of `scale` and `zero`, so that no reader applies the wrong one.
 
 Files that others publish, `q`, `scale`, `zero` and `meta` alone, are read and written by `captures.published`.
 """
@@ -35,9 +35,9 @@ from steercap.kernels.codecs.random_projection import FAMILY
 
 #: Version 1 had `zero + scale * q` under the names of version 2.
 VERSION: Final = 2
-#: Names in a file as others publish it.
+#: Names of the arrays in a file as others publish it.
 PUBLISHED: Final = ("q", "scale", "zero", "meta")
-#: Formula of a row from the parts of each codec, computed in float64 and rounded once to float32.
+#: Formula of a row from the parts of each codec, by the codec's name; computed in float64 and rounded once to float32.
 FORMULAS: Final = {
     "raw": "row",
     "full8": "(q - zero) * scale, scale and zero of each row",
@@ -53,14 +53,14 @@ FORMULAS: Final = {
     "rp8": "scale * q in groups of 128: row @ signs.T / sqrt(k), signs from the seed: see `family`",
     "rp16": "scale * q in groups of 128: row @ signs.T / sqrt(k), signs from the seed: see `family`",
 }
-#: Names of a codec's parts in files of version 2, where they are not those of the codec.
+#: Names of a codec's parts in files of version 2, where they differ from the codec's own.
 _NAMES: Final = {"scale": "step", "zero": "least"}
-#: dtypes that NumPy lacks, and float32 holds exactly.
+#: Dtypes that NumPy lacks; they are stored as float32, which is exact.
 _WIDENED: Final = frozenset({torch.bfloat16, torch.float8_e4m3fn})
 
 
 def write(saved: Saved, path: Path) -> Path:
-    """Write a handle; the file appears as a whole or not at all. See `CaptureHandle.save_npz`.
+    """Write a handle's rows, labels and texts to an `.npz`, whole or not at all, and return its path.
 
     Raises:
         InvalidFile: the name ends in something other than .npz.
@@ -102,21 +102,21 @@ class _AboutPoint(msgspec.Struct, frozen=True):
 
 
 class _About(msgspec.Struct, frozen=True):
-    """Parts of `about` that are read."""
+    """Fields of `about` that `read` uses."""
 
     version: int
     points: dict[str, _AboutPoint]
 
 
 def read(path: str | Path) -> dict[str, torch.Tensor]:
-    """Read the rows of a file that `write` wrote, of version 1 or 2, whose codes are decoded by different formulas.
+    """Read the rows of a file that `write` wrote, of version 1 or 2; each has its own formulas for codes.
 
     Returns:
-        Rows by the name of their point, "resid_post.8": as they were, of codecs decoded to float32; projections and
-        features as `CodedRows.decoded` gives them. Shards are joined.
+        Rows by the name of the point, such as "resid_post.8": raw rows in their dtype, codes decoded to float32;
+        projections and features as in `CodedRows.decoded`. Shards are joined.
 
     Raises:
-        InvalidFile: it is missing, damaged, of a newer version, or none of `write`.
+        InvalidFile: the file is missing, damaged, of a newer version, or was not written by `write`.
     """
     arrays = arrays_in(Path(path))
     if "about" not in arrays:
@@ -134,7 +134,7 @@ def read(path: str | Path) -> dict[str, torch.Tensor]:
 def _read_point(
     arrays: Mapping[str, np.ndarray[Any, Any]], point: str, facts: _AboutPoint, version: int
 ) -> torch.Tensor:
-    """Return whole rows of one point.
+    """Return the decoded rows of one point, shards joined: [rows, ...].
 
     Raises:
         ValueError: parts are missing or do not fit.
@@ -166,7 +166,7 @@ def _part_names(codec: Codec, schema: PointSchema, coding: Coding) -> Iterable[s
 def _kept(
     arrays: Mapping[str, np.ndarray[Any, Any]], end: str, name: str, facts: _AboutPoint, version: int
 ) -> torch.Tensor:
-    """Return a part of a codec as the codec keeps it: `zero` is the value of code 0."""
+    """Return a part of a codec in the codec's own form, in which `zero` is the value of code 0."""
     own = _NAMES.get(name, name) if f"{end}.least" in arrays else name  # of a codec with a least value, version 2
     found = torch.from_numpy(_part(arrays, f"{end}.{own}"))
     if facts.codec == "full8" and version > 1 and name == "zero":
@@ -183,10 +183,10 @@ def _part(arrays: Mapping[str, np.ndarray[Any, Any]], name: str) -> np.ndarray[A
 
 
 def arrays_in(path: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """Read the arrays of an `.npz`, by name; nothing is unpickled, and sizes are checked before anything is read.
+    """Read the arrays of an `.npz`, by name; nothing is unpickled, and sizes are checked before arrays are read.
 
     Raises:
-        InvalidFile: it is missing, damaged, or holds something other than numbers and text.
+        InvalidFile: the file is missing, damaged, or holds something other than numbers and text.
     """
     require_file(path)
     try:
@@ -200,7 +200,7 @@ def arrays_in(path: Path) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def _about(rows: Any) -> dict[str, Any]:
-    """Return the description of one point: codec, formula, dtypes and shapes."""
+    """Return the JSON description of one point's rows: codec, formula, dtypes and shapes."""
     first, shards, row, ranks = shape_of(rows)
     codec, parameters = coding_of(first)
     projected = isinstance(first, CodedRows) and first.is_projected
@@ -229,7 +229,7 @@ def _published(codec: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, tor
 
     Args:
         codec: name of the codec.
-        tensors: by name, "scale", or "scale.resid_post.8" in a file.
+        tensors: tensors by name: "scale", or "scale.resid_post.8" in a file.
     """
     if codec == "full8":
         return {name: _of_full8(name, tensor, tensors) for name, tensor in tensors.items()}
@@ -240,7 +240,7 @@ def _published(codec: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, tor
 
 
 def _of_full8(name: str, tensor: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Convert a part of `zero + scale * q` to that of `(q - zero) * scale`, float64; a scale of 0 becomes 1."""
+    """Convert a part of the form `zero + scale * q` to `(q - zero) * scale`, float64; a scale of 0 becomes 1."""
     part, *rest = name.partition(".")
     if part == "q":
         return tensor

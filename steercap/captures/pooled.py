@@ -13,7 +13,7 @@ from steercap.errors import InvalidRequest
 if TYPE_CHECKING:
     from steercap.engine.engine import Engine
 
-#: Tasks that give an embedding: of the prompt, or of each token.
+#: Pooling tasks that return an embedding: of the prompt, or of each token.
 _EMBEDDINGS: Final = ("embed", "token_embed")
 
 
@@ -24,9 +24,9 @@ class Encoded:
     Args:
         data: vLLM's pooled output, on the CPU, in the dtype of the model's head (float32 unless it says otherwise):
             [dim] for "embed", [classes] for "classify", [tokens, dim] for "token_embed", [tokens, classes] for
-            "token_classify". Normalised, or through softmax or sigmoid, unless `use_activation=False` was asked for.
-        task: the pooling task, one of these.
-        prompt_token_ids: the prompt's tokens, with those that the tokenizer adds.
+            "token_classify". Its activation (normalisation, softmax, sigmoid) is applied unless `use_activation=False`.
+        task: the pooling task, one of the four.
+        prompt_token_ids: token ids of the prompt, special tokens that the tokenizer adds included.
         steering: receipt of the edits; None without steering.
     """
 
@@ -40,7 +40,7 @@ class Encoded:
         """Embedding of the prompt, [dim], or of each token, [tokens, dim].
 
         Raises:
-            InvalidRequest: the task was another; `data` has what it gave.
+            InvalidRequest: the task is no embedding task; its result is in `data`.
         """
         if self.task not in _EMBEDDINGS:
             raise InvalidRequest(f"task {self.task!r} gives no embedding; its result is in `data`")
@@ -51,15 +51,15 @@ class Encoded:
 
 
 def require_kind(engine: Engine, name: str, *, pools: bool) -> None:
-    """Check that the model can serve a call.
+    """Check that a call is for the kind of model that is open.
 
     Args:
         engine: the model's engine.
-        name: name of the call.
+        name: name of the call, for the message.
         pools: True if the call is for pooling models; False if it is for models that generate.
 
     Raises:
-        InvalidRequest: it is not; the message names the call that is.
+        InvalidRequest: it is not; the message names the call to use instead.
     """
     if pools == engine.vllm.pools:
         return
@@ -76,7 +76,7 @@ def require_kind(engine: Engine, name: str, *, pools: bool) -> None:
 
 
 async def probing(engine: Engine) -> dict[str, Any]:
-    """Return the pooling parameters of the start-up proof: a per-token task if there is one, without activation."""
+    """Return the pooling parameters of the start-up test: a per-token task if the model has one, without activation."""
     tasks, default = await engine.vllm.tasks()
     of_tokens = [task for task in tasks if task.startswith("token_")]
     return {"task": of_tokens[0] if of_tokens else default, "use_activation": False}

@@ -2,7 +2,7 @@
 
 `q` is uint8 [tokens, width]; `scale` and `zero` are float32, one for each token, or one for each element; `meta` is a
 JSON text with `mode` and `dim`. A folder has a file for each layer and rank, `seqS_layerL_rankR.npz`. `zero` is any
-number: a writer that cuts it off at 0 and 255 ruins rows of one sign, whose codes then end before their elements do.
+number: a writer that clips it to 0 to 255 saturates rows of one sign, whose elements exceed the codes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from steercap.kernels.codecs.coded import CodedRows, coding_of, encoded
 if TYPE_CHECKING:
     from steercap.captures.handle import CaptureHandle
 
-#: The codec whose rows have this form, and its greatest code.
+#: Codec whose rows have this form, and its greatest code.
 MODE: Final = "full8"
 GREATEST: Final = 255
 _NAME: Final = re.compile(r"seq(\d+)_layer(\d+)_rank(\d+)\.npz")
@@ -39,8 +39,8 @@ class PublishedMeta(msgspec.Struct, frozen=True):
     """Content of the array `meta` in a file; unknown fields are ignored.
 
     Args:
-        mode: the codec, as its writer calls it.
-        dim: number of elements of a row before it was coded.
+        mode: name of the codec, as the writer of the file calls it.
+        dim: number of elements of a row before coding.
     """
 
     mode: str
@@ -49,11 +49,11 @@ class PublishedMeta(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, eq=False)
 class PublishedRows:
-    """Rows in codes.
+    """Rows as 8-bit codes: `row = (q - zero) * scale`.
 
     Args:
         q: codes, uint8 [tokens, width].
-        scale, zero: step of the codes and code of 0, float [tokens, 1], or [1, width].
+        scale, zero: step between codes, and code of the value 0, float [tokens, 1] or [1, width].
         mode, dim: see `PublishedMeta`.
     """
 
@@ -67,16 +67,16 @@ class PublishedRows:
 
     @staticmethod
     def load(path: str | Path, *, per_element: bool | None = None) -> PublishedRows:
-        """Read a file, and warn if rows of it are saturated.
+        """Read an `.npz` of this form; warn if rows are saturated.
 
         Args:
             path: the file.
-            per_element: True if `scale` and `zero` have a number for each element, False for each token; None to tell
-                by their lengths.
+            per_element: True if `scale` and `zero` have a number for each element, False for each token; None to infer
+                this from their lengths.
 
         Raises:
-            InvalidFile: it is missing, damaged or of another form; of as many tokens as elements, where `per_element`
-                is needed; or a file of `CaptureHandle.save_npz`.
+            InvalidFile: the file is missing, damaged, of another form, or of `CaptureHandle.save_npz`; or it has as
+                many tokens as elements, so that `per_element` is needed.
         """
         path = Path(path)
         arrays = arrays_in(path)
@@ -104,10 +104,10 @@ class PublishedRows:
 
     @staticmethod
     def of(rows: torch.Tensor | CodedRows) -> PublishedRows:
-        """Convert rows, [tokens, ...] of floats, or codes of full8 on one rank.
+        """Convert rows to this form: floats [tokens, ...], or codes of full8 from one rank.
 
         Raises:
-            InvalidSpec: something else, codes of another codec or of several ranks, or rows with NaN or infinity.
+            InvalidSpec: `rows` is something else, has another codec or several ranks, or holds NaN or infinity.
         """
         if not isinstance(rows, CodedRows) and not (
             isinstance(rows, torch.Tensor) and rows.dim() > 1 and rows.is_floating_point()
@@ -130,7 +130,7 @@ class PublishedRows:
         return ((self.q.double() - self.zero.double()) * self.scale.double()).float()
 
     def saturated(self) -> torch.Tensor:
-        """Return which rows are saturated: bool [tokens].
+        """Return a mask of the rows that are saturated: bool [tokens].
 
         The codes of an unsaturated row reach from 0 to 255. If its `zero` was clipped to 0, they reach 255 but not 0;
         if to 255, they reach 0 but not 255. With numbers for each element instead of each token, this is checked for
@@ -145,11 +145,11 @@ class PublishedRows:
         return ((above & (self.q == GREATEST)) | (below & (self.q == 0))).any(dim=1)
 
     def save(self, path: str | Path) -> Path:
-        """Write a file, which appears whole or not at all.
+        """Write an `.npz`, whole or not at all, and return its path.
 
         Raises:
             InvalidFile: the name ends in something other than .npz.
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         path = Path(path)
         check_extension(path, ".npz")
@@ -161,7 +161,7 @@ class PublishedRows:
 
 
 class PublishedFile(NamedTuple):
-    """File of a folder: the sequence, layer and rank in its name, and its path."""
+    """File in a folder of published rows: its path, and the sequence, layer and rank in its name."""
 
     seq: int
     layer: int
@@ -170,10 +170,10 @@ class PublishedFile(NamedTuple):
 
 
 def published_files(folder: str | Path) -> list[PublishedFile]:
-    """Return the files `seqS_layerL_rankR.npz` of a folder, in the order of their numbers; other `.npz` are warned of.
+    """Return the files `seqS_layerL_rankR.npz` of a folder, in the order of their numbers; warn of other `.npz`.
 
     Raises:
-        InvalidFile: there are none, or a rank is missing that other layers have.
+        InvalidFile: there are no such files, two have equal numbers, or a layer lacks a rank that others have.
     """
     there = sorted(Path(folder).glob("*.npz"))
     matched = [(one, _NAME.fullmatch(one.name)) for one in there]
@@ -193,16 +193,16 @@ def published_files(folder: str | Path) -> list[PublishedFile]:
 
 
 def save_published(handle: CaptureHandle, folder: str | Path, *, seq: int = 0) -> list[Path]:
-    """Write the rows of a handle, of one site, raw or in full8, to a file for each layer and rank.
+    """Write the rows of a handle, of one site, raw or in full8, to a file for each layer and rank; return the paths.
 
     Args:
         handle: a fetched handle.
-        folder: the folder; files of these layers are replaced, those of further ranks deleted.
-        seq: number of the sequence in the names.
+        folder: the folder; files of this sequence and these layers are replaced, or deleted if of further ranks.
+        seq: number of the sequence in the file names.
 
     Raises:
         CaptureNotFetched: before `fetch()`.
-        InvalidSpec: rows of several sites, in another codec, or that are not finite; or `seq` is no number from 0.
+        InvalidSpec: the handle has several sites, another codec or non-finite rows; or `seq` is no number from 0.
         OSError: a file cannot be written.
     """
     number, sites = count_of(seq, "seq", 0), {point.site for point in handle.points}
@@ -225,7 +225,7 @@ def save_published(handle: CaptureHandle, folder: str | Path, *, seq: int = 0) -
 
 
 def _by_rank(rows: Any) -> list[tuple[int, torch.Tensor | CodedRows]]:
-    """Return the rows of each rank: shards, or the second axis of codes that were joined."""
+    """Return the rows of each rank, as (rank, rows): shards, or indices of the second axis of joined codes."""
     if isinstance(rows, CodedRows) and rows.schema.shards > 1 and rows.shard is None:
         parts = [{name: part[:, rank] for name, part in rows.parts.items()} for rank in range(rows.schema.shards)]
         return [(rank, CodedRows(rows.coding, rows.schema, own, rank)) for rank, own in enumerate(parts)]
@@ -239,10 +239,10 @@ def _text(array: np.ndarray[Any, Any]) -> str:
 
 
 def _spread(name: str, array: np.ndarray[Any, Any], shape: tuple[int, ...], per_element: bool | None) -> torch.Tensor:
-    """Return numbers of each token, [tokens, 1], or of each element, [1, width].
+    """Return an array of numbers per token as [tokens, 1], or per element as [1, width].
 
     Raises:
-        ValueError: numbers of another kind or shape, not finite, or that could be either.
+        ValueError: the array has another dtype or shape, is not finite, or could be either.
     """
     tokens, width = shape
     by_token, by_element = array.shape in {(tokens,), (tokens, 1)}, array.shape in {(width,), (1, width)}

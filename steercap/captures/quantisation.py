@@ -1,6 +1,6 @@
-"""Product quantisation of rows on disk with faiss: each row becomes a few bytes, by codebooks trained on similar rows.
+"""Product quantisation of saved rows with faiss: each row becomes a few bytes, by codebooks trained on similar rows.
 
-It is done after the capture, on files that `CaptureHandle.save` wrote: codebooks need rows to be trained on.
+It is applied after the capture, to files that `CaptureHandle.save` wrote, because codebooks are trained on rows.
 Source: Jégou, Douze and Schmid, Product quantization for nearest neighbor search (2011).
 """
 
@@ -24,9 +24,9 @@ from steercap.core.values import count_of, index_of, shown
 from steercap.errors import InvalidRequest, InvalidSpec
 from steercap.files import native
 
-#: Default maximum number of training rows: 256 for each of 256 entries, as many as faiss itself would use.
+#: Default maximum number of training rows: 256 for each of 256 codebook entries, faiss' own maximum.
 TRAINED_ON: Final = 1 << 16
-#: faiss holds the entries of a codebook in a table of this many bits at most, and seeds in 32 bits with a sign.
+#: Limits of faiss: bits of a codebook index, and the greatest seed, a signed 32-bit integer.
 MOST_BITS: Final = 16
 MOST_NUMBER: Final = (1 << 31) - 1
 
@@ -35,19 +35,19 @@ Files: TypeAlias = str | Path | Sequence[str | Path]
 
 @dataclass(frozen=True, eq=False)
 class Codes:
-    """Codes of one handle's rows at one point.
+    """Product-quantisation codes of one handle's rows at one point.
 
     For a reduction there is one row, and the labels are those of the rows that were reduced.
 
     Args:
-        quantiser: SHA-256 of the codebooks that made them, in hexadecimal.
+        quantiser: SHA-256 of the codebooks, in hexadecimal; see `Quantiser.digest`.
         point: point of the rows.
         codes: uint8 [rows, bytes].
-        positions, token_ids: labels of the rows, int64 [rows]; for a reduction of those reduced, int64 [labels].
+        positions, token_ids: labels of the rows, int64 [rows]; of a reduction, those of the reduced rows, [labels].
         request_id: id of the handle.
 
     Raises:
-        InvalidSpec: codes of another kind, or other labels than one for each.
+        InvalidSpec: the codes are not uint8 [rows, bytes], or their number differs from that of the labels.
     """
 
     quantiser: str
@@ -69,7 +69,7 @@ class Codes:
             )
 
     def save(self, path: str | Path) -> Path:
-        """Write the codes to one safetensors file; see `steercap.files.native`."""
+        """Write the codes to one safetensors file and return its path; see `steercap.files.native`."""
         return native.save(self, path, _codes_kind())
 
     @staticmethod
@@ -84,17 +84,17 @@ class Codes:
 
 @dataclass(frozen=True, eq=False)
 class Quantiser:
-    """Codebooks for the rows of one point: each row is cut into parts, and each part is coded by its nearest entry.
+    """Codebooks for the rows of one point: a row is cut into parts, and each part is coded by its nearest entry.
 
     Args:
         point: point of the rows.
         codebooks: float32 [parts, 2**bits, width / parts].
-        model: model whose rows they were trained on.
-        rows: number of rows that they were trained on.
-        seed: seed of their training.
+        model: name of the model whose rows the codebooks were trained on.
+        rows: number of training rows.
+        seed: seed of the training.
 
     Raises:
-        InvalidSpec: codebooks of another shape.
+        InvalidSpec: the codebooks have another shape or dtype.
     """
 
     point: Point
@@ -123,7 +123,7 @@ class Quantiser:
         """Train codebooks on the rows of a point in files that `CaptureHandle.save` wrote.
 
         Args:
-            files: one or several; if they have more than `most_rows` rows, a random sample of all is used.
+            files: one path or several; if the files have more than `most_rows` rows, a random sample of all is used.
             layer: layer of the rows; negative counts from the model's last.
             site: site of the rows.
             parts: number of parts that a row is cut into; it must divide the width.
@@ -133,9 +133,9 @@ class Quantiser:
 
         Raises:
             MissingExtra: faiss is not installed.
-            InvalidSpec: parts, bits, most_rows or a seed that do not fit, several layers, or files of different models
-                or reductions, or of projections on directions.
-            InvalidRequest: fewer rows than entries of a codebook, or rows that are not finite.
+            InvalidSpec: an argument is out of range, several layers are given, or the files have different models or
+                reductions, or hold projections on directions.
+            InvalidRequest: there are fewer rows than entries of a codebook, or rows are not finite.
             LayerOutOfRange, InvalidFile: a file lacks the point, or is no capture.
         """
         handles = [CaptureHandle.load(path) for path in _paths(files)]
@@ -184,26 +184,26 @@ class Quantiser:
 
         Raises:
             MissingExtra: faiss is not installed.
-            InvalidRequest: rows of another width, or that are not finite.
+            InvalidRequest: the rows have another width, or are not finite.
         """
         return torch.from_numpy(self._index().sa_encode(self._own(rows)))
 
     def decode(self, codes: UInt8[torch.Tensor, "rows bytes"] | Codes) -> Float[torch.Tensor, "rows width"]:
-        """Return the rows that codes stand for: float32 [rows, width].
+        """Return the approximate rows that codes stand for: float32 [rows, width].
 
         Raises:
             MissingExtra: faiss is not installed.
-            InvalidRequest: codes of other codebooks.
+            InvalidRequest: the codes are of other codebooks.
         """
         return torch.from_numpy(self._index().sa_decode(self._codes(codes)))
 
     def encode_file(self, source: str | Path, target: str | Path) -> Codes:
-        """Write the codes of a handle's rows to a file, with their labels, and return them.
+        """Encode the rows of a capture file, write the codes with their labels to `target`, and return them.
 
         Raises:
             MissingExtra: faiss is not installed.
-            InvalidRequest, LayerOutOfRange, InvalidFile: the file is no capture, lacks the point, does not fit, or
-                holds projections on directions.
+            InvalidRequest, LayerOutOfRange, InvalidFile: the source is no capture, is of another model, lacks the
+                point, has rows of another width, or holds projections on directions.
         """
         handle = CaptureHandle.load(source)
         if handle.model != self.model:
@@ -221,7 +221,7 @@ class Quantiser:
         *,
         metric: Literal["distance", "inner"] = "distance",
     ) -> tuple[Float[torch.Tensor, "queries k"], Integer[torch.Tensor, "queries k"]]:
-        """Return the k coded rows that are nearest to each query.
+        """Find the k coded rows that are nearest to each query.
 
         Args:
             queries: uncompressed rows.
@@ -230,11 +230,11 @@ class Quantiser:
             metric: "distance" for squared distance, ascending, or "inner" for inner product, descending.
 
         Returns:
-            Distances or products, float32 [queries, k], and the number of each row among all that were coded, int64.
+            Distances or products, float32 [queries, k], and each row's index among all coded rows, int64 [queries, k].
 
         Raises:
             MissingExtra: faiss is not installed.
-            InvalidRequest: queries of another width, codes of other codebooks, or an impossible k or metric.
+            InvalidRequest: queries have another width, codes other codebooks, or `k` or `metric` is not possible.
         """
         if metric not in {"distance", "inner"}:
             raise InvalidRequest(f"metric={shown(metric)}; use 'distance' or 'inner'")
@@ -247,7 +247,7 @@ class Quantiser:
         return torch.from_numpy(values), torch.from_numpy(numbers)
 
     def save(self, path: str | Path) -> Path:
-        """Write codebooks and provenance to one safetensors file; see `steercap.files.native`."""
+        """Write codebooks and provenance to one safetensors file and return its path; see `steercap.files.native`."""
         return native.save(self, path, _kind(), model=self.model)
 
     @staticmethod
@@ -302,10 +302,10 @@ def _books(index: Any) -> torch.Tensor:
 
 
 def _rows(rows: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return rows in the form that faiss takes: float32 [rows, width].
+    """Return rows as an array for faiss, flattened to float32 [rows, width].
 
     Raises:
-        InvalidRequest: they are something else, or hold NaN or infinity.
+        InvalidRequest: `rows` is no tensor of floats with two axes or more, or holds NaN or infinity.
     """
     if not isinstance(rows, torch.Tensor) or rows.dim() < 2 or not rows.is_floating_point():
         raise InvalidRequest(f"rows={shown(rows)}; give a tensor of floats, [rows, width]")
@@ -316,7 +316,7 @@ def _rows(rows: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def _elements(handle: CaptureHandle, point: Point) -> torch.Tensor:
-    """Return the rows of a point.
+    """Return the decoded rows of a handle at a point.
 
     Raises:
         InvalidSpec: the handle holds projections instead; or as for `captures[layer, site]`.
@@ -328,7 +328,7 @@ def _elements(handle: CaptureHandle, point: Point) -> torch.Tensor:
 
 
 def _drawn(groups: Iterator[np.ndarray[Any, Any]], most: int, seed: int) -> np.ndarray[Any, Any]:
-    """Return a uniform random sample of at most `most` rows of all groups."""
+    """Return a uniform random sample of at most `most` rows from all groups, in random order: [rows, width]."""
     rng = np.random.default_rng(seed)
     kept = next(groups)
     keys = rng.random(len(kept))
@@ -341,15 +341,15 @@ def _drawn(groups: Iterator[np.ndarray[Any, Any]], most: int, seed: int) -> np.n
 
 
 def _is_power(entries: int) -> bool:
-    """Return True if a codebook can have this number of entries: a power of two up to 2**16."""
+    """Return whether a codebook can have this number of entries: a power of two from 2 to 2**16."""
     return entries in {1 << bits for bits in range(1, MOST_BITS + 1)}
 
 
 def _sizes(width: int, parts: object, bits: object) -> tuple[int, int]:
-    """Return parts and bits, checked.
+    """Return numbers of parts and bits as ints, checked.
 
     Raises:
-        InvalidSpec: they do not fit.
+        InvalidSpec: `parts` does not divide the width, or `bits` is out of range.
     """
     found = index_of(parts)
     if found is None or found < 1 or width % found:

@@ -1,8 +1,8 @@
 """Recordings of a server: a folder of numbered segments, each a run of captures with a manifest.
 
-A segment is ended by its size or its age, and removed as a whole. Every file is its owner's alone (0600). A request
-counts once its segment's journal lists all its files; no file is flushed to the disk's platters, so that a killed
-process loses nothing that is listed, and a power failure leaves files whose SHA-256 tells.
+A segment ends at a size or an age, and is removed as a whole. Only the owner can read the files (0600). A request
+counts once its segment's journal lists all its files. Files are not flushed to the disk itself: a killed process loses
+nothing that is listed, but a power failure may leave files whose SHA-256 is wrong.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidSetting
 from steercap.files.base import sweep
 from steercap.files.journal import Journal
 
-#: Action of a folder without room: later requests are left out, or the oldest segments are removed.
+#: Action when the folder is full: leave later requests out, or remove the oldest segments.
 WhenFull: TypeAlias = Literal["drop", "rotate"]
-#: Words of each manifest on what its requests are.
+#: Explanation, stored in each manifest, of what one recorded request is.
 COUNTED: Final = "a prompt with all its samples, or one beam; a client's request may be several"
-#: Name of the file that locks out other servers.
+#: Name of the lock file that keeps out other servers.
 LOCK: Final = "recording.lock"
 _SEGMENT: Final = re.compile(r"\d{6,}")
 _CAPTURE: Final = re.compile(r"\d{4,}\.safetensors")
@@ -43,14 +43,14 @@ class RecordLimits:
     """Limits of a folder of recordings.
 
     Args:
-        most_bytes: maximum bytes of files in it, manifests included; the entries of its last request may come on top.
+        most_bytes: maximum bytes of the folder's files, manifests included; the last request's entries may exceed it.
         when_full: "drop" leaves later requests out; "rotate" removes the oldest segments.
         keep_seconds: seconds until a request is removed, at most a segment's age later; None for never.
         segment_bytes: bytes of files at which a segment ends.
-        segment_seconds: age at which it ends, in seconds.
+        segment_seconds: age, in seconds, at which a segment ends.
 
     Raises:
-        InvalidSetting: a value that does not fit.
+        InvalidSetting: `when_full` is unknown, or a number is not above 0.
     """
 
     most_bytes: int = 64 << 30
@@ -70,11 +70,11 @@ class RecordLimits:
 
 @dataclass(frozen=True)
 class RecordedRequest:
-    """Recorded request to an engine: one prompt of a client's request with its samples, or one beam of a beam search.
+    """Recorded request to an engine: one prompt of a client's request with all its samples, or one beam.
 
     Args:
         manifest: manifest of the request's segment.
-        files: entries of the request in the manifest, one for each file, of each sample and codec.
+        files: manifest entries of the request: a file for each sample and codec.
     """
 
     manifest: Manifest
@@ -89,19 +89,19 @@ class RecordedRequest:
 
     @property
     def time(self) -> float:
-        """Time of its end, in seconds since 1970."""
+        """Time when the request ended, in seconds since 1970."""
         return self.files[0].time or 0.0
 
     @property
     def bytes(self) -> int:
-        """Bytes of its files."""
+        """Total size in bytes of the request's files."""
         return sum(file.bytes for file in self.files)
 
     def handles(self) -> list[CaptureHandle]:
-        """Read its captures, one handle for each file; the size and SHA-256 of each file are checked first.
+        """Read the captures, one handle for each file; the size and SHA-256 of each file are checked first.
 
         Raises:
-            InvalidFile: a file is not the one that was listed.
+            InvalidFile: a file differs from its entry.
         """
         own = msgspec.structs.replace(self.manifest.document, requests=self.files)
         return list(Manifest(self.manifest.folder, own).handles())
@@ -113,9 +113,9 @@ class Recordings:
 
     Args:
         folder: the folder.
-        segments: manifests of its segments, the oldest first.
-        unlisted: number of files that no manifest lists: of a request that was being written when it was read, or when
-            its server was killed.
+        segments: manifests of the folder's segments, the oldest first.
+        unlisted: number of files that no manifest lists, since their request was being written when the folder was
+            read, or when its server was killed.
     """
 
     folder: Path
@@ -126,7 +126,7 @@ class Recordings:
 
     @staticmethod
     def load(folder: str | Path) -> Recordings:
-        """Read the manifests of a folder; no captures are read. Its server may run.
+        """Read the manifests of a folder, but no captures. A server may be writing to it.
 
         Raises:
             InvalidFile: there is no such folder, or a manifest is malformed or of another version.
@@ -155,21 +155,21 @@ class Recordings:
 
 
 class RecordingFolder:
-    """Folder that a server records to. All methods but `full` and `close` are for one thread.
+    """Folder that a server records to. All methods but `full` and `close` must be called from one thread.
 
     Args:
         path: path of the folder, created if missing.
         model: name of the model.
-        limits: its limits.
+        limits: limits of size and age.
         clock: function that returns seconds since 1970.
 
     Attributes:
-        bytes: bytes of listed files, and of the lists.
+        bytes: total size of listed files, manifests and journals.
 
     Raises:
-        InvalidRequest: another process writes to it.
+        InvalidRequest: another process writes to the folder.
         InvalidFile: a manifest in it cannot be read.
-        OSError: it cannot be written.
+        OSError: the folder cannot be written to.
     """
 
     def __init__(self, path: Path, *, model: str, limits: RecordLimits, clock: Callable[[], float] = time.time) -> None:
@@ -191,22 +191,22 @@ class RecordingFolder:
 
     @property
     def full(self) -> bool:
-        """True if later requests have no room; for any thread."""
+        """True if later requests have no room and are left out; can be read from any thread."""
         return self.limits.when_full == "drop" and self.bytes >= self.limits.most_bytes
 
     def add(self, handles: Sequence[CaptureHandle], answer_id: str) -> int:
-        """Write the captures of a request, and list them; if this fails, neither is done.
+        """Write the captures of a request and list them, or neither; old segments may be removed first.
 
         Args:
             handles: fetched handles.
             answer_id: id that vLLM's server gave the request.
 
         Returns:
-            Bytes of its files.
+            Total size in bytes of the request's files.
 
         Raises:
             CaptureMemoryFull: the folder has no room.
-            OSError: it cannot be written.
+            OSError: the folder cannot be written to.
         """
         self.tidy()
         coming = sum(bytes_of(handle.as_saved()) for handle in handles)
@@ -228,10 +228,10 @@ class RecordingFolder:
         return written
 
     def tidy(self) -> None:
-        """End the segment that has reached its size or age, and remove those whose requests are old.
+        """End the current segment if it has reached its size or age; remove segments older than `keep_seconds`.
 
         Raises:
-            OSError: something cannot be written or removed.
+            OSError: a file cannot be written or removed.
         """
         now, keep = self._clock(), self.limits.keep_seconds
         if self._run is not None and (
@@ -245,7 +245,7 @@ class RecordingFolder:
                 self._remove(segment)
 
     def close(self) -> None:
-        """Seal the segment's manifest, and let other servers in. Idempotent."""
+        """Seal the current segment's manifest, and release the folder's lock. Idempotent."""
         try:
             if self._run is not None:
                 self._end()
@@ -253,7 +253,7 @@ class RecordingFolder:
             self._lock.close(remove=True)
 
     def _take_over(self, segment: Path) -> None:
-        """Seal a segment of an earlier server, without what no manifest lists; remove it if it has no manifest."""
+        """Seal a segment of an earlier server, removing unlisted files; remove it whole if it has no manifest."""
         sweep(segment)
         if not (segment / FILE).exists():
             _forget(segment)
@@ -264,14 +264,14 @@ class RecordingFolder:
         self._note(run)
 
     def _note(self, run: CaptureRun) -> None:
-        """Note bytes and time of an ended segment, whose bytes are not counted yet."""
+        """Record size and time of an ended segment, whose bytes are not counted yet."""
         size = sum(request.bytes for request in run.requests.values()) + _listed(run.folder)
         last = max((request.time or 0.0 for request in run.requests.values()), default=self._clock())
         self._ended[run.folder] = size, last
         self.bytes += size
 
     def _open(self) -> CaptureRun:
-        """Return the segment that is written, a new one if there is none."""
+        """Return the segment that is being written; create one if there is none."""
         if self._run is None:
             segment = self.path / f"{self._number:06}"
             self._number += 1
@@ -310,13 +310,13 @@ class RecordingFolder:
 
 
 def segments_in(folder: Path) -> list[Path]:
-    """Return the folders of the segments of a folder, the oldest first; links are not ours."""
+    """Return the folders of the segments in a folder, the oldest first; symbolic links are ignored."""
     named = [path for path in folder.iterdir() if _SEGMENT.fullmatch(path.name)]
     return sorted((path for path in named if path.is_dir() and not path.is_symlink()), key=lambda path: int(path.name))
 
 
 def _forget(segment: Path) -> None:
-    """Remove a segment's files, its manifest first, and its folder, where nothing else is in it."""
+    """Remove a segment's files, its manifest first, and then its folder unless other files are in it."""
     with contextlib.suppress(FileNotFoundError):  # somebody has removed it
         forget_run(segment)
     with contextlib.suppress(OSError):  # what is not ours stays
@@ -324,7 +324,7 @@ def _forget(segment: Path) -> None:
 
 
 def _listed(segment: Path) -> int:
-    """Return the bytes of a segment's manifest and journal."""
+    """Return the total size in bytes of a segment's manifest and journal."""
     found = 0
     for name in (FILE, JOURNAL):
         with contextlib.suppress(FileNotFoundError):  # it has no entries, or is sealed
@@ -333,5 +333,5 @@ def _listed(segment: Path) -> int:
 
 
 def _names_in(segment: Path) -> set[str]:
-    """Return the names of the capture files in a segment, those that are still being written included."""
+    """Return the names of the capture files in a segment, including those that are still being written."""
     return {found[0] for path in segment.iterdir() if (found := _CAPTURE.search(path.name))}

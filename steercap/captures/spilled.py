@@ -1,4 +1,4 @@
-"""Rows of a handle on disk: moved there, with an outline in memory; or gathered there from parts, and mapped."""
+"""Rows of a handle on disk: moved there, with shapes and dtypes in memory; or gathered there from parts, and mapped."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Spilled:
     """Checked rows that were written to disk.
 
     Args:
-        file: the spill file with the numbers.
-        stored: their place in it.
-        outline: the rows, with tensors that have a shape and a dtype and no memory.
+        file: the file that the bytes were written to.
+        stored: location and hash of the bytes in the file.
+        outline: the rows with meta tensors: shapes and dtypes, but no memory.
     """
 
     file: SpillFile
@@ -36,12 +36,12 @@ class Spilled:
 
     @staticmethod
     def write(found: Found, file: SpillFile, dropped: Callable[[], object]) -> Spilled:
-        """Write rows to disk; coded rows as codes.
+        """Write rows to disk, coded rows as codes; return their location.
 
         Args:
-            found: the rows.
-            file: the spill file.
-            dropped: see `SpillFile.put`.
+            found: the rows and their receipt.
+            file: the file to write to.
+            dropped: function that is called when the rows on disk are no longer used; see `SpillFile.put`.
 
         Raises:
             CaptureMemoryFull, ModelClosed, OSError: see `SpillFile.put`.
@@ -56,10 +56,10 @@ class Spilled:
         return Spilled(file, file.put(arrays, dropped), outline)
 
     def read(self) -> Found:
-        """Read the rows into memory of their own, and check their bytes by hash against those written.
+        """Read the rows from disk into new memory, and check the hash of the bytes.
 
         Raises:
-            CaptureIncomplete: the file does not hold what was written.
+            CaptureIncomplete: the bytes differ from those written.
             ModelClosed: the model was closed.
         """
         arrays = iter(self.file.read(self.stored))
@@ -71,16 +71,15 @@ class Spilled:
 
 
 class GatheredRows:
-    """Rows of one request that arrive in parts; their memory is mapped from a nameless file, to which the operating
-    system writes it when memory is short.
+    """Rows of one request that arrive in parts, in memory mapped from a nameless file: the system may page it out.
 
     Args:
         folder: folder of the file.
-        like: the first part, which gives the points, and the shapes and dtypes of their rows.
+        like: the first part, which has the points, and the shapes and dtypes of their rows.
         rows: number of rows of all parts together.
 
     Raises:
-        InvalidSetting, OSError: no such file can be made, or the disk has no room for it.
+        InvalidSetting, OSError: the file cannot be created, or the disk has no room for it.
     """
 
     def __init__(self, folder: Path, like: Captures, rows: int) -> None:
@@ -107,7 +106,7 @@ class GatheredRows:
         """Append the rows of the next part.
 
         Raises:
-            CaptureIncomplete: more rows came than the request has.
+            CaptureIncomplete: the parts have more rows than the request.
         """
         count, tensors = len(part.receipt.positions), iter(self._tensors)
         if self._filled + count > self._rows:
@@ -122,7 +121,7 @@ class GatheredRows:
         self._receipts.append(part.receipt)
 
     def found(self) -> Found:
-        """Return the rows of all parts as one, with their labels; the mapped file lives as long as they do.
+        """Return the rows of all parts joined, with their receipt; the mapped file lives as long as the rows.
 
         Raises:
             CaptureIncomplete: parts are missing.
@@ -138,7 +137,7 @@ class GatheredRows:
 
 
 def _mapped(folder: Path, size: int) -> mmap.mmap:
-    """Map a new nameless file, whose space is allocated, so that a full disk is an error here and no signal later."""
+    """Map a new nameless file of `size` bytes; its space is allocated, so that a full disk raises OSError here."""
     fd = nameless_file(folder)
     try:
         os.posix_fallocate(fd, 0, size)

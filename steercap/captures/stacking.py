@@ -26,25 +26,24 @@ def stack(
     layers: Layers | None = None,
     site: str | None = None,
 ) -> torch.Tensor:
-    """Return one row of each handle at each layer, as a tensor.
+    """Stack one row of each handle at each layer into a tensor.
 
     Args:
-        handles: fetched, one per prompt, of one model.
-        tokens: a selection that holds one token of every handle, such as "last_prompt", 0, or -2 for the
-            second-to-last prompt token. By default the last prompt token; a handle that holds a reduction has one row,
-            and takes no `tokens`.
-        layers: the layers, ascending in the tensor; by default all that were captured, the same in every handle.
-        site: the site; may be left out if only one was captured.
+        handles: fetched handles of one model, one per prompt.
+        tokens: a selection of exactly one token of every handle, such as "last_prompt", 0, or -2 for the second-to-last
+            prompt token. None for the last prompt token, and for handles of a reduction, which have one row.
+        layers: the layers, ascending in the tensor; None for all captured ones, which all handles must share.
+        site: the site; None if only one was captured.
 
     Returns:
         [prompts, layers, hidden] in the dtype of the rows; with `project=`, [prompts, layers, directions].
 
     Raises:
-        InvalidRequest: no handles, nested lists of them, or handles that differ in layers, site, width, dtype,
+        InvalidRequest: there are no handles, lists are nested, or handles differ in model, layers, site, width, dtype,
             reduction or directions.
         InvalidSelection: `tokens` selects no token of a handle, several, or one that was not captured.
-        LayerOutOfRange: a layer that was not captured.
-        CaptureNotFetched, CaptureReleased: a handle whose rows are not here.
+        LayerOutOfRange: a layer was not captured.
+        CaptureNotFetched, CaptureReleased: a handle is not fetched, or was released.
     """
     given = _checked(handles)
     site, wanted = _place(given[0], layers, site)
@@ -88,12 +87,12 @@ def _layers_at(handle: CaptureHandle, site: str) -> list[int]:
 
 
 def _check_alike(handles: Sequence[CaptureHandle], site: str, *, every: bool) -> None:
-    """Check that all handles hold the same kind of rows.
+    """Check that all handles have the same kind of rows; raise InvalidRequest if not.
 
     Args:
         handles: the handles.
         site: the site to stack.
-        every: True if all captured layers are wanted, so that they must be the same.
+        every: True if all captured layers are stacked, so that they must be the same.
     """
     kinds: dict[str, list[Any]] = {
         "model": [handle.model for handle in handles],
@@ -124,13 +123,13 @@ def _form(handle: CaptureHandle, site: str) -> tuple[int | str, torch.dtype] | N
 
 
 def _point_rows(captures: Captures, point: Point, at: int) -> torch.Tensor:
-    """Return one row of a point; only this row is decoded if rows are in a codec."""
+    """Return one row of a point, by its index; of rows in a codec, only this row is decoded."""
     rows = captures.whole(point)
     return rows[at : at + 1].decoded()[0] if isinstance(rows, CodedRows) else rows[at]
 
 
 def _row(number: int, handle: CaptureHandle, tokens: Tokens | TokenSelection | None) -> int:
-    """Return the index of the handle's row that is wanted."""
+    """Return the index of the selected row of a handle; `number` is the handle's index, for messages."""
     if reduce := handle.receipt.reduce:
         if tokens is not None:
             raise InvalidSelection(
@@ -158,10 +157,10 @@ def _row(number: int, handle: CaptureHandle, tokens: Tokens | TokenSelection | N
 
 
 def flat(handles: Any, depth: int = 0) -> list[CaptureHandle]:
-    """Return the handles of nested lists in order, without None.
+    """Return the handles of nested lists in order, leaving out None.
 
     Raises:
-        InvalidRequest: a list holds something else, or is nested too deeply.
+        InvalidRequest: a list holds something else, or is nested more than `DEEPEST` deep.
     """
     if handles is None:
         return []

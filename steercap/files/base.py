@@ -1,4 +1,4 @@
-"""Shared helpers of all file formats: atomic writes, and errors that name the file."""
+"""Shared helpers of all file formats: atomic writes, safe reads, and errors that name the file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from steercap.files.tensors import encoded
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Errors of torch's restricted unpickler on damaged files: collected by changing and cutting bytes at random.
+#: Errors of torch's restricted unpickler on damaged files, collected by changing and cutting bytes at random.
 _NO_PICKLE: Final = (
     pickle.UnpicklingError,
     struct.error,
@@ -46,13 +46,13 @@ _NO_PICKLE: Final = (
 )
 
 
-#: Errors that damaged archives raise.
+#: Errors that reading a damaged zip archive raises.
 DAMAGED: Final = (zipfile.BadZipFile, OSError, ValueError, EOFError, KeyError, NotImplementedError)
 #: Maximum number of file names that an error message lists.
 SHOWN: Final = 6
-#: Temporary name of a file that is still being written, with the id of the writing process.
+#: Temporary name of a file that is still being written; it contains the id of the writing process.
 _SCRATCH: Final = re.compile(r"\..+\.(?P<pid>[0-9a-f]{8})[0-9a-f]{24}")
-#: Methods that write files, by extension.
+#: Names of the methods that write files, by extension, for messages.
 WRITING_METHODS: Final = {
     ".safetensors": "`save` of a SteeringSpec, LayerVectors, a DirectionSet, a Sketch or a CaptureHandle",
     ".npz": "`save_npz` of a CaptureHandle",
@@ -63,7 +63,7 @@ WRITING_METHODS: Final = {
 
 
 def check_extension(path: Path, extension: str) -> None:
-    """Check that a file name has the extension, one of `WRITING_METHODS`, of the format that will be written.
+    """Check that a file name ends in `extension`, a key of `WRITING_METHODS` with its dot.
 
     Raises:
         InvalidFile: the name has another extension, or none.
@@ -103,11 +103,11 @@ def write_whole(path: Path, mode: int | None = None) -> Iterator[Path]:
     """Yield a temporary path that replaces `path` when the block succeeds, and is removed when it raises.
 
     Args:
-        path: the file.
-        mode: permissions that it has from the start; None for those that the umask leaves.
+        path: final path of the file; missing parent folders are created.
+        mode: permissions of the file from the start; None for those that the umask leaves.
 
     Raises:
-        OSError: it cannot be written; errors of safetensors and torch are converted to this.
+        OSError: the file cannot be written; errors of safetensors and torch are converted to this.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = _scratch(path)
@@ -126,8 +126,9 @@ def write_whole(path: Path, mode: int | None = None) -> Iterator[Path]:
 
 
 def save_figure(figure: Figure, path: str | Path, dpi: int, **further: Any) -> Path:
-    """Write a matplotlib figure to a file, which appears whole or not at all; its suffix sets the format, PNG without
-    one. `dpi` is in dots per inch; `further` goes to `Figure.savefig`.
+    """Write a matplotlib figure to a file, whole or not at all, and return its path.
+
+    The suffix sets the format, PNG without one. `dpi` is in dots per inch; `further` goes to `Figure.savefig`.
     """
     with write_whole(Path(path)) as scratch:
         figure.savefig(scratch, dpi=dpi, format=Path(path).suffix[1:] or "png", **further)
@@ -135,7 +136,7 @@ def save_figure(figure: Figure, path: str | Path, dpi: int, **further: Any) -> P
 
 
 def sweep(folder: Path) -> None:
-    """Remove temporary files that killed processes left below a folder; those of living processes stay."""
+    """Remove temporary files that killed processes left in a folder and those below; files of living processes stay."""
     for path in [*folder.rglob(".*")]:
         found = _SCRATCH.fullmatch(path.name)
         if found is None or Path(f"/proc/{int(found['pid'], 16)}").exists():
@@ -149,12 +150,13 @@ def sweep(folder: Path) -> None:
 def write_tensors(
     path: Path, header: msgspec.Struct, tensors: dict[str, torch.Tensor], mode: int | None = None
 ) -> Path:
-    """Write a safetensors file of steercap: its header is the metadata entry `steercap`, as JSON; `mode` as for
-    `write_whole`.
+    """Write a safetensors file of steercap, whole or not at all; `header`, as JSON, is the metadata entry `steercap`.
+
+    Returns the path; `mode` as for `write_whole`.
 
     Raises:
-        InvalidFile: the name has another extension.
-        OSError: it cannot be written.
+        InvalidFile: the name has another extension than .safetensors.
+        OSError: the file cannot be written.
     """
     check_extension(path, ".safetensors")
     pieces = {name: (tensor,) for name, tensor in tensors.items()}
@@ -182,11 +184,10 @@ def _scratch(path: Path) -> Path:
 
 
 def read_tensors(path: Path, *, tensors: bool = True) -> tuple[str, dict[str, torch.Tensor]]:
-    """Read the header of a safetensors file of steercap, as JSON text, and its tensors by name, unless `tensors` is
-    False.
+    """Read a safetensors file of steercap: its header as JSON text, and its tensors by name ({} without `tensors`).
 
     Raises:
-        InvalidFile: missing, truncated, or not of steercap.
+        InvalidFile: the file is missing, truncated, or not of steercap.
     """
     require_file(path)
     try:
@@ -205,10 +206,10 @@ def read_tensors(path: Path, *, tensors: bool = True) -> tuple[str, dict[str, to
 
 
 def read_tensors_at(path: Path, name: str, place: int) -> torch.Tensor:
-    """Read one index of the first axis of a tensor in a safetensors file; the rest is not read.
+    """Read index `place` of the first axis of the tensor `name` in a safetensors file, and nothing else.
 
     Raises:
-        InvalidFile: missing, truncated, or without this tensor or place.
+        InvalidFile: the file is missing or truncated, or lacks this tensor or index.
     """
     require_file(path)
     try:
@@ -221,7 +222,7 @@ def read_tensors_at(path: Path, name: str, place: int) -> torch.Tensor:
 
 @contextmanager
 def blame(path: Path) -> Iterator[None]:
-    """Convert value and type errors raised while a file is decoded to `InvalidFile` with the file's name.
+    """Context manager that converts value and type errors of decoding to `InvalidFile` with the file's name.
 
     Raises:
         InvalidFile: the block raised a `ValueError`, as every `InvalidRequest` is, or a `TypeError`.
@@ -235,14 +236,14 @@ def blame(path: Path) -> Iterator[None]:
 
 
 def read_pt(path: Path, *, mapped: bool = False) -> Any:
-    """Read a file written by `torch.save`, tensors on the CPU; no code in it is run.
+    """Read a file that `torch.save` wrote, with its tensors on the CPU; no code in it is run.
 
     Args:
         path: the file.
-        mapped: True to map the tensors' memory from the file, which is read as far as they are used.
+        mapped: True to map the tensors' memory from the file, whose pages are then read on first use.
 
     Raises:
-        InvalidFile: missing, truncated, no `.pt` file, or one with more than tensors, numbers, text and containers.
+        InvalidFile: the file is missing, truncated, no `.pt`, or has more than tensors, numbers, text and containers.
     """
     require_file(path)
     try:
@@ -261,14 +262,14 @@ def _first_line(error: BaseException) -> str:
 def array_shape(
     archive: zipfile.ZipFile, member: zipfile.ZipInfo, kinds: str = "f", text: str = "floating-point numbers"
 ) -> tuple[int, ...]:
-    """Return the shape of an array of an `.npz`, from its header.
+    """Return the shape of an array in an `.npz`, from the array's header.
 
     Args:
-        archive, member: the file, and the array in it.
+        archive, member: the open `.npz`, and its entry for the array.
         kinds, text: kinds of dtype that are accepted, by NumPy's letters and in words.
 
     Raises:
-        ValueError: it is of another dtype, or has another size than it says.
+        ValueError: the array has another dtype, or another size than its header declares.
     """
     with archive.open(member) as file:
         lib: Any = np.lib.format

@@ -1,4 +1,4 @@
-"""Fingerprint of an open model: all that its answers depend on, compared when a run is resumed; and nearest paths."""
+"""Fingerprints of an open model, which are compared when a run is resumed, and hints for paths that do not exist."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from steercap.core.values import warn
 
 #: Patterns of the weight files that vLLM loads.
 WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
-#: Configuration files: the architecture, and the sampling and stop defaults.
+#: Names of the configuration files: architecture, and defaults of sampling and stopping.
 CONFIGS: Final = ("config.json", "generation_config.json")
-#: Bytes read at each end of a file of weights: a header of safetensors and the last tensor, without reading it all.
+#: Bytes read at each end of a weight file: the header and the last tensor, without reading the whole file.
 ENDS: Final = 64 << 10
-#: Variables of vLLM that change no answer: keys, logs, usage, folders, addresses, timeouts.
+#: Pattern of vLLM's environment variables that change no answer: keys, logs, usage, folders, addresses, timeouts.
 UNHEARD: Final = re.compile(
     r"VLLM_(.*(KEY|TOKEN)|.*LOG(GING)?_.*|.*LOGGING|(NO_)?USAGE_.*|DO_NOT_TRACK|HTTP_.*|.*_(CACHE|ROOT|PATH|PORT|IP)|"
     r"PORT|.*TIMEOUT.*|WORKER_MULTIPROC_METHOD)"
 )
-#: Maximum number of names of a folder that are compared with a misspelt one.
+#: Maximum number of names in a folder that are compared with a misspelt name.
 MOST_NAMES: Final = 10_000
-#: Cached digests by tokenizer; hashing a vocabulary of 150,000 takes a while.
+#: Cached digests, by tokenizer; hashing a vocabulary of 150,000 takes a while.
 _DIGESTS: Final[WeakKeyDictionary[Any, str]] = WeakKeyDictionary()
 
 
@@ -45,7 +45,7 @@ def tokenizer_of(model: OpenModel) -> Any:
 
 
 def identity_of(model: str, config: Any, tokenizer: Any) -> dict[str, str]:
-    """Return the fields that identify a model, "" where something is not set.
+    """Return the fields that identify a model, by name; "" for a field that is not set.
 
     Args:
         model: name on the hub, or path.
@@ -53,10 +53,9 @@ def identity_of(model: str, config: Any, tokenizer: Any) -> dict[str, str]:
         tokenizer: tokenizer of the model.
 
     Returns:
-        Fields by name: name, revision, dtype, quantization; weights, a commit of the hub or the SHA-256 of
-        `weights_digest`;
-        generation, the SHA-256 of the engine's own sampling defaults and overrides of the configuration; and
-        chat_template, the SHA-256 of the template.
+        name, revision, dtype, quantization; weights, a commit of the hub or the result of `weights_digest`; generation,
+        the SHA-256 of the engine's own sampling defaults and overrides of the configuration; and chat_template, the
+        SHA-256 of the template.
     """
     overrides = config.hf_overrides
     defaults = [
@@ -76,7 +75,7 @@ def identity_of(model: str, config: Any, tokenizer: Any) -> dict[str, str]:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Return the SHA-256, in hexadecimal, of all that decides how a tokenizer splits a text; "" if there is none."""
+    """Return the SHA-256, in hexadecimal, of all that determines how a tokenizer splits a text; "" for None."""
     if tokenizer is None:
         return ""
     with suppress(TypeError):  # one that cannot be a key
@@ -107,13 +106,11 @@ def template_digest(tokenizer: Any) -> str:
 def weights_digest(path: str | Path, *, dated: bool = False) -> str:
     """Return a SHA-256, in hexadecimal, that identifies the weights in a folder, or in one file.
 
-    It covers the configuration files, and the name, size and first and last 64 KiB of each weight file. Copies have the
-    same hash, whenever they were made.
+    It covers the configuration files, and name, size, first and last 64 KiB of each weight file; copies share it.
 
     Args:
         path: the folder or file.
-        dated: True to cover the time of change of each weight file too: copies differ, and files that were written
-            anew.
+        dated: True to cover each weight file's time of change too, so that copies and rewritten files differ.
     """
     found = hashlib.sha256()
     for part in _parts(Path(path), dated=dated):
@@ -122,13 +119,13 @@ def weights_digest(path: str | Path, *, dated: bool = False) -> str:
 
 
 def files_of(model: str, revision: str | None = None) -> str:
-    """Return a SHA-256, in hexadecimal, of a model's files on this machine, "" if none are there.
+    """Return a SHA-256, in hexadecimal, that identifies a model's files on this machine; "" if there are none.
 
     Beside what `weights_digest` reads, it covers the relative path, size and time of change of every file in the
     model's folder, and so the tokenizer, the chat template and weights that were edited in place. Copies differ.
 
     Args:
-        model: path of the model, or its name on the hub: that of the snapshot in the hub's cache, and its commit.
+        model: path of the model, or its name on the hub, whose snapshot in the hub's cache and commit are hashed.
         revision: revision or commit of a name on the hub, None for its main branch.
     """
     folder = Path(model) if os.path.exists(model) else _snapshot(model, revision)  # noqa: PTH110 -- it may be no path
@@ -144,7 +141,7 @@ def files_of(model: str, revision: str | None = None) -> str:
 
 
 def surroundings() -> dict[str, str]:
-    """Return what else an engine's answers depend on, by name: vLLM's version, Python's folder, variables of vLLM."""
+    """Return what answers depend on besides the model, by name: vLLM's version, VLLM_* variables, Python's folder."""
     found = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
     found = {name: value for name, value in found.items() if not UNHEARD.fullmatch(name)}
     with suppress(PackageNotFoundError):
@@ -153,10 +150,10 @@ def surroundings() -> dict[str, str]:
 
 
 def digest_of(words: Sequence[str]) -> str:
-    """Return the SHA-256 of a command's options, in hexadecimal, and of all that they stand for.
+    """Return the SHA-256, in hexadecimal, of a command's options and of the files that they name.
 
-    These are the resolved paths and contents of files and folders that a word, or its part after "=", names, and the
-    STEERCAP_* variables. Of --folder, which rows are written to, it is the path alone.
+    It covers the resolved paths and contents of files and folders that a word, or its part after "=", names, and the
+    STEERCAP_* variables. Of --folder, which rows are written to, it covers the path alone.
     """
     found: list[Any] = [sorted(item for item in os.environ.items() if item[0].startswith("STEERCAP_"))]
     for before, word in zip(("", *words), words, strict=False):
@@ -170,7 +167,7 @@ def digest_of(words: Sequence[str]) -> str:
 
 
 def _snapshot(name: str, revision: str | None) -> Path | None:
-    """Return the folder of a model's snapshot in the hub's cache, None if it is not there."""
+    """Return the folder of a model's snapshot in the hub's cache, None if it is missing; `revision` None is "main"."""
     if find_spec("huggingface_hub") is None:
         return None
     with extra("cuda", "cpu"):
@@ -223,19 +220,19 @@ def _ends(file: Path, *, dated: bool) -> Iterator[bytes]:
 
 
 def _digest(value: Any) -> str:
-    """Return the SHA-256 of plain data as canonical JSON, "" for None."""
+    """Return the SHA-256, in hexadecimal, of plain data as canonical JSON; "" for None."""
     if value is None:
         return ""
     return hashlib.sha256(msgspec.json.encode(value, order="deterministic", enc_hook=str)).hexdigest()
 
 
 def warn_of_other_model(what: str, label: str, names: Collection[str], *, tuned: bool = False) -> None:
-    """Warn of an object whose label names another model than this one.
+    """Warn if an object, such as a vector, was made for another model than the open one.
 
     Args:
         what: name of the object, for the message.
-        label: model that the object names: a path, a name on the hub, transformers' `model_type`; "" if none.
-        names: names of this model, "" ignored.
+        label: model that the object was made for: path, hub name or transformers' `model_type`; "" if unknown.
+        names: names of the open model; "" is ignored.
         tuned: True if a base model and its instruct model count as the same.
     """
 
@@ -251,31 +248,31 @@ def warn_of_other_model(what: str, label: str, names: Collection[str], *, tuned:
 
 
 def short_name(model: str) -> str:
-    """Return a model's name for comparisons, without its owner or folder; TransformerLens's gpt2-small becomes gpt2."""
+    """Return a model's name for comparisons: lower case, without owner or folder; gpt2-small becomes gpt2."""
     name = (_in_cache(model) or model.rstrip("/")).rpartition("/")[2].casefold().replace("_", "-")
     return "gpt2" if name == "gpt2-small" else name
 
 
 def names_of(model: str) -> tuple[str, ...]:
-    """Return the names that files use for a model of this path or name, which offline is a snapshot's path in vLLM."""
+    """Return the names by which files may refer to a model, given its path (also of a hub snapshot) or name."""
     return tuple(filter(None, (_in_cache(model), model_name(model))))
 
 
 def _in_cache(path: str) -> str:
-    """Return the repository's name in the path of a snapshot in huggingface_hub's cache; "" for any other path."""
+    """Return the repository's name from the path of a snapshot in the hub's cache; "" for any other path."""
     found = re.search(r"models--(?:([^/]*)--)?([^/]+)/snapshots/", path)
     return "/".join(filter(None, found.groups())) if found else ""
 
 
 def model_name(model: str) -> str:
-    """Return the model's name for files: its name on the hub, or that of its folder."""
+    """Return the name of a model for files: its name on the hub, or that of its folder."""
     return Path(model).name if Path(model).is_dir() else model
 
 
 def nearest_path(path: str | Path) -> str:
-    """Return what to add to the error of a path that does not exist: which folder is missing, and the nearest path.
+    """Return a hint for the error about a missing path: the folder that is missing, and the most similar path.
 
-    It is "" where the folders may not be looked at.
+    It is "" if the folders cannot be listed.
     """
     with suppress(OSError):
         return _nearest(path)

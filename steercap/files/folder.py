@@ -1,8 +1,8 @@
-"""Run folders: a definition file says what the records depend on, and a resumed run must match it.
+"""Run folders: a definition file holds the settings that the records depend on, and a resumed run must match it.
 
-Every file in it appears whole or not at all: the definition by `files.base.write_whole`, records by
-`files.tables.TableWriter`. So a process that is killed leaves half-written files at most, under temporary names;
-they are removed when the folder is opened again.
+Every file appears whole or not at all: the definition by `files.base.write_whole`, records by
+`files.tables.TableWriter`. So a killed process leaves half-written files under temporary names at most; they are
+removed when the folder is opened again.
 """
 
 from __future__ import annotations
@@ -24,22 +24,21 @@ from steercap.files.fingerprint import nearest_path
 
 Definition = TypeVar("Definition", bound=msgspec.Struct)
 
-#: Maximum number of differences that an error names.
+#: Maximum number of differences that an error lists.
 NAMED: Final = 5
-#: Lock file; it stays, empty.
+#: Name of the lock file, which is empty and is never removed.
 LOCK: Final = ".lock"
 
 
 def differences(stored: Any, expected: Any, *, but: Collection[str] = (), none_is_unset: bool = False) -> list[str]:
     """Return the differences of two definitions in words, such as "model.name was 'a', is 'b'".
 
-    They are compared as JSON holds them, tuples as lists; where both hold a mapping, its entries one by one.
+    Both are compared as JSON data, tuples as lists; mappings are compared entry by entry.
 
     Args:
-        stored, expected: Structs or mappings: the definition in a folder, and that of the run to resume.
+        stored, expected: definition in a folder, and that of the run to resume: Structs or mappings.
         but: names of fields that may differ.
-        none_is_unset: True to take a field that is None as one that is missing: a version that did not know it yet
-            wrote nothing of it.
+        none_is_unset: True to treat a None as missing: older versions did not write fields that they did not know.
     """
     was, now = map(_as_stored, (stored, expected))
     if none_is_unset:
@@ -48,14 +47,14 @@ def differences(stored: Any, expected: Any, *, but: Collection[str] = (), none_i
 
 
 def _as_stored(one: Any) -> dict[str, Any]:
-    """Return what JSON holds of a Struct or mapping, under the names that Python has for the fields of the Struct."""
+    """Return a Struct or mapping as JSON data, with a Struct's fields under their Python names."""
     found = msgspec.json.decode(msgspec.json.encode(one), type=dict[str, Any])
     fields = msgspec.structs.fields(one) if isinstance(one, msgspec.Struct) else ()
     return found | {field.name: found.pop(field.encode_name) for field in fields if field.encode_name in found}
 
 
 def _apart(name: str, was: Mapping[str, Any], now: Mapping[str, Any], under: str = "") -> list[str]:
-    """Return the differences of one entry; a missing one differs from None."""
+    """Return the differences of entry `name` in words; a missing entry differs from None. `under` is a prefix."""
     one, other = was.get(name, msgspec.UNSET), now.get(name, msgspec.UNSET)
     if isinstance(one, dict) and isinstance(other, dict):
         return [line for key in {**one, **other} for line in _apart(key, one, other, f"{under}{name}.")]
@@ -65,15 +64,15 @@ def _apart(name: str, was: Mapping[str, Any], now: Mapping[str, Any], under: str
 
 @dataclass(frozen=True)
 class FolderKind(Generic[Definition]):
-    """Format of the folders of one kind of run.
+    """Format of the folders of one kind of run, whose settings are in a definition file.
 
     Args:
         file: name of the definition file, in JSON.
         type: type of the definition.
         noun: name of a run of this kind, for messages.
-        differing: function of the definition in a folder and the wanted one, which returns their differences in words,
-            as far as the records depend on them; by default all, see `differences`. It may raise LookupError, TypeError
-            or AttributeError where something is lacking.
+        differing: function that returns, in words, the differences between the definition in a folder and the expected
+            one on which the records depend; by default all, see `differences`. It may raise LookupError, TypeError or
+            AttributeError if a setting is missing.
     """
 
     file: str
@@ -82,10 +81,10 @@ class FolderKind(Generic[Definition]):
     differing: Callable[[Definition, Definition], Sequence[str]] = differences
 
     def read(self, folder: str | Path) -> Definition:
-        """Read the definition in a folder.
+        """Read the definition file of a folder.
 
         Raises:
-            InvalidFile: it cannot be read.
+            InvalidFile: the file is missing, or not a valid definition.
         """
         file = Path(folder) / self.file
         try:
@@ -102,7 +101,7 @@ class FolderKind(Generic[Definition]):
             file: name of the file, for messages.
 
         Raises:
-            InvalidFile: it cannot be read.
+            InvalidFile: the content is not a valid definition.
         """
         try:
             return msgspec.json.decode(content, type=self.type)
@@ -114,19 +113,19 @@ class FolderKind(Generic[Definition]):
         return InvalidFile(f"{file} cannot be read as the definition of a {self.noun}: {reason}; choose another folder")
 
     def check_same(self, folder: str | Path, expected: Callable[[Definition], Definition]) -> Definition | None:
-        """Check that a folder holds no records of another run; nothing is written.
+        """Check that a folder holds no other run than the one to resume; nothing is written.
 
         Args:
             folder: run folder; it need not exist.
-            expected: function that returns the definition of the run to resume, given the one in the folder. It copies
-                from there what is not known yet, such as the model.
+            expected: function that returns the definition of the run to resume, given the one in the folder, from which
+                it may copy fields that are not known yet, such as the model.
 
         Returns:
             The definition in the folder, or None if there is none.
 
         Raises:
-            RunDiffers: it holds another run.
-            InvalidFile: it cannot be read, or lacks something.
+            RunDiffers: the folder holds another run.
+            InvalidFile: the definition cannot be read, or lacks settings.
         """
         file = Path(folder) / self.file
         if not file.exists():
@@ -160,10 +159,10 @@ class FolderKind(Generic[Definition]):
         """Prepare a folder for a run: create it if it is missing, and remove temporary files.
 
         Returns:
-            The definition in it, or None if it is new; then the caller still has to `write` it.
+            The folder's definition, or None if there is none yet, which the caller then has to `write`.
 
         Raises:
-            RunDiffers, InvalidFile: as for `check_same`; nothing has been changed.
+            RunDiffers, InvalidFile: as for `check_same`; nothing is changed then.
         """
         found = self.check_same(folder, lambda _: expected)
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -178,7 +177,7 @@ class FolderKind(Generic[Definition]):
 
 @contextmanager
 def locked(folder: str | Path) -> Iterator[None]:
-    """Lock a local folder against other writers, creating it if needed; a URL is not locked.
+    """Context manager that locks a local folder against other writers, creating it if needed; URLs are not locked.
 
     Raises:
         InvalidRequest: another writer holds the lock.

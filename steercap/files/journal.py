@@ -1,9 +1,9 @@
 """Append-only journal of a run in progress: one line of JSON per entry, beside the document that later holds them all.
 
-An entry costs one line, however many there are. A line counts once its line end is written. So a process that is killed
-leaves at most an incomplete last line, which readers ignore and the next writer cuts off. The first line says how many
-entries the document had when the journal was begun. This detects a journal whose entries are already in the document,
-but which has not been removed yet; its entries are skipped.
+Writing an entry costs one line, however many there are. A line counts once its newline is written: a killed process
+leaves at most an incomplete last line, which readers ignore and the next writer removes. The first line has the number
+of entries that the document had when the journal was begun. It detects a journal whose entries are already in the
+document, but which has not been removed yet; its entries are skipped.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Entry = TypeVar("Entry", bound=msgspec.Struct)
 
 
 class _Begin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """First line of a journal."""
+    """First line of a journal: the number of entries that the document had then."""
 
     after: int
 
 
 class JournalContent(NamedTuple, Generic[Entry]):
-    """Content of a journal.
+    """Content of a journal file.
 
     Args:
         after: number of entries that the document had when the journal was begun.
@@ -53,11 +53,11 @@ class JournalContent(NamedTuple, Generic[Entry]):
 
 
 class Journal(Generic[Entry]):
-    """Journal file of one run.
+    """Journal file of one run; to write, `lock` it, then `begin`.
 
     Args:
-        path: the file.
-        kind: type of the entries, decoded strictly.
+        path: path of the journal.
+        kind: type of the entries; lines of another form are refused.
         mode: permissions of a new file, as far as the umask leaves them.
     """
 
@@ -69,12 +69,12 @@ class Journal(Generic[Entry]):
         self._size = 0
 
     def read(self) -> JournalContent[Entry]:
-        """Read the journal; an empty one if there is no file.
+        """Read the journal; a missing file counts as an empty one.
 
-        Read it before the document, which is complete before the journal is removed.
+        Read the journal before the document, which is complete before the journal is removed.
 
         Raises:
-            InvalidFile: a complete line that is no valid entry.
+            InvalidFile: a complete line is no valid entry.
         """
         try:
             data = self.path.read_bytes()
@@ -99,8 +99,8 @@ class Journal(Generic[Entry]):
         """Lock out other writers until `close`; the kernel releases the lock when this process ends, however it does.
 
         Raises:
-            InvalidRequest: another process writes to it.
-            OSError: it cannot be written, or is a symbolic link, whose target must not be emptied.
+            InvalidRequest: another process holds the lock.
+            OSError: the file cannot be written, or is a symbolic link, whose target must not be emptied.
         """
         while self._file is None:
             file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, self._mode)
@@ -122,31 +122,31 @@ class Journal(Generic[Entry]):
         return self._file is not None
 
     def begin(self, after: int) -> None:
-        """Empty the journal and write its first line, with the number of entries that the document has."""
+        """Empty the journal and write its first line; `after` is the number of entries that the document has."""
         self.cut(0)
         self._write(_Begin(after))
 
     @property
     def size(self) -> int:
-        """Bytes written since the journal was begun."""
+        """Size of the journal in bytes, as written by this object."""
         return self._size
 
     def append(self, *entries: Entry) -> None:
-        """Append entries; they survive a kill of this process once this returns.
+        """Append entries, which survive a kill of this process once this method returns.
 
         Raises:
-            OSError: it cannot be written; nothing is appended.
+            OSError: the file cannot be written; nothing is appended.
         """
         self._write(*entries)
 
     def cut(self, size: int) -> None:
-        """Truncate the journal to an earlier `size`."""
+        """Truncate the journal to `size` bytes."""
         assert self._file is not None, "it is locked first"
         os.ftruncate(self._file, size)
         self._size = size
 
     def close(self, *, remove: bool) -> None:
-        """Release the lock; `remove` deletes the file, when the document holds all of its entries."""
+        """Release the lock; `remove` deletes the file, for when the document holds all entries. Idempotent."""
         if self._file is not None:
             if remove:
                 self.path.unlink(missing_ok=True)
@@ -167,7 +167,7 @@ class Journal(Generic[Entry]):
 
 
 def _is_at(path: Path, file: int) -> bool:
-    """Check if an open file is still the one at this path."""
+    """Return whether an open file descriptor is still that of the file at a path."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:

@@ -1,11 +1,10 @@
 """The native file format: a SteeringSpec, LayerVectors, a DirectionSet, ... as one safetensors file with a JSON header.
 
-The header is the metadata entry `steercap`: format version, kind, model, layer convention, SHA-256 of it all, and
+The header is the metadata entry `steercap`: format version, kind, model, layer convention, SHA-256 of the whole, and
 the content: the dataclass as `{"type": ..., "fields": ...}`, down to tensors by name. Values that JSON lacks are
-objects
-with one key that names their type: `{"tensor": name}`, `{"slice": [...]}`, `{"tokens": [...]}`. Every field is written,
-whatever its default, so that a later default changes no file. The module that writes a kind of file declares the types
-it may hold: a `FileKind`.
+objects with one key that names their type: `{"tensor": name}`, `{"slice": [...]}`, `{"tokens": [...]}`. Every field is
+written, even if it has its default, so that a later default changes no file. The module that writes a kind of file
+declares the types that may occur in it: a `FileKind`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Value = TypeVar("Value")
 VERSION: Final = 1
 #: Meaning of layer numbers in every file.
 CONVENTION: Final = "layers count from 0; resid_post of layer i is hidden_states[i + 1] of transformers"
-#: Function that reads each kind of file that steercap writes.
+#: Function that reads each kind of file that steercap writes, for messages.
 READERS: Final = {
     "steering": "SteeringSpec.load",
     "vectors": "LayerVectors.load",
@@ -49,12 +48,12 @@ READERS: Final = {
 
 @dataclasses.dataclass(frozen=True)
 class FileKind:
-    """Types that a file of one kind may hold.
+    """Kind of native file: its name, and the types that may occur in it.
 
     Args:
         name: name of the kind in the header; one of `READERS`.
         types: dataclasses that may occur in it, by their names in the file.
-        left_out: function that returns the fields of a value that are not written, since they follow from others.
+        left_out: function that returns the fields of an object that are not written, as they follow from others.
         noun: name of its parts, for messages.
     """
 
@@ -65,22 +64,22 @@ class FileKind:
 
 
 class _Preface(msgspec.Struct, frozen=True):
-    """Fields in the header of every version and kind; files of captures name no kind."""
+    """Fields in the header of every version and kind; files of captures have no `kind`."""
 
     version: int
     kind: str = "captures"
 
 
 class NativeHeader(msgspec.Struct, frozen=True, omit_defaults=True):
-    """JSON header of a file.
+    """JSON header of a native file.
 
     Args:
         version: version of the format.
         kind: one of `READERS`, "captures" aside.
-        model: name of the model it was made for, "" if unknown.
+        model: name of the model that the content was made for, "" if unknown.
         convention: meaning of layer numbers.
-        sha256: SHA-256 of the tensors and of all else in the header, in hexadecimal.
-        content: the dataclass as JSON, see the module.
+        sha256: SHA-256, in hexadecimal, of the tensors and of all other fields.
+        content: the dataclass as JSON data, with tensors by name; see the module.
         provenance: origin of the content, text and numbers by name; informational.
     """
 
@@ -96,12 +95,12 @@ class NativeHeader(msgspec.Struct, frozen=True, omit_defaults=True):
 def save(
     value: object, path: str | Path, kind: FileKind, *, model: str = "", provenance: Mapping[str, Any] | None = None
 ) -> Path:
-    """Write a value of one of the kind's types, with all its fields, to a file, which appears whole or not at all.
+    """Write an object of one of the kind's types to a file, whole or not at all, and return the path.
 
-    The name of the model, and the origin as JSON data, are informational.
+    `model` (a name) and `provenance` (JSON data on the origin) are informational.
 
     Raises:
-        InvalidSpec: a part that is none of the kind's types, or a field that cannot be written.
+        InvalidSpec: the object or a part of it has another type, or a field cannot be written.
         InvalidFile: the name ends in something other than .safetensors.
     """
     store = _Store(kind)
@@ -127,10 +126,10 @@ def sha256_of(value: object, kind: FileKind) -> str:
 
 
 def load(path: str | Path, kind: FileKind, expected: type[Value]) -> Value:
-    """Read a value of the expected type that `save` wrote.
+    """Read an object of the expected type that `save` wrote; its SHA-256 is checked.
 
     Raises:
-        InvalidFile: truncated, changed, of another kind or a newer version, or with a part or field not known here.
+        InvalidFile: the file is truncated, changed, of another kind or version, or has an unknown type or field.
     """
     path = Path(path)
     header, tensors = _read(path)
@@ -150,10 +149,10 @@ def load(path: str | Path, kind: FileKind, expected: type[Value]) -> Value:
 
 
 def read_header(path: str | Path) -> NativeHeader:
-    """Read the header of a file of one of `READERS`, captures aside; tensors are neither read nor checked.
+    """Read the header of a native file of any kind but captures; tensors are neither read nor checked.
 
     Raises:
-        InvalidFile: no such file, truncated, or of a newer version.
+        InvalidFile: the file is missing, truncated, of captures, or of a newer version.
     """
     return _read(Path(path), tensors=False)[0]
 
@@ -204,13 +203,13 @@ class _Store:
 
 
 def _signed(header: NativeHeader, tensors: Mapping[str, torch.Tensor]) -> NativeHeader:
-    """Return the header with the SHA-256 over the tensors and the rest of the header."""
+    """Return the header with the SHA-256 over the tensors and the other fields."""
     said = msgspec.json.encode(msgspec.structs.replace(header, sha256=_digest(tensors)))
     return msgspec.structs.replace(header, sha256=hashlib.sha256(said).hexdigest())
 
 
 def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return the SHA-256, in hexadecimal, over names, dtypes, shapes and bytes, sorted by name."""
+    """Return the SHA-256, in hexadecimal, over names, dtypes, shapes and bytes of tensors, sorted by name."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
@@ -219,8 +218,7 @@ def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def _pack(value: object, at: str, store: _Store) -> Any:  # noqa: C901 -- one case a type
-    """Convert a spec, an edit, vectors, or a field to JSON; tensors go to the store, by the path `at`:
-    "edits.0.vector".
+    """Convert an object or a field to JSON data; tensors go to `store`, named by the path `at`: "edits.0.vector".
 
     Raises:
         InvalidSpec: a value of another type.
@@ -260,11 +258,11 @@ def _pack_fields(value: Any, at: str, store: _Store) -> dict[str, Any]:
 
 
 def _unpack(value: Any, tensors: Mapping[str, torch.Tensor], kind: FileKind) -> Any:
-    """Convert JSON from `_pack` back to the value; sequences become tuples.
+    """Convert JSON data from `_pack` back to the value; sequences become tuples.
 
     Raises:
-        InvalidSpec: something `_pack` does not write, or an edit, a field or a tensor that is not there.
-        TypeError, ValueError: a field that its type refuses.
+        InvalidSpec: the data has another form than `_pack` writes, or names an unknown type, field or tensor.
+        TypeError, ValueError: the dataclass refuses a field.
     """
     found: Any
     match value:
@@ -292,7 +290,7 @@ def _unpack(value: Any, tensors: Mapping[str, torch.Tensor], kind: FileKind) -> 
 
 
 def _make(kind: FileKind, name: str, values: dict[str, Any]) -> object:
-    """Construct a dataclass of the kind from its fields."""
+    """Construct a dataclass, by its name in the kind, from its fields; raise InvalidSpec if names do not match."""
     if name not in kind.types:
         names = sorted(kind.types, key=str.swapcase)  # lower-case names (edits) first
         hint = choices(name, names)
@@ -309,7 +307,7 @@ def _make(kind: FileKind, name: str, values: dict[str, Any]) -> object:
 
 
 def _fields(kind: type) -> dict[str, bool]:
-    """Return the names of the fields; True for those without a default."""
+    """Return a dataclass's init fields by name: True for those without a default."""
     missing = dataclasses.MISSING
     return {
         field.name: field.default is missing and field.default_factory is missing

@@ -1,8 +1,8 @@
 """Reader of pickled files that runs no code: tensors, arrays, plain values, and inert stand-ins for everything else.
 
-`torch.load(weights_only=True)` refuses pickled scikit-learn objects, and without it a file can run anything. Here the
-opcodes of a pickle are carried out on values of our own: no name in it is imported, nothing in it is called. Files of
-`torch.save` are read, zip archives and the format before 2020, into memory in proportion to their size.
+`torch.load(weights_only=True)` refuses pickled scikit-learn objects, and without that option a file can run any code.
+Here the opcodes of a pickle act on plain values: no name in it is imported, nothing in it is called. Files of
+`torch.save` are read, both zip archives and the format before 2020; memory stays in proportion to the file's size.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from steercap.files.base import blame, require_file
 
 _MAGIC: Final = 0x1950A86A20F9469CFC6C  # the first value of a file before 2020
 _DTYPE: Final = re.compile(r"[<>|=]?(?:[fiub]\d{1,2}|[US]\d{1,6}|\?)", re.ASCII)
-#: Storages that are read, each the name of a dtype of torch in another case.
+#: Storage types that are read, each named after a dtype of torch in another case.
 _STORAGES: Final = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Bool")
 _DAMAGED: Final = (zipfile.BadZipFile, struct.error, AttributeError, EOFError, LookupError, MemoryError, OSError)
-#: Opcodes that push their argument.
+#: Pattern of the opcodes that push their argument.
 _PUSHED: Final = re.compile(r"(BIN)?INT[12]?|LONG[14]?|(BIN)?FLOAT|((SHORT_)?BIN)?(STRING|UNICODE|BYTES)8?|BYTEARRAY8")
-#: Function from dtype, key and number of elements to the elements, None while a file is looked through.
+#: Function from dtype, key and number of elements to a storage's elements; None on a pass that only reads sizes.
 _Find: TypeAlias = Callable[[torch.dtype, str, int], torch.Tensor | None]
 
 
@@ -41,7 +41,7 @@ class StandIn:
     """Object of a class that is not imported, or result of a function that is not called.
 
     Args:
-        name, args, state: name of the class or function, with its module; its arguments; the object's state.
+        name, args, state: name of the class or function with its module; call arguments; pickled state of the object.
     """
 
     name: str
@@ -53,13 +53,13 @@ class StandIn:
 
 
 class PickledArray(StandIn):
-    """Array of NumPy, whose state is version, shape, dtype, whether the first axis varies fastest, and bytes."""
+    """Pickled NumPy array; its state is (version, shape, dtype, True for Fortran order, bytes)."""
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """Return a copy as a NumPy array of the pickled shape and dtype, in this machine's byte order.
 
         Raises:
-            ValueError: it holds objects or records, or its bytes do not fit its shape.
+            ValueError: the array holds objects or records, or its bytes do not fit its shape.
         """
         match self.state:
             case (_, tuple(shape), StandIn("numpy.dtype", (str(text), *_), end), axes, bytes() | bytearray() as data):
@@ -81,7 +81,7 @@ def read_pickled(path: Path) -> Any:
         Tensors on the CPU, numbers, text, containers, `PickledArray`s and `StandIn`s.
 
     Raises:
-        InvalidFile: missing, damaged, not of `torch.save`, or one that would become much larger than it is.
+        InvalidFile: the file is missing, damaged, not of `torch.save`, or would take much more memory than its size.
     """
     require_file(path)
     try:
@@ -94,7 +94,7 @@ def read_pickled(path: Path) -> Any:
 
 
 class _Budget:
-    """Bytes that a file may still become."""
+    """Bytes of memory that reading a file may still allocate."""
 
     def __init__(self, left: int) -> None:
         self._left = left
@@ -106,7 +106,7 @@ class _Budget:
 
 
 class _Global(NamedTuple):
-    """Class, function or constant, by its name, which is not looked up."""
+    """Class, function or constant that a pickle names; the name is not imported."""
 
     module: str
     name: str
@@ -169,11 +169,11 @@ def _sizes(values: Any) -> bool:
 
 
 class _Machine:
-    """Interpreter of one pickle.
+    """Interpreter of one pickle; opcodes act on plain values, tensors and stand-ins.
 
     Args:
-        file: the pickle, read to its end and not beyond.
-        find, budget: function that returns the elements of a storage; bytes that may be allocated.
+        file: the pickle; it is read up to its end, and not beyond.
+        find, budget: function that returns the elements of a storage; memory that may be allocated.
     """
 
     def __init__(self, file: io.BytesIO, find: _Find, budget: _Budget) -> None:
@@ -181,7 +181,7 @@ class _Machine:
         self._stack, self._marks, self._memo = list[Any](), list[int](), dict[int, Any]()
 
     def run(self) -> Any:
-        """Return the value of the pickle."""
+        """Execute the opcodes, and return the value of the pickle."""
         for code, arg, _ in pickletools.genops(self._file):
             if _PUSHED.fullmatch(code.name):
                 self._stack.append(arg)
@@ -221,7 +221,7 @@ class _Machine:
                 raise ValueError(f"the pickle opcode {opcode} is not supported on {shown(self._stack[-2:])}")
 
     def _popped(self, count: int | None) -> list[Any]:
-        """Remove and return the last `count` values, or those since the last mark."""
+        """Remove and return the last `count` values of the stack, or, for None, those since the last mark."""
         start = self._marks.pop() if count is None else len(self._stack) - count
         if start < (self._marks[-1] if self._marks else 0):
             raise ValueError("the pickle takes more values from its stack than there are")
@@ -238,7 +238,7 @@ class _Machine:
             raise TypeError(f"the pickle adds items to {shown(target)}, which is not a list, dict or set")
 
     def _call(self, what: Any, args: Any, _: Any = None) -> Any:
-        """Return a value of our own for a call of a known function, and a stand-in for any other."""
+        """Return the result of a call of a function in `_KNOWN`, and a stand-in for any other call."""
         if not isinstance(what, _Global) or not isinstance(args, tuple):
             raise TypeError(f"the pickle calls {shown(what)}, which is not allowed")
         name = ".".join(what)
@@ -251,7 +251,7 @@ class _Machine:
         return self._find(getattr(torch, name.lower()), _text(key), numel)
 
     def tensor(self, elements: Any, offset: Any, size: Any, stride: Any, *_: Any) -> torch.Tensor | None:
-        """Return a tensor of a storage, in the manner of `torch._utils._rebuild_tensor_v2`."""
+        """Return a tensor that views a storage, like `torch._utils._rebuild_tensor_v2`; None without elements."""
         if elements is None:
             return None
         if not isinstance(elements, torch.Tensor) or not all(map(_sizes, [(offset,), size, stride])):
@@ -260,7 +260,7 @@ class _Machine:
         return elements.as_strided(size, stride, offset)  # which refuses what is beyond the end
 
     def encode(self, text: str, encoding: str) -> bytes:
-        """Return the bytes that protocol 2 writes as text."""
+        """Return the bytes that protocol 2 stores as latin1 text."""
         if encoding != "latin1":
             raise ValueError(f"text in encoding {shown(encoding)}, where only latin1 is read")
         self._budget.take(len(text))
@@ -283,9 +283,9 @@ def _dict(items: list[Any]) -> dict[Any, Any]:
     return dict(zip(map(_key, items[::2]), items[1::2], strict=True))
 
 
-#: Number of values that an opcode takes; others take those since the last mark.
+#: Number of values that an opcode pops; opcodes that are missing here pop those since the last mark.
 _COUNTS: Final = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "APPEND": 1, "SETITEM": 2, "POP": 1}
-#: Functions and classes whose results are values of our own; all others become stand-ins.
+#: Replacements for the functions and classes whose results are read as values; all others become stand-ins.
 _KNOWN: Final[Mapping[str, Callable[..., Any]]] = {
     "torch._utils._rebuild_tensor_v2": _Machine.tensor,
     "torch._utils._rebuild_parameter": lambda _, data, *_rest: data,

@@ -1,13 +1,13 @@
 """Spill file: a nameless file on disk for rows that do not fit in memory, with a quota and checksums.
 
-Linux makes a file that never had a name (O_TMPFILE), so no crash and no `kill -9` can leave one behind: the kernel
-frees it with its last descriptor. All rows share one such file, since a process may have few files open and many
-handles. Dropped rows are punched out of it, so that it takes only the disk space of those in use. On file systems that
-have no O_TMPFILE the file is removed right after it was made. On those that cannot punch holes, the space of dropped
-rows is used again, and the whole file is emptied when nothing in it is in use.
+Linux creates files that never have a name (O_TMPFILE), so no crash and no `kill -9` can leave one behind: the kernel
+frees the file with its last descriptor. All rows share one file, since a process may open few files and have many
+handles. Dropped rows are punched out of it, so that the file takes only the disk space of rows in use. On file systems
+without O_TMPFILE the file is removed right after its creation. On those that cannot punch holes, the space of dropped
+rows is reused, and the file is emptied when no row in it is in use.
 
-Bytes are read into memory and checked there, rather than mapped: checked bytes cannot change any more, and a disk
-that fails is an error of one read rather than a SIGBUS that ends the process.
+Bytes are read into memory and checked there, not mapped: checked bytes cannot change any more, and a failing disk
+causes an error of one read instead of a SIGBUS that ends the process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from steercap.errors import CaptureIncomplete, CaptureMemoryFull, InvalidSetting
 
 
 class Extent(NamedTuple):
-    """Consecutive blocks."""
+    """Run of consecutive blocks: the first block's number, and the number of blocks."""
 
     start: int
     length: int
@@ -43,8 +43,8 @@ class Extent(NamedTuple):
 class Extents:
     """Allocator of `total` blocks, which takes the lowest free ones first.
 
-    A request is split into several extents where it has to be, so nothing is lost to fragmentation, and no block beyond
-    the first `total` is ever used.
+    A request may be split into several extents, so that nothing is lost to fragmentation and no block beyond the
+    first `total` is ever used.
     """
 
     def __init__(self, total: int) -> None:
@@ -58,7 +58,7 @@ class Extents:
         return self.total - self.free
 
     def take(self, count: int) -> list[Extent] | None:
-        """Allocate `count` blocks, in one extent if one is large enough; return None if fewer are free."""
+        """Allocate `count` blocks, in one extent if possible; return the extents, or None if fewer blocks are free."""
         if count > self.free:
             return None
         whole = next((index for index, extent in enumerate(self._free) if extent.length >= count), None)
@@ -73,7 +73,7 @@ class Extents:
         return taken
 
     def give(self, extents: Iterable[Extent]) -> None:
-        """Free allocated blocks."""
+        """Free extents that `take` returned."""
         for start, count in extents:
             index = bisect_left(self._free, (start, 0))
             first, stop = start, start + count
@@ -90,18 +90,18 @@ class Extents:
 
 #: Unit of allocation in bytes: the least that can be punched out of a file.
 BLOCK_BYTES: Final = mmap.ALLOCATIONGRANULARITY
-#: Maximum bytes that are written, read and hashed at a time: a few milliseconds of a core.
+#: Maximum bytes written, read and hashed at once: a few milliseconds of a core.
 CHUNK_BYTES: Final = 8 << 20
-#: Alignment of arrays in bytes, so that any dtype can be viewed in them.
+#: Alignment of arrays in bytes, so that they can be viewed as any dtype.
 ALIGN: Final = 64
-#: Error numbers of file systems without O_TMPFILE; EISDIR and ENOENT are those of old kernels.
+#: Error numbers of file systems without O_TMPFILE; old kernels give EISDIR and ENOENT.
 _NO_TMPFILE: Final = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL})
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 class FileRange(NamedTuple):
-    """Consecutive bytes of the file.
+    """Consecutive bytes of the spill file, with their hash.
 
     Args:
         offset: position of the first byte in the file.
@@ -119,7 +119,7 @@ class Stored:
 
     Args:
         sizes: size of each array in bytes.
-        chunks: chunks with the arrays, in order; each array starts at a multiple of `ALIGN`.
+        chunks: byte ranges that hold the arrays, in order; each array starts at a multiple of `ALIGN`.
     """
 
     def __init__(self, sizes: Sequence[int], chunks: Sequence[FileRange]) -> None:
@@ -131,15 +131,15 @@ class SpillFile:
     """Spill file with a quota; its methods may be called from any thread.
 
     Args:
-        folder: folder of the file, which has no name there.
+        folder: folder on whose disk the nameless file is created.
         most_bytes: maximum bytes of the file.
 
     Raises:
-        InvalidSetting: no file can be made in `folder`.
+        InvalidSetting: no file can be created in `folder`.
 
     Attributes:
-        bytes_written: bytes written since it was made.
-        closed: True once it is closed.
+        bytes_written: total bytes written since the file was created.
+        closed: True once the file is closed.
     """
 
     def __init__(self, folder: Path, most_bytes: int) -> None:
@@ -157,7 +157,7 @@ class SpillFile:
 
     @property
     def name(self) -> str:
-        """Name for messages, with the /proc path by which other processes of the same user can read it."""
+        """Description of the file for messages, with the /proc path by which processes of the same user can read it."""
         return f"the spill file in {self.folder} (/proc/{os.getpid()}/fd/{self._fd})"
 
     @property
@@ -182,13 +182,13 @@ class SpillFile:
         return bool(self._dropped)
 
     def put(self, arrays: Sequence[Bytes], dropped: Callable[[], object] = lambda: None) -> Stored:
-        """Write arrays, uint8 [bytes] each.
+        """Write arrays, uint8 [bytes] each, and return a reference to them.
 
-        `dropped` is called when the returned reference is dropped, from any thread and at any moment.
+        `dropped` is called when the reference is garbage-collected, from any thread and at any moment.
 
         Raises:
-            CaptureMemoryFull: the quota has no room for them.
-            OSError: they cannot be written; then they take no room.
+            CaptureMemoryFull: the quota has no room for the arrays.
+            OSError: the arrays cannot be written; they then use no quota.
             ModelClosed: the file was closed.
         """
         sizes = [array.nbytes for array in arrays]
@@ -204,12 +204,12 @@ class SpillFile:
         return stored
 
     def reserve(self, size: int, dropped: Callable[[], object] = lambda: None) -> Stored:
-        """Count bytes against the quota that another process writes to a file of its own.
+        """Reserve `size` bytes of the quota, for bytes that another process writes to its own file.
 
-        They are free once the returned reference is dropped, which calls `dropped`, as for `put`.
+        They are free again once the returned reference is garbage-collected, which calls `dropped`, as for `put`.
 
         Raises:
-            CaptureMemoryFull: the quota has no room for them.
+            CaptureMemoryFull: the quota has no room for the bytes.
         """
         extents = self._take(-(-size // BLOCK_BYTES))
         stored = Stored((), ())
@@ -220,7 +220,7 @@ class SpillFile:
         """Read stored arrays into new memory and verify their checksums.
 
         Raises:
-            CaptureIncomplete: the file does not hold what was written.
+            CaptureIncomplete: the bytes differ from those written, or cannot be read.
             ModelClosed: the file was closed.
         """
         whole = np.empty(needed_bytes(stored.sizes), dtype=np.uint8)
@@ -248,7 +248,7 @@ class SpillFile:
             self._stored -= len(gone)
 
     def stop(self) -> None:
-        """Make running reads and writes raise ModelClosed soon."""
+        """Make running and later reads and writes raise ModelClosed."""
         self._stopped = True
 
     def close(self) -> None:
@@ -272,7 +272,7 @@ class SpillFile:
         return extents
 
     def _written(self, arrays: Sequence[Bytes], extents: Sequence[Extent]) -> Iterator[FileRange]:
-        """Write arrays and yield the chunks; each is copied first, so that no byte changes after it was hashed."""
+        """Write arrays and yield their byte ranges; bytes are copied before hashing, so that they cannot change."""
         left = needed_bytes([array.nbytes for array in arrays])
         scratch = np.empty(min(left, CHUNK_BYTES), dtype=np.uint8)
         pieces = _padded(arrays)
@@ -304,7 +304,7 @@ class SpillFile:
         dropped()
 
     def _punch(self, extents: Sequence[Extent]) -> None:
-        """Punch blocks, in ascending order, out of the file; adjacent blocks by one call, as there can be thousands."""
+        """Punch ascending blocks out of the file, adjacent blocks by one call, since there can be thousands."""
         end = os.fstat(self._fd).st_size
         while extents:
             start, length = extents[0]
@@ -315,20 +315,20 @@ class SpillFile:
             punch(self._fd, offset, min(length * BLOCK_BYTES, end - offset))
 
     def _require_open(self) -> None:
-        """Raise ModelClosed if the file was closed, which the model's end does."""
+        """Raise ModelClosed if the file was stopped or closed, as the model's end does."""
         if self._stopped:
             raise ModelClosed("the model was closed while rows were moved to or from disk")
 
 
 def punch(fd: int, offset: int, size: int) -> None:
-    """Free the disk space of bytes of a file, from a multiple of `BLOCK_BYTES` on; where it cannot be, it stays."""
+    """Free the disk space of `size` bytes of a file from `offset`, a multiple of `BLOCK_BYTES`, on, if it can be."""
     if size > 0:
         with contextlib.suppress(OSError), mmap.mmap(fd, size, offset=offset) as memory:
             memory.madvise(mmap.MADV_REMOVE)
 
 
 def needed_bytes(sizes: Sequence[int]) -> int:
-    """Return the bytes that arrays of these sizes take in the file, each aligned to `ALIGN`."""
+    """Return the bytes that arrays of these sizes in bytes take in the file, each padded to a multiple of `ALIGN`."""
     return sum(-(-size // ALIGN) * ALIGN for size in sizes)
 
 
@@ -342,10 +342,10 @@ def default_folder() -> Path:
 
 
 def nameless_file(folder: Path) -> int:
-    """Create and open a file without a name in a folder; return its descriptor.
+    """Create a nameless file on the disk of a folder, open for reading and writing; return its descriptor.
 
     Raises:
-        InvalidSetting: no file can be made there.
+        InvalidSetting: no file can be created there.
     """
     try:
         with contextlib.suppress(_Lacking):
@@ -358,7 +358,7 @@ def nameless_file(folder: Path) -> int:
 
 
 class _Lacking(Exception):
-    """The file system has no O_TMPFILE."""
+    """Error of a file system without O_TMPFILE."""
 
 
 def _tmpfile(folder: Path) -> int:
@@ -375,7 +375,7 @@ def _starts(sizes: Sequence[int]) -> Iterator[int]:
 
 
 def _padded(arrays: Sequence[Bytes]) -> deque[Bytes]:
-    """Return the arrays interleaved with zeros that pad each to a multiple of `ALIGN`."""
+    """Return the arrays, each followed by zeros that pad it to a multiple of `ALIGN` bytes."""
     pieces: deque[Bytes] = deque()
     for array in arrays:
         pieces.extend((array, np.zeros(-array.nbytes % ALIGN, dtype=np.uint8)))
@@ -383,7 +383,7 @@ def _padded(arrays: Sequence[Bytes]) -> deque[Bytes]:
 
 
 def _fill(chunk: Bytes, pieces: deque[Bytes]) -> None:
-    """Fill a chunk with the next bytes of the pieces, and remove these bytes from them."""
+    """Move bytes from the front of `pieces` to `chunk` until it is full."""
     filled = 0
     while filled < len(chunk):
         piece = pieces.popleft()
@@ -395,10 +395,10 @@ def _fill(chunk: Bytes, pieces: deque[Bytes]) -> None:
 
 
 def write_all(fd: int, data: Bytes, offset: int) -> None:
-    """Write all bytes, uint8 [bytes], at an offset.
+    """Write all bytes, uint8 [bytes], to an open file from byte `offset` on.
 
     Raises:
-        OSError: the disk does not take them.
+        OSError: the disk is full or fails.
     """
     view = data.data
     while view:
@@ -407,7 +407,7 @@ def write_all(fd: int, data: Bytes, offset: int) -> None:
 
 
 def read_all(fd: int, into: Bytes, offset: int) -> int:
-    """Read bytes from an offset on, and return their number: fewer than `into` has at the end of the file."""
+    """Read an open file from byte `offset` on; return the number of bytes, less than `into` has at the file's end."""
     view = into.data
     while view and (count := os.preadv(fd, [view], offset)):
         view, offset = view[count:], offset + count

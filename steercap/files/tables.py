@@ -1,4 +1,4 @@
-"""Parquet tables of records, as pipelines and experiments write them and other tools can open."""
+"""Parquet tables of records (msgspec Structs), written by pipelines and experiments, readable by other tools."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 
 AnyRecord = TypeVar("AnyRecord", bound=msgspec.Struct)
 
-#: Records of a part, and seconds until one is written with fewer: a kill loses no more than these.
+#: Records of a full part, and seconds until a smaller part is written: a kill loses no more than these.
 PART_RECORDS, PART_SECONDS = 32, 5.0
 
 
 def write_table(path: str | Path, records: Sequence[msgspec.Struct]) -> Path:
-    """Write records of one type to a Parquet file, one row each; the file appears whole or not at all.
+    """Write records of one type to a Parquet file, one row each, whole or not at all; return its path.
 
-    They are msgspec Structs of text, numbers, and lists or mappings of these.
+    Records are msgspec Structs of text, numbers, and lists or mappings of these.
 
     Raises:
-        InvalidFile: the name has another extension.
+        InvalidFile: the name has another extension than .parquet.
     """
     check_extension(Path(path), ".parquet")
     return save_table(path, table_of(records))
 
 
 def table_of(records: Sequence[msgspec.Struct], columns: Mapping[str, Sequence[float]] | None = None) -> pa.Table:
-    """Return records of one type as a pyarrow Table, one row each, with further columns by name."""
+    """Return records of one type as a pyarrow Table, one row each; `columns` are further columns, by name."""
     with extra("experiments", "evaluation", "personas"):
         import pyarrow as pa
 
@@ -56,7 +56,7 @@ def table_of(records: Sequence[msgspec.Struct], columns: Mapping[str, Sequence[f
 
 
 def save_table(path: str | Path, table: pa.Table) -> Path:
-    """Write a pyarrow Table to a Parquet file, which appears whole or not at all."""
+    """Write a pyarrow Table to a Parquet file, whole or not at all; return its path."""
     with extra("experiments", "evaluation", "personas"):
         from pyarrow import parquet
 
@@ -66,10 +66,10 @@ def save_table(path: str | Path, table: pa.Table) -> Path:
 
 
 def export_table(path: str | Path, table: pa.Table) -> Path:
-    """Write a pyarrow Table to one file, `.parquet` or `.csv`, which appears whole or not at all.
+    """Write a pyarrow Table to a `.parquet` or `.csv` file, whole or not at all; return its path.
 
     Raises:
-        InvalidFile: the suffix is another one.
+        InvalidFile: the name has another extension.
     """
     with extra("analysis", "experiments"):
         from pyarrow import csv, parquet
@@ -83,10 +83,10 @@ def export_table(path: str | Path, table: pa.Table) -> Path:
 
 
 def read_table(path: str | Path, kind: type[AnyRecord]) -> list[AnyRecord]:
-    """Read a table that `write_table` wrote.
+    """Read a table that `write_table` wrote, as records of a type.
 
     Raises:
-        InvalidFile: no such file, no Parquet, or a table of something else.
+        InvalidFile: the file is missing, no Parquet, or a table of another type.
     """
     with extra("experiments", "evaluation", "personas"):
         import pyarrow as pa
@@ -101,13 +101,13 @@ def read_table(path: str | Path, kind: type[AnyRecord]) -> list[AnyRecord]:
 
 
 class TableWriter(Generic[AnyRecord]):
-    """Append-only table in a folder, written in parts as records come; leaving its context writes the last part.
+    """Append-only table in a folder, written in parts as records are added; leaving the context writes the last part.
 
     Args:
         folder: folder of the parts.
         kind: type of the records.
-        records: records of a full part.
-        seconds: maximum time until a part is written with fewer.
+        records: number of records of a full part.
+        seconds: seconds until a part is written with fewer records.
         clock: monotonic clock, in seconds.
     """
 
@@ -127,11 +127,11 @@ class TableWriter(Generic[AnyRecord]):
         self._written = clock()
 
     def read(self) -> list[AnyRecord]:
-        """Read all written records, in no order."""
+        """Read all written records, in no particular order."""
         return [record for path in self._paths() for record in read_table(path, self._kind)]
 
     def add(self, record: AnyRecord) -> None:
-        """Add a record. A part is written once enough records wait, or some seconds after the last one was written."""
+        """Add a record; write a part if it is full, or some seconds after the last part was written."""
         self._waiting.append(record)
         if len(self._waiting) >= self._records or self._clock() - self._written >= self._seconds:
             self.flush()
@@ -139,7 +139,7 @@ class TableWriter(Generic[AnyRecord]):
             self._due = _later(self._seconds, self.flush)
 
     def flush(self) -> None:
-        """Write the waiting records as a part."""
+        """Write the records that were added since the last part as a part."""
         if self._due is not None:
             self._due.cancel()
         self._due, self._written = None, self._clock()
@@ -148,7 +148,7 @@ class TableWriter(Generic[AnyRecord]):
             self._waiting = []
 
     def replace(self, records: Sequence[AnyRecord]) -> None:
-        """Replace all parts by one with these records; do nothing if there is at most one part."""
+        """Replace all parts by one with the given records; do nothing if there is at most one part."""
         before = self._paths()
         if len(before) > 1:
             self._write(records)
@@ -172,7 +172,7 @@ class TableWriter(Generic[AnyRecord]):
 
 
 def _later(seconds: float, work: Callable[[], None]) -> asyncio.TimerHandle | None:
-    """Schedule a call in `seconds` in the running event loop; return None if there is none."""
+    """Schedule a call in `seconds` in the running event loop; return None if no loop runs."""
     try:
         return asyncio.get_running_loop().call_later(seconds, work)
     except RuntimeError:

@@ -1,6 +1,6 @@
 """Safetensors encoder for tensors in pieces, which are written without being concatenated.
 
-Format: https://huggingface.co/docs/safetensors; tensors lie in the order of the library's own files, greatest elements
+Format: https://huggingface.co/docs/safetensors; tensors are in the order of the library's own files: largest elements
 first, then by name.
 """
 
@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 Buffer: TypeAlias = "bytes | memoryview"
-#: The names of dtypes in the header.
+#: Names of dtypes in the header of a safetensors file.
 DTYPES: Final[Mapping[torch.dtype, str]] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -33,7 +33,7 @@ DTYPES: Final[Mapping[torch.dtype, str]] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-#: Integer dtypes that stand in for dtypes NumPy does not have.
+#: Integer dtypes of equal size, as which dtypes that NumPy lacks are viewed.
 BITS: Final[Mapping[torch.dtype, torch.dtype]] = {
     torch.bfloat16: torch.uint16,
     torch.float8_e4m3fn: torch.uint8,
@@ -44,7 +44,7 @@ ALIGN: Final = 8
 
 
 def encoded(tensors: Mapping[str, Sequence[torch.Tensor]], metadata: Mapping[str, str]) -> Iterator[Buffer]:
-    """Yield the bytes of a safetensors file.
+    """Yield the bytes of a safetensors file, buffer by buffer.
 
     Args:
         tensors: tensors by name, each in one or more pieces along its first axis, on the CPU, of one dtype and row
@@ -52,7 +52,7 @@ def encoded(tensors: Mapping[str, Sequence[torch.Tensor]], metadata: Mapping[str
         metadata: texts by name, for the header.
 
     Yields:
-        The header, then each piece, in its own memory where it is contiguous.
+        The header, then each piece; contiguous pieces are not copied.
     """
     ordered = sorted(tensors, key=lambda name: (-tensors[name][0].dtype.itemsize, name))
     header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
@@ -79,7 +79,7 @@ def _shape(pieces: Sequence[torch.Tensor]) -> list[int]:
 
 
 def as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
-    """Return a tensor's memory as an array; dtypes that NumPy lacks are viewed as integers of equal size."""
+    """Return an array that views a tensor's memory; dtypes that NumPy lacks become integers of equal size."""
     seen = tensor.view(BITS[tensor.dtype]) if tensor.dtype in BITS else tensor
     found: NDArray[Any] = seen.numpy(force=seen.requires_grad)
     return found

@@ -1,8 +1,8 @@
-"""Warm engines: servers that `steercap up` keeps in the background, each on a Unix socket of this user's own.
+"""Warm engines: servers that `steercap up` keeps in the background, each on a Unix socket of the user.
 
-A folder that only this user can enter holds four files for each: NAME.sock, the socket; NAME.json, a `WarmEngine`;
-NAME.log; and NAME.lock, which the server keeps locked while it lives. The kernel frees the lock of a killed process, so
-that whoever looks next removes its files.
+A folder that only the user can enter holds four files for each: NAME.sock, the socket; NAME.json, a `WarmEngine`;
+NAME.log; and NAME.lock, which the server keeps locked while it lives. The kernel frees the lock of a killed process,
+whose files are removed by the next reader.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from steercap.core.values import choices, shown
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting
 from steercap.files.fingerprint import files_of
 
-#: Maximum bytes of a socket's path: `sun_path` of Linux, without the zero at its end.
+#: Maximum bytes of a socket's path: `sun_path` of Linux without the final zero.
 PATH_BYTES: Final = 107
 #: Scheme of a socket's address.
 SCHEME: Final = "unix:"
-#: Letters of a model's name in file names; a digest follows.
+#: Maximum letters of a model's name in file names; a digest follows.
 LETTERS: Final = 24
-#: Seconds that a server waits for the lock, which others hold for an instant to see if a server does.
+#: Seconds that a server waits for the lock, which readers take for an instant to see whether a server holds it.
 LOCK_SECONDS: Final = 2.0
-#: Seconds between two looks at a server that starts or ends.
+#: Seconds between two checks of a server that starts or ends.
 PAUSE: Final = 0.2
 
 
 class WarmEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of a warm engine, as its server wrote it.
+    """Description of a warm engine, as its server wrote it to a file.
 
     Args:
-        model: model as it was given to `steercap up`.
+        model: model, as given to `steercap up`.
         path: absolute path of the model, or its name on the hub.
         named: False if `model` was a path, which may be relative to the server's folder.
         pid: process id of the server.
-        socket: path of its socket.
+        socket: path of the server's socket.
         code: version of steercap, and the folder of its code.
-        weights: `fingerprint.files_of` the model when the server started.
-        started: time of the start, in seconds since the machine's.
-        keyed: True if it wants an API key.
-        asked: digest of the options that `steercap up` was given, which may hold keys.
+        weights: digest `fingerprint.files_of` of the model, when the server started.
+        started: time when the server started, in seconds since the machine started.
+        keyed: True if the server requires an API key.
+        asked: digest of the options that were given to `steercap up`; the options themselves may hold keys.
         settings: steercap's settings, by name.
         arguments: vLLM's engine arguments that differ from their defaults, by name.
-        surroundings: `fingerprint.surroundings` of its server.
+        surroundings: `fingerprint.surroundings` of the server's process.
         defaults: vLLM's defaults of engine arguments, by name.
         flags: names of further flags of `vllm serve` that change answers, such as "chat_template".
     """
@@ -78,7 +78,7 @@ class WarmEngine(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def url(self) -> str:
-        """Address for `SteerModel.connect` and `--url`."""
+        """Address of the engine, for `SteerModel.connect` and `--url`."""
         return f"{SCHEME}{self.socket}"
 
     @property
@@ -94,13 +94,13 @@ def code() -> str:
 
 
 def identified(model: str) -> str:
-    """Return the absolute path of a model in a folder or file; a name on the hub is returned unchanged."""
+    """Return the absolute path of a model that is a folder or file; a name on the hub is returned unchanged."""
     there = os.path.exists(model)  # noqa: PTH110 -- False for what can be no path, where Path raises
     return str(Path(model).resolve()) if there else model
 
 
 def folder_path() -> Path:
-    """Return the path of `runtime_folder`, there or not."""
+    """Return the path of `runtime_folder`, whether it exists or not."""
     given = os.environ.get("XDG_RUNTIME_DIR", "")
     if given and os.path.isdir(given) and os.stat(given).st_uid == os.geteuid():  # noqa: PTH112, PTH116 -- it may be no path
         return Path(given).absolute() / "steercap"
@@ -108,12 +108,12 @@ def folder_path() -> Path:
 
 
 def runtime_folder() -> Path:
-    """Return the folder of this user's warm engines, created if needed.
+    """Return the folder of this user's warm engines; create it if it is missing.
 
-    It is `steercap` in `$XDG_RUNTIME_DIR` if that is this user's, or else `steercap-UID` in the temporary folder.
+    It is `steercap` in `$XDG_RUNTIME_DIR` if this user owns that, or else `steercap-UID` in the temporary folder.
 
     Raises:
-        InvalidSetting: it belongs to another user, others can enter it, or it is no folder.
+        InvalidSetting: the path belongs to another user, others can enter it, or it is no folder.
         OSError: it cannot be created.
     """
     folder = folder_path()
@@ -129,7 +129,7 @@ def runtime_folder() -> Path:
 
 
 def socket_of(model: str) -> Path:
-    """Return the path of the socket for a model.
+    """Return the path of the socket of a model's warm engine, running or not.
 
     Args:
         model: path of the model, or its name on the hub.
@@ -150,12 +150,12 @@ def socket_of(model: str) -> Path:
 
 @contextmanager
 def announced(engine: WarmEngine) -> Iterator[None]:
-    """Let others find an engine while the block runs; afterwards its socket and record are removed.
+    """Context manager that lets others find an engine; at the end its socket and record are removed.
 
-    Processes that are forked in the block do not share the lock.
+    Processes that are forked meanwhile do not share the lock.
 
     Raises:
-        InvalidRequest: another server has the model.
+        InvalidRequest: another server runs the model.
         OSError: the folder cannot be written to.
     """
     path = Path(engine.socket)
@@ -180,7 +180,7 @@ def announced(engine: WarmEngine) -> Iterator[None]:
 
 
 def write(engine: WarmEngine) -> None:
-    """Write an engine's record, in place of the one before; call it with the lock held.
+    """Write or replace an engine's record; the caller must hold the lock.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -192,10 +192,10 @@ def write(engine: WarmEngine) -> None:
 
 
 def engines() -> list[WarmEngine]:
-    """Return this user's warm engines, by model; files of servers that were killed are removed.
+    """Return this user's warm engines, sorted by model; remove the files of killed servers.
 
     Raises:
-        InvalidFile: the record of a living server cannot be read.
+        InvalidFile: the record of a running server cannot be read.
         InvalidSetting, OSError: as for `runtime_folder`.
     """
     if not os.path.lexists(folder_path()):
@@ -205,18 +205,18 @@ def engines() -> list[WarmEngine]:
 
 
 def engine_at(socket: Path) -> WarmEngine | None:
-    """Return the warm engine with a socket, None if there is none."""
+    """Return the warm engine with the socket at a path, None if there is none."""
     return _living(socket) if socket.with_suffix(".lock").exists() else None
 
 
 def only_engine(model: str | None = None) -> WarmEngine:
-    """Return this user's only warm engine, or the one of a model; it is not outdated.
+    """Return this user's only warm engine, or the only one of a model.
 
     Args:
         model: model as given to `steercap up`, with or without "+" and a preset, or its path; None for any.
 
     Raises:
-        InvalidRequest: there is none, there are several, or it is `outdated`.
+        InvalidRequest: there is none, there are several, or the engine is `outdated`.
     """
     there = engines()
     named = there if model is None else named_in(there, model)
@@ -236,7 +236,7 @@ def only_engine(model: str | None = None) -> WarmEngine:
 
 
 def outdated(engine: WarmEngine) -> str:
-    """Describe why an engine's answers may not be those of one that started now, "" if it is not outdated."""
+    """Return the reason why an engine's answers may differ from those of one that started now; "" if they do not."""
     if engine.code != code():
         return f"it runs steercap {engine.code}, and this process {code()}"
     if engine.weights != files_of(engine.path, engine.arguments.get("revision")):
@@ -245,14 +245,14 @@ def outdated(engine: WarmEngine) -> str:
 
 
 def named_in(engines: Sequence[WarmEngine], model: str) -> list[WarmEngine]:
-    """Return the engines of a model: of a path that exists by that path alone, of others by name or recorded path."""
+    """Return the engines of a model: for an existing path those with that path; else those with that name or path."""
     if os.path.exists(model):  # noqa: PTH110 -- it may be no path
         return [one for one in engines if one.path == identified(model)]
     return [one for one in engines if model == one.path or (one.named and model == one.model)]
 
 
 def unknown(engines: Sequence[WarmEngine], model: str) -> InvalidRequest:
-    """Return the error of a model that no engine is of."""
+    """Return the error for a model that no engine runs."""
     if not engines:
         return InvalidRequest("no warm engine; start one with `steercap up MODEL`, or give the url of a server")
     names = [one.model if one.named else one.path for one in engines]
@@ -260,7 +260,7 @@ def unknown(engines: Sequence[WarmEngine], model: str) -> InvalidRequest:
 
 
 def listening(path: Path) -> bool:
-    """Return whether a server accepts connections on a Unix socket; it does once it is ready."""
+    """Return whether a server accepts connections on a Unix socket, as it does once it is ready."""
     with sockets.socket(sockets.AF_UNIX) as client:
         try:
             client.connect(str(path))
@@ -270,7 +270,7 @@ def listening(path: Path) -> bool:
 
 
 def _living(socket: Path) -> WarmEngine | None:
-    """Return the engine of a server that holds its lock; None, with its files removed, if none does."""
+    """Return the engine whose server holds the lock of a socket; if none does, remove its files and return None."""
     lock = os.open(socket.with_suffix(".lock"), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         if locked(lock, fcntl.LOCK_SH):  # shared: of two who look at once, neither takes the other for the server
@@ -286,7 +286,7 @@ def _living(socket: Path) -> WarmEngine | None:
 
 
 def locked(lock: int, kind: int) -> bool:
-    """Take a lock, exclusive or shared, and return whether it was free."""
+    """Try to take a lock, `fcntl.LOCK_EX` or `LOCK_SH`, on a file descriptor; return whether it was free."""
     try:
         fcntl.flock(lock, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -295,6 +295,6 @@ def locked(lock: int, kind: int) -> bool:
 
 
 def _remove(socket: Path) -> None:
-    """Remove a socket and its record; call it with the lock held."""
+    """Remove a socket and its record; the caller must hold the lock."""
     for suffix in (".sock", ".json"):
         socket.with_suffix(suffix).unlink(missing_ok=True)

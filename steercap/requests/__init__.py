@@ -1,1 +1,1 @@
-"""Requests on the client side: from a call's arguments to capture handles."""
+"""Requests on the client side: from a call's arguments to texts and capture handles."""

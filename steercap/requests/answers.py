@@ -1,4 +1,4 @@
-"""Calls on a local engine: prompts become jobs, which run concurrently."""
+"""Calls on a local engine: each prompt becomes a job, and jobs run concurrently."""
 
 from __future__ import annotations
 
@@ -35,18 +35,19 @@ from steercap.requests.serving import Serving
 from steercap.requests.sketching import RunningSketch, open_sketch
 from steercap.requests.stream import Chunk, stream
 
-#: Prompts of a call that are prepared before the event loop runs those that are ready: token ids are never awaited.
+#: Number of prompts of a call that are prepared before the event loop may run those that are ready; preparing token ids
+#: never awaits.
 TOGETHER: Final = 32
 
 
 @dataclass(frozen=True)
 class LocalBackend:
-    """Implementation of the calls of a model on an engine in this process."""
+    """Backend of a model's calls on an engine that this process has started; `serving` owns the engine."""
 
     serving: Serving
 
     async def run(self, prompts: Sequence[Any], call: CallArguments) -> list[Generation]:
-        """Run prompts and conversations; return their results in order."""
+        """Run prompts and conversations concurrently; return their results in the order of the prompts."""
         engine = await self.serving.alive()
         if call.name != "read":
             require_kind(engine, call.name, pools=call.encoding)
@@ -87,11 +88,11 @@ class LocalBackend:
         return await run_all(jobs(), self.serving.running)
 
     async def open_sketch(self, kind: str, size: Any, spec: CaptureSpec) -> RunningSketch:
-        """Open a sketch on the workers."""
+        """Open a sketch on the workers; errors as of `requests.sketching.open_sketch`."""
         return await self.serving.with_restart(lambda engine: open_sketch(engine, kind, size, spec))
 
     async def streamed(self, prompt: Any, call: CallArguments) -> AsyncGenerator[Chunk, None]:
-        """Yield the chunks of `SteerModel.stream`."""
+        """Yield the chunks of `SteerModel.stream`; closing the generator cancels the request."""
         serving = self.serving
         engine = await serving.alive()
         require_kind(engine, call.name, pools=False)
@@ -125,10 +126,10 @@ class LocalBackend:
 
 
 def one_to_stream(prompt: Any, call: CallArguments) -> Any:
-    """Return the single prompt of a stream.
+    """Return the only prompt of a call of `stream`.
 
     Raises:
-        InvalidRequest: there are several prompts or capture specs, or the capture is a reduction.
+        InvalidRequest: there are several prompts or specs, or the capture is a reduction or a summary of attention.
     """
     many, given = listed(prompt)
     spec = call.spec
@@ -140,17 +141,17 @@ def one_to_stream(prompt: Any, call: CallArguments) -> Any:
 
 
 def require_one_sample(samples: int) -> None:
-    """Check that a stream has one sample.
+    """Check that a stream's number of samples, `n`, is 1.
 
     Raises:
-        InvalidRequest: it has several.
+        InvalidRequest: it is not.
     """
     if samples != 1:
         raise InvalidRequest(f"stream gives one sample, not n={samples}; use generate")
 
 
 def _rendered(engine: Engine, prompts: Sequence[Any], call: CallArguments) -> list[tuple[Any, list[MessageSpan]]]:
-    """Return prompts with the spans of their messages: conversations as token ids, others as they are."""
+    """Return (prompt, spans of its messages) for each prompt: conversations as token ids, others unchanged."""
     for prompt in filter(is_conversation, prompts):
         without_media(prompt)
     asked: Any = {"spans": call.spec is not None, "special": call.add_special_tokens}
@@ -166,7 +167,7 @@ def _rendered(engine: Engine, prompts: Sequence[Any], call: CallArguments) -> li
 
 
 async def _tokenized(serving: Serving, prompt: Any, call: CallArguments) -> Any:
-    """Return the prompt, tokenized here without special tokens if it is a text and `add_special_tokens=False`."""
+    """Return a text prompt as token ids without special tokens if `add_special_tokens=False`; others unchanged."""
     text = text_of(prompt)
     if text is None or call.add_special_tokens is not False:
         return prompt
@@ -175,7 +176,7 @@ async def _tokenized(serving: Serving, prompt: Any, call: CallArguments) -> Any:
 
 
 class _ReadPrompt(NamedTuple):
-    """Prompt and parameters of a call as the user gave them, with the `max_tokens` and token ids read from them."""
+    """Prompt and parameters of a call as the user gave them, with `max_tokens` and token ids as vLLM reads them."""
 
     prompt: Any
     params: Any
@@ -184,7 +185,7 @@ class _ReadPrompt(NamedTuple):
 
 
 def _warn(engine: Engine, prompts: Sequence[_ReadPrompt], call: CallArguments) -> None:
-    """Warn about doubled special tokens, and about a `max_tokens` beyond the model's context length."""
+    """Warn of doubled special tokens, and of `max_tokens` beyond the model's context length."""
     texts = repeating((one.prompt, one.ids) for one in prompts)
     if texts and call.add_special_tokens is None:
         warn_of_doubled(texts, tokens_of(engine.vllm.tokenizer, "", special=True))

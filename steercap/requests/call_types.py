@@ -1,4 +1,4 @@
-"""Types of the calls' arguments and results; an argument's type determines that of the result."""
+"""Types of the calls' arguments and results; the type of an argument determines that of the result."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ Value = TypeVar("Value")
 One_co = TypeVar("One_co", covariant=True)
 #: Coroutine that returns a value.
 CoroutineOf: TypeAlias = Coroutine[Any, Any, Value]
-#: Types of arguments that callers go on changing.
+#: Argument types that the caller may change later, so that they are copied.
 _CHANGING: Final = frozenset({list, dict})
-#: Sampling parameters of a prompt that is only read: vLLM runs none without sampling one token, which has no row.
+#: Sampling parameters of a prompt that is only read: vLLM samples one token at least, which has no row.
 READ: Final[Mapping[str, Any]] = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
 #: A text, token ids, or one of vLLM's prompt dicts.
 Prompt: TypeAlias = str | Mapping[str, Any] | Sequence[int]
-#: Messages, {"role", "content"}.
+#: Messages, each a dict with "role" and "content".
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]
-#: Text of a prompt, or with `n > 1`, which no type checker sees, the list of texts of its samples.
+#: Text of a prompt, or with `n > 1`, which no type checker sees, the list of its samples' texts.
 Text: TypeAlias = str | list[str]
 #: Values of `steering=` for one prompt.
 Steering: TypeAlias = "SteeringSpec | Edit | LogitBias | None"
-#: vLLM's SamplingParams or their fields, for all prompts or one each.
+#: vLLM's SamplingParams or a dict of their fields, for all prompts or one each.
 Params: TypeAlias = "SamplingParams | Mapping[str, Any] | Sequence[Any] | None"
-#: vLLM's PoolingParams or their fields, for all prompts or one each.
+#: vLLM's PoolingParams or a dict of their fields, for all prompts or one each.
 Pooling: TypeAlias = "PoolingParams | Mapping[str, Any] | Sequence[Any] | None"
 
 
 class Several(Protocol[One_co]):
-    """Typing protocol that lists and tuples match and `str` does not, since `str.__contains__` takes only a str."""
+    """Typing protocol for lists and tuples but not `str`, whose `__contains__` accepts only a str."""
 
     def __contains__(self, item: object, /) -> bool: ...
     def __iter__(self) -> Iterator[One_co]: ...
@@ -87,12 +87,12 @@ class Generation(Generic[Handle]):
     """Result of one prompt: its texts, captures and reports, an entry for each sample.
 
     Args:
-        output: vLLM's RequestOutput, unchanged: `output.outputs[0].token_ids`, `.logprobs`. From a server, OpenAI's
+        output: vLLM's RequestOutput, unchanged, such as `output.outputs[0].logprobs`; a server's is OpenAI's
             `Completion`.
-        texts: the generated texts.
-        handles: handles of the captured rows; None if nothing is captured.
-        steering: receipts of the edits; None if the request was not steered.
-        monitors: the report of each monitor; None if there were no monitors.
+        texts: generated texts, one for each sample.
+        handles: handle of each sample's captured rows; None if nothing is captured.
+        steering: receipt of each sample's edits; None if the request was not steered.
+        monitors: for each sample, the report of each monitor; None without monitors.
     """
 
     output: Any
@@ -139,14 +139,14 @@ def _only(values: Sequence[Value], name: str, several: str) -> Value:
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of a list or dict, and of those in a list that begins with one; anything else as it is."""
+    """Return a copy of a list or dict, and of the lists or dicts in a list that begins with one; others unchanged."""
     if type(value) is list and value and type(value[0]) in _CHANGING:
         return [*map(copied, value)]
     return value.copy() if type(value) in _CHANGING else value
 
 
 def copied_params(params: Any) -> Any:
-    """Return a copy of parameters that are a mapping or vLLM's, or of each of several; anything else as it is."""
+    """Return a copy of parameters that are a mapping or vLLM's, or of each in a list or tuple; others unchanged."""
     if type(params) in {list, tuple}:
         return [*map(copied_params, params)]
     if type(params) is dict:

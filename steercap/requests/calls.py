@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from steercap.adapters import SamplingParams
     from steercap.steering.monitor import Monitor
 
-#: Calls whose values hold their handles, or are them.
+#: Calls whose results already contain the handles, or are handles.
 _ALONE: Final = frozenset({"run", "read"})
 
 
 class Backend(SketchBackend, Protocol):
-    """Backend of the calls: a local engine or a server."""
+    """Interface of what runs the calls: a local engine or a server."""
 
     def run(self, prompts: Sequence[Any], call: CallArguments) -> Coroutine[Any, Any, Sequence[Generation[Any]]]:
         """Run prompts and conversations (`core.prompts.is_conversation`); return their results in order."""
@@ -49,10 +49,10 @@ class Backend(SketchBackend, Protocol):
 
 
 class Calls(Sketched, Generic[Handle]):
-    """Calls of an open model.
+    """Calls of an open model: generate, chat, run, read, encode and stream.
 
-    One prompt gives one result and several give a list. Captures come beside the texts, as a pair. Where `n` decides
-    whether there is one text or a list of them, the declared type is the union of both.
+    A call with one prompt returns one result, one with a list of prompts a list. With captures, it returns a pair.
+    Where `n` decides whether there is one text or a list of them, the declared type is the union of both.
     """
 
     _backend: Backend
@@ -67,10 +67,10 @@ class Calls(Sketched, Generic[Handle]):
         """Return the coroutine of a call, named after it for Python's warning about a forgotten `await`.
 
         Args:
-            call: its arguments.
-            prompts: its prompts as given.
-            listing: function that returns them as a list, and True before it if several were given.
-            value: function that returns the value of one result.
+            call: arguments of the call.
+            prompts: prompts as the user gave them.
+            listing: function that returns True if several prompts were given, and the list of prompts.
+            value: function from one `Generation` to what the call returns for it.
         """
         coming: Coroutine[Any, Any, Any] = self._values(call, copied(prompts), listing, value)
         coming.__qualname__ = f"{type(self).__name__}.{call.name}"  # type: ignore[attr-defined]  # of coroutine objects
@@ -160,19 +160,18 @@ class Calls(Sketched, Generic[Handle]):
                 `{"prompt": "What is <image>?", "multi_modal_data": {"image": picture}}`.
             sampling_params: vLLM's SamplingParams or a dict of its fields, for all prompts or one each.
             capture_layers: shorthand for `capture=CaptureSpec(layers=capture_layers)`.
-            capture: the rows to keep, for all prompts, or one spec each (None keeps nothing).
-            steering: the edits to apply: a SteeringSpec (or one edit) for all prompts, or one each; None changes
-                nothing. Left out, the steering of the enclosing `model.steered` applies.
-            add_special_tokens: True adds the tokenizer's special tokens, such as <bos>, to each text. Left out, they
-                are added too, as in vLLM, with a warning if the text has them already, as a rendered chat has; False
-                takes the text as it stands, True keeps both without a warning.
+            capture: the rows to capture, one spec for all prompts, or one each (None captures nothing).
+            steering: the edits to apply: a SteeringSpec (or one edit) for all prompts, or one each; None edits nothing.
+                By default, the steering of the enclosing `model.steered` applies.
+            add_special_tokens: True adds the tokenizer's special tokens, such as <bos>, to each text. None adds them
+                too, as vLLM does, but warns if the text has them already, as a rendered chat has. False adds none.
             lora_request: vLLM's LoRARequest, for an engine started with `enable_lora=True`.
             priority: vLLM's request priority, for an engine started with `scheduling_policy="priority"`.
 
         Returns:
             The text, or a list of texts for a list of prompts; with `n > 1`, a list of n texts for each prompt. If
-            anything is captured, the pair (texts, handles), where handles is nested like texts and holds a
-            `CaptureHandle` for each text, None where nothing is kept. `run` returns vLLM's output and receipts too.
+            anything is captured, the pair (texts, handles), where handles is nested like texts and has a
+            `CaptureHandle` for each text, None where nothing is captured. `run` returns vLLM's output and receipts too.
 
         There are prompt + generated - 1 rows: the last sampled token is never an input to the model. Layer `i` of
         "resid_post" is transformers' `hidden_states[i + 1]`, before the final norm for the last layer.
@@ -180,7 +179,7 @@ class Calls(Sketched, Generic[Handle]):
         Raises:
             InvalidPrompt, InvalidSpec, InvalidSelection, PointNotArmed: raised before that prompt runs. Earlier prompts
                 of the list may have begun; they are cancelled, as after any other error.
-            CaptureMemoryFull, SteeringSlotsFull: there is no room.
+            CaptureMemoryFull, SteeringSlotsFull: there is not enough memory, or no slot.
             SteeringNotApplied: a worker did not make every edit; the text is withheld.
             ModelClosed: the model is not open.
         """
@@ -258,8 +257,7 @@ class Calls(Sketched, Generic[Handle]):
             messages: one conversation, a list of {"role", "content"} dicts, or a list of conversations. Text only; for
                 pictures use `generate`.
             sampling_params, capture_layers, capture, steering, lora_request, priority: as for `generate`.
-            add_special_tokens: True adds the tokenizer's special tokens to those of the chat template; left out, they
-                are not added.
+            add_special_tokens: True adds the tokenizer's special tokens to the chat template's; None and False do not.
             chat_template_kwargs: further arguments of the tokenizer's chat template.
 
         Returns:
@@ -267,7 +265,7 @@ class Calls(Sketched, Generic[Handle]):
             `handle.messages`, `handle.rows_of(0)`, `handle.rows_of("assistant")`.
 
         Raises:
-            InvalidRequest: the tokenizer has no chat template, or it refuses the messages.
+            InvalidRequest: the tokenizer has no chat template, or the template refuses the messages.
             The errors of `generate`.
         """
         asked = _SharedArguments(capture_layers, capture, steering, add_special_tokens, lora_request, priority)
@@ -322,7 +320,7 @@ class Calls(Sketched, Generic[Handle]):
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Coroutine[Any, Any, Any]:
-        """Generate as `generate` and `chat` do, and return all that is known of each prompt.
+        """Generate as `generate` and `chat` do, and return a `Generation` for each prompt.
 
         Args:
             prompts: a str, token ids, one of vLLM's prompt dicts, a conversation (a list of {"role", "content"} dicts),
@@ -333,11 +331,11 @@ class Calls(Sketched, Generic[Handle]):
             chat_template_kwargs: further arguments of the tokenizer's chat template, for conversations alone.
 
         Returns:
-            A `Generation` for one prompt, or a list of them for several: vLLM's output, texts, handles, receipts of the
-            steering and reports of the monitors.
+            A `Generation` for one prompt, or a list of them for several: vLLM's output, texts, handles, receipts of
+            edits and reports of monitors.
 
         Raises:
-            InvalidRequest: `chat_template_kwargs` with a prompt that is no conversation.
+            InvalidRequest: `chat_template_kwargs` is given with a prompt that is no conversation.
             The errors of `generate` and `chat`.
         """
         asked = _SharedArguments(capture_layers, capture, steering, add_special_tokens, lora_request, priority)
@@ -391,16 +389,16 @@ class Calls(Sketched, Generic[Handle]):
         Args:
             prompts: a str, token ids, one of vLLM's prompt dicts, or a list of these; each at least one token shorter
                 than `max_model_len`, or for a pooling model at most as long.
-            capture_layers, capture: as for `generate`; left out, all layers at "resid_post".
+            capture_layers, capture: as for `generate`; without both, all layers at "resid_post".
             steering, add_special_tokens, lora_request, priority: as for `generate`.
 
         Returns:
-            A `CaptureHandle`, or a list of them for a list of prompts (None where nothing is kept), with a row for
-            every token selected, the last one included. `handle.text` and `handle.output_token_ids` are empty.
-            Inside `model.sketch`, without a capture of its own, the call adds rows to the sketch and returns None.
+            A `CaptureHandle`, or a list of them for a list of prompts (None where nothing is captured), with a row for
+            every selected token, the last one included. `handle.text` and `handle.output_token_ids` are empty. Inside
+            `model.sketch`, without a capture of its own, the call adds rows to the sketch and returns None.
 
         Raises:
-            EmptySelection: `tokens="generated"`: nothing is generated.
+            EmptySelection: `tokens="generated"` is given, and nothing is generated.
             The errors of `generate`.
         """
         if capture_layers is None and capture is None and not sketches_in_force(self):
@@ -478,21 +476,21 @@ class Calls(Sketched, Generic[Handle]):
         """Embed or classify prompts with a pooling model and capture activations on request.
 
         Args:
-            prompts: a str, token ids, one of vLLM's prompt dicts, or a list of these; each of at most `max_model_len`
-                tokens.
+            prompts: a str, token ids, one of vLLM's prompt dicts, or a list of these; each at most `max_model_len`
+                tokens long.
             pooling: vLLM's PoolingParams or a dict of its fields, for all prompts or one each: `task` ("embed",
-                "classify", "token_embed", "token_classify"; left out, vLLM's default for the model), `use_activation`,
-                `dimensions`.
+                "classify", "token_embed", "token_classify"; vLLM's default for the model if left out),
+                `use_activation`, `dimensions`.
             capture_layers, capture, steering, add_special_tokens, lora_request, priority: as for `generate`.
 
         Returns:
             An `Encoded`, with vLLM's pooled output as `embedding` or `data`, or a list of them for a list of prompts.
             If anything is captured, the pair (encoded, handles), with a `CaptureHandle` for each, None where nothing is
-            kept. There is a row for every token selected, the last one included.
+            captured. There is a row for every selected token, the last one included.
 
         Raises:
-            InvalidRequest: the model generates; or something is wrong with the pooling parameters.
-            EmptySelection: `tokens="generated"`: nothing is generated.
+            InvalidRequest: the model was opened to generate, or the pooling parameters are invalid.
+            EmptySelection: `tokens="generated"` is given, and nothing is generated.
             The errors of `generate`.
         """
         asked = _SharedArguments(capture_layers, capture, steering, add_special_tokens, lora_request, priority)
@@ -513,13 +511,13 @@ class Calls(Sketched, Generic[Handle]):
         lora_request: Any = None,
         priority: int = 0,
     ) -> AsyncGenerator[Chunk, None]:
-        """Generate text for one prompt, yielding text and rows as they come.
+        """Generate text for one prompt, yielding text and captured rows while they are computed.
 
         Args:
             prompt: one prompt, as for `generate`.
             sampling_params, capture_layers, capture, steering, add_special_tokens, lora_request, priority: as for
                 `generate`, for one sample.
-            monitors: as for `run`; the chunks hold their crossings.
+            monitors: as for `run`; chunks contain the crossings.
 
         Yields:
             Chunks, whose texts, token ids and rows concatenate to those of the whole request; the first chunk has the
@@ -527,7 +525,7 @@ class Calls(Sketched, Generic[Handle]):
             (`contextlib.aclosing`, or dropping it after leaving the loop) cancels the request.
 
         Raises:
-            InvalidRequest: several prompts, `n > 1`, or a reduction, which needs the whole sequence.
+            InvalidRequest: there are several prompts, `n > 1`, or the capture is a reduction or a summary.
             The errors of `generate`, and CaptureIncomplete. SteeringNotApplied comes in place of the last chunk.
         """
         asked = _SharedArguments(capture_layers, capture, steering, add_special_tokens, lora_request, priority)
@@ -535,7 +533,7 @@ class Calls(Sketched, Generic[Handle]):
 
 
 class _SharedArguments(NamedTuple):
-    """Arguments that every call takes."""
+    """Arguments that every call takes, as the user gave them."""
 
     capture_layers: Layers | None
     capture: Any
@@ -547,7 +545,7 @@ class _SharedArguments(NamedTuple):
     def call(self, model: object, name: str, params: Any, **more: Any) -> CallArguments:
         """Return all arguments of a call, with the steering and sketches in force where it is made.
 
-        They are the call's own: what the caller changes later does not reach it.
+        They are copies: changes that the caller makes later do not affect the call. `more` are further fields.
         """
         options = {"lora_request": self.lora_request, "priority": self.priority}
         more = {name: copied(value) for name, value in more.items()}

@@ -1,6 +1,6 @@
 """Context variables with the steering of `async with model.steered(spec):` and the sketches of `model.sketch(...)`.
 
-Calls made inside join them unless they pass their own steering. Tasks that run side by side do not see each other's.
+Calls made inside use them unless they pass their own steering. Concurrent tasks do not see each other's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Value = TypeVar("Value")
 
 
 class FromContext(enum.Enum):
-    """Type of the default of `steering=`: use the steering of the enclosing `model.steered`."""
+    """Type of the default of `steering=`, which stands for the steering of the enclosing `model.steered`."""
 
     token = "what model.steered() says"  # noqa: S105 -- no secret
 
@@ -47,11 +47,11 @@ class _Entry(Generic[Value]):
     """Spec or sketch that a block puts in force for the calls of one model.
 
     Args:
-        model: the model.
+        model: the model whose calls are affected.
         value: the block's own spec or sketch.
-        outer: specs of the blocks around it, outermost first, for which `combined` is kept.
-        combined: `outer` and `value` as one spec, the same object for all calls: each spec is compiled once.
-        ended: True if the block was left in another context than it was entered in, and so is still in that one.
+        outer: specs of the enclosing blocks, outermost first, with which `combined` was made.
+        combined: `outer` and `value` as one spec, cached so that it is compiled only once; None before the first use.
+        ended: True if the block was left in another context than the one it was entered in, where the entry remains.
     """
 
     model: object
@@ -66,10 +66,10 @@ _Entries: TypeAlias = ContextVar[tuple[_Entry[Value], ...]]
 
 @contextmanager
 def _entered(variable: _Entries[Value], model: object, value: Value) -> Iterator[None]:
-    """Keep an entry in a context variable while a block runs; then remove it alone, whatever began meanwhile.
+    """Context manager that adds an entry to a context variable, and at the end removes only that entry.
 
-    Blocks of asynchronous generators overlap in the context of their reader. The event loop closes a generator that is
-    dropped in another context, from where the entry cannot be removed.
+    Blocks in asynchronous generators may overlap in the context of the code that iterates over them. A generator that
+    is garbage-collected is closed in another context, where the entry cannot be removed.
     """
     entry = _Entry(model, value)
     token = variable.set((*(one for one in variable.get() if not one.ended), entry))
@@ -85,19 +85,19 @@ def _entered(variable: _Entries[Value], model: object, value: Value) -> Iterator
             variable.set(left)
 
 
-#: The specs in force, innermost last, each for one model.
+#: Specs in force, innermost last, each for the calls of one model.
 _steered: _Entries[SteeringSpec] = ContextVar("steercap steered", default=())
 
 
 @contextmanager
 def steered(model: object, steering: Any) -> Iterator[SteeringSpec]:
-    """Put a spec in force for the calls of one model; nested inside another, its edits come after the outer ones.
+    """Context manager that steers the calls of one model; a nested spec's edits come after the outer ones.
 
     Yields:
-        The combined spec in force.
+        The combined spec of this block and the enclosing ones.
 
     Raises:
-        InvalidSpec: not a spec.
+        InvalidSpec: `steering` is no spec or edit.
     """
     with _entered(_steered, model, spec_of(steering)):
         combined = in_force(model)
@@ -106,7 +106,7 @@ def steered(model: object, steering: Any) -> Iterator[SteeringSpec]:
 
 
 def in_force(model: object) -> SteeringSpec | None:
-    """Return the spec that steers calls of this model which do not pass their own; None if there is none."""
+    """Return the spec for calls of this model that pass no `steering`; None outside of `steered` blocks."""
     own = [one for one in _steered.get() if one.model is model and not one.ended]
     if not own:
         return None
@@ -121,13 +121,13 @@ def effective_steering(model: object, steering: Any) -> Any:
     return in_force(model) if steering is FROM_CONTEXT else steering
 
 
-#: The sketches that calls join, each of one model.
+#: Sketches that calls join, outermost first, each of one model.
 _sketches: _Entries[RunningSketch] = ContextVar("steercap sketches", default=())
 
 
 @contextmanager
 def joining(model: object, sketch: RunningSketch) -> Iterator[None]:
-    """Let the calls of one model join a sketch, beside those that they join already.
+    """Context manager in which the calls of one model join a sketch, besides those of enclosing blocks.
 
     Raises:
         InvalidRequest: the other sketches select other tokens, or differ in `before_edits`.
@@ -139,14 +139,14 @@ def joining(model: object, sketch: RunningSketch) -> Iterator[None]:
 
 
 class SketchBackend(Protocol):
-    """Backend of `Sketched`: a local engine or a server."""
+    """Interface of what opens sketches: a local engine or a server."""
 
     async def open_sketch(self, kind: str, size: Any, spec: CaptureSpec) -> RunningSketch:
-        """Open a sketch; errors as of `Sketched.sketch`."""
+        """Open a sketch on the workers; errors as of `Sketched.sketch`."""
 
 
 class Sketched(Hinting):
-    """Open model whose calls can join sketches."""
+    """Base of open models whose calls can join sketches."""
 
     _backend: SketchBackend
 
@@ -161,25 +161,25 @@ class Sketched(Hinting):
         before_edits: bool = False,
         size: int | None = None,
     ) -> AsyncIterator[RunningSketch]:
-        """Add the rows of every request inside to statistics, in the workers: `async with model.sketch(...) as s:`.
+        """Add the rows of every request inside to statistics in the workers: `async with model.sketch(...) as s:`.
 
-        Tasks started inside join it; other tasks do not see it. Calls join all nested sketches, which must be of the
-        same tokens. A request inside that also captures for itself must keep the same tokens, at least the same points,
+        Tasks started inside join it; other tasks do not see it. Calls join all nested sketches, which must select the
+        same tokens. A request inside with its own `capture=` must capture the same tokens, at least the same points,
         and raw rows. The statistics are freed when the block ends: `fetch()` before.
 
         Args:
             kind: "moments" (mean and covariance), "variances" (mean and variance of each element), or
                 "frequent_directions" (few rows that approximate all): a name in `steercap.kernels.sketches.SKETCHES`.
             layers, sites, tokens, before_edits: the rows to sketch, as for `CaptureSpec`.
-            size: number of rows of "frequent_directions"; 64 if left out.
+            size: number of rows of "frequent_directions"; None for 64.
 
         Yields:
             A `RunningSketch`.
 
         Raises:
-            UnknownName, InvalidSpec, InvalidSelection, PointNotArmed: something is asked for wrongly.
+            UnknownName, InvalidSpec, InvalidSelection, PointNotArmed: an argument is invalid.
             PointSplit: the kind needs whole rows, and those of a point are split over tensor-parallel ranks.
-            SketchMemoryFull: there is no room for it.
+            SketchMemoryFull: the workers have no memory for the sketch.
         """
         spec = CaptureSpec(layers=layers, sites=sites, tokens=tokens, codec="raw", before_edits=before_edits)
         running = await self._backend.open_sketch(kind, size, spec)
@@ -206,11 +206,11 @@ def require_nested(outer: RunningSketch, inner: RunningSketch) -> None:
 
 
 def sketches_in_force(model: object) -> tuple[RunningSketch, ...]:
-    """Return the sketches that calls of this model join if made here, even if awaited elsewhere."""
+    """Return the sketches that calls of this model join if they are made here, even if they are awaited elsewhere."""
     return tuple(one.value for one in _sketches.get() if one.model is model and not one.ended)
 
 
 def in_context(model: object, call: CallArguments) -> CallArguments:
-    """Return the call with the steering and sketches in force where it is made, wherever it is awaited."""
+    """Return a call with the steering and sketches that are in force here, where it is made."""
     steering = effective_steering(model, call.steering)
     return replace(call, steering=steering, sketches=sketches_in_force(model))

@@ -1,4 +1,4 @@
-"""Equations that the rows of any correctly tapped model must satisfy, and those of its family.
+"""Equations that the captured rows of any correctly tapped model must satisfy, and those of its family.
 
 A tap that fires once a pass and reads finite rows may still read something other than its name says: a stream counted
 twice, a part of a sum, a norm's input for its output. These equations need no second implementation of the model:
@@ -10,17 +10,16 @@ twice, a part of a sum, a norm's input for its output. These equations need no s
 - the heads' outputs are the values weighed by attention, from the queries and keys that were read;
 - a block's output is its last projection of the heads' outputs, or of the neurons;
 - an edit changes the row of its own point by exactly what was added, and both equations hold of the edited rows;
-- the lens closes: the model's own final norm and unembedding, given the last row of the stream, give the logits that
-  the engine reports, with an edit of that row as well as without. Without an edit, a norm would hide any factor. So
-  does the unembedding alone, given the row behind the norm. For a pooling model, the pooler stands for the unembedding,
-  and the engine's pooled output for each token for the logits.
+- the lens closes: the model's own final norm and unembedding, applied to the last row of the stream, return the logits
+  that the engine reports, with an edit of that row as well as without. Without an edit, a norm would hide any factor.
+  The same holds for the unembedding alone, applied to the row behind the norm. For a pooling model, the pooler replaces
+  the unembedding, and the engine's pooled output for each token the logits.
 
-With several residual streams (mHC) the inputs and outputs of the stream operators are captured separately; equations
-connect them:
+With several residual streams (mHC), equations connect the inputs and outputs of the stream operators:
 
 - behind a block, each stream is the sum of the streams before it, mixed by the residual mix, and of the block's output
   times its post mix; the streams behind a layer are those before the next, and behind the last the final ones;
-- the residual mix sends from one stream to another, so the weights into each stream add up to 1 (last Sinkhorn step).
+- the residual mix distributes streams over streams, so the weights into each stream add up to 1 (last Sinkhorn step).
 
 These do not check that a block reads the collapsed streams, since the collapse weights are no point. An edit of the
 streams shows it, since the block then adds another row.
@@ -43,27 +42,28 @@ from steercap.kernels.attention import Attending, weights_of
 if TYPE_CHECKING:
     from steercap.engine.engine import Engine
 
-#: Sites of a layer's two blocks: streams before the block, post mix, residual mix, block output.
+#: Sites of a layer's two blocks, in models with several streams: streams before the block, post mix, residual mix,
+#: block output.
 BLOCKS: Final = (
     ("mhc_streams_pre_attn", "mhc_attn_post_mix", "mhc_attn_res_mix", "attn_out"),
     ("mhc_streams_pre_mlp", "mhc_ffn_post_mix", "mhc_ffn_res_mix", "mlp_out"),
 )
-#: All of these sites, and that of the final streams.
+#: All sites of models with several streams: those of the blocks, and the final streams.
 STREAMS: Final = (*BLOCKS[0], *BLOCKS[1], "mhc_streams_final")
-#: Roundings to the rows' dtype in a mixed stream: of the block's output, of the streams, and of their sum.
+#: Roundings, in epsilons of the rows' dtype, of a mixed stream: of the block's output, of the streams, of their sum.
 _MIXED: Final = 4.0
-#: Allowed distance from 1 of the weights into a stream: each Sinkhorn step adds an epsilon of 1e-6 to its divisor.
+#: Allowed distance from 1 of the sum of weights into a stream: each Sinkhorn step adds 1e-6 to its divisor.
 _STOCHASTIC: Final = 1e-4
 
 
 def mixes(
     rows: Mapping[Point, torch.Tensor], end: Point, edit: tuple[Point, torch.Tensor] | None = None
 ) -> Iterator[Claim]:
-    """Yield the claims that must hold among rows of one forward pass, for the points that are present.
+    """Yield the claims on mixed residual streams that rows of one forward pass must satisfy, for the points present.
 
     Args:
         rows: rows of each point, [n, *shape of the point].
-        end: the point of the final streams.
+        end: point of the final streams.
         edit: the edited point and the vectors added to each of its rows, [n, width]; None without an edit.
     """
     named = f", with an edit at {edit[0]}" if edit else ""
@@ -89,7 +89,7 @@ def mixes(
 def of_rows(
     engine: Engine, rows: Mapping[Point, torch.Tensor], edit: tuple[Point, torch.Tensor] | None = None
 ) -> Iterator[Claim]:
-    """Yield the equations that must hold among rows of one forward pass, for the loaded model's family."""
+    """Yield the claims that rows of one forward pass must satisfy, by the model's family; see `equations`."""
     family = engine.family
     if family.mhc:
         yield from mixes(rows, engine.end, edit)
@@ -102,7 +102,10 @@ def of_rows(
 
 
 async def of_projections(engine: Engine, number: int, rows: Mapping[Point, torch.Tensor]) -> AsyncIterator[Claim]:
-    """Yield claims that each block's output equals its last projection of the rows that the projection reads."""
+    """Yield claims that each block's output equals its last projection of the rows that the projection reads.
+
+    Workers of data-parallel engine `number` project `rows`, [n, *shape of the point] by point.
+    """
     family = engine.family
     pairs = [(point, Point(point.layer, PROJECTED[point.site])) for point in rows if point.site in PROJECTED]
     for point, block in pairs:
@@ -114,10 +117,10 @@ async def of_projections(engine: Engine, number: int, rows: Mapping[Point, torch
 
 
 async def of_norms(engine: Engine, number: int, rows: Mapping[Point, torch.Tensor]) -> AsyncIterator[Claim]:
-    """Check rows behind a norm of a sum against the model's own norm of that sum.
+    """Yield claims that rows behind a norm equal the model's own norm of the sum before it.
 
     Yields:
-        An equation for each norm of each layer whose points are in `rows`; none for families without such norms.
+        A claim for each norm whose points are in `rows`, computed by data-parallel engine `number`.
     """
     family = engine.family
     if not family.norms:
@@ -133,9 +136,9 @@ async def of_norms(engine: Engine, number: int, rows: Mapping[Point, torch.Tenso
 
 
 def _experts(engine: Engine, layer: int) -> bool:
-    """Return True if a layer has a router, so that experts may add to the output of its neurons.
+    """Return whether a layer has a router, so that experts may add to the output of its neurons.
 
-    Derived neurons are those of a layer without experts.
+    Sites of neurons that were derived from the code are those of a layer without experts.
     """
     return not engine.family.derived and engine.exists(Point(layer, "router"))
 
@@ -144,9 +147,9 @@ def _experts(engine: Engine, layer: int) -> bool:
 EQUATION_SITES: Final = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
 #: Sites of attention's inputs, and of its output.
 ATTENTION: Final = ("q", "k", "v", "z")
-#: Site of each block's last projection's input, and the site of its output.
+#: Site of the output of each block's last projection, by the site of the projection's input.
 PROJECTED: Final = {"z": "attn_out", "neurons": "mlp_out"}
-#: Roundings to the rows' dtype, of half an epsilon each: in an edited row, and in a sum of rounded rows with the stream
+#: Roundings, of half an epsilon of the rows' dtype each: in an edited row, and in a sum of rounded rows with the stream
 #: between the blocks.
 _ROW: Final = 2.0
 _SUM: Final = 4.0
@@ -157,20 +160,20 @@ _PRODUCT: Final = 2.0**-9
 #: Allowed relative difference of rows and logits computed in batches of other sizes: in float32, and in 16 bits.
 _COMPUTED: Final = {torch.float32: 1e-3, torch.float64: 1e-3}
 _COMPUTED_16: Final = 0.1
-#: The same of edited rows in 16 bits where more than a rounding differs: a router chooses another of two close experts,
-#: or a layer multiplies roundings.
+#: The same for edited rows in 16 bits where more than rounding differs: a router chooses another of two close experts,
+#: or a layer multiplies rounding errors.
 _EDITED_16: Final = 0.5
 
 
 @dataclass(frozen=True)
 class Claim:
-    """Equation checked by the proof at start.
+    """Equation that the proof at an engine's start has evaluated on captured rows.
 
     Args:
         name: the equation in words.
-        error: difference of its sides, relative to the size of what is compared.
-        allowed: largest error that rounding explains.
-        sites: sites that it decides about, where these were derived; () for the stream itself.
+        error: difference of the two sides, relative to their size.
+        allowed: greatest error that rounding explains.
+        sites: sites that are dropped if the claim fails, where sites were derived from code; () for the stream itself.
     """
 
     name: str
@@ -195,7 +198,7 @@ def equations(
     *,
     normed: bool = False,
 ) -> Iterator[Claim]:
-    """Yield the claims on the residual stream that must hold among rows of one forward pass, for the points present.
+    """Yield the claims on the residual stream that rows of one forward pass must satisfy, for the points present.
 
     Args:
         rows: rows of each point, [n, hidden].
@@ -249,7 +252,7 @@ def attends(
 ) -> Iterator[Claim]:
     """Yield the claim that attention's output follows from its queries, keys and values.
 
-    Nothing is yielded if one of these points is missing or the attention rule is not understood.
+    Nothing is yielded if one of these points is missing or the attention rule is unknown.
 
     Args:
         layer: index of the layer.
@@ -308,11 +311,11 @@ def edited(
 
     Args:
         point: the edited point.
-        clean: its rows without the edit.
-        rows: its rows with the edit.
+        clean: rows of the point without the edit.
+        rows: rows of the point with the edit.
         added: vector added to each row.
         dtype: the model's dtype; rows of a router are computed in it too, though they are float32.
-        alone: whether the edited request ran by itself, as the clean one did, so that both were computed alike.
+        alone: True if the edited request ran alone, as the clean one did, so that both were computed alike.
     """
     named = f"{point} grows by what is added there"
     error, allowed = relative([rows], [clean, added]), computed(dtype)
@@ -335,15 +338,15 @@ def closes(
     size: float,
     dtype: torch.dtype,
 ) -> Claim:
-    """Return the claim that the logits that the lens computes from one row are those that the engine reports.
+    """Return the claim that the logits of the logit lens for one row equal those that the engine reports.
 
     Args:
-        named: the place of the row, for the claim's name.
+        named: description of the row, for the claim's name.
         reported: the engine's values for the most probable tokens: logits, or log probabilities.
         logits: the lens's logits for the same tokens.
         most: greatest of the lens's logits of all tokens.
         spread: standard deviation of the lens's logits of all tokens.
-        total: logarithm of the sum of their exponentials.
+        total: logarithm of the sum of exponentials of the lens's logits of all tokens.
         size: greatest magnitude of the lens's logits of all tokens.
         dtype: dtype of the rows.
     """
@@ -360,7 +363,7 @@ def pools(named: str, reported: torch.Tensor, pooled: torch.Tensor, dtype: torch
     """Return the claim that a pooling model's output for each token is its norm and pooler applied to the token's row.
 
     Args:
-        named: the place of the rows, for the claim's name.
+        named: description of the rows, for the claim's name.
         reported: the engine's pooled output, [n, width].
         pooled: pooled output computed from the rows through the model's own norm and pooler, [n, width].
         dtype: dtype of the rows.
@@ -384,7 +387,7 @@ def _named(edit: tuple[Point, torch.Tensor] | None) -> str:
 
 
 def relative(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:
-    """Return the largest difference of two sums of terms, [n, width] each, over rows, relative to the largest term."""
+    """Return the greatest distance of two sums of terms, [n, width] each, over rows, relative to the largest term."""
     terms = torch.stack([term.double().flatten(1) for term in (*left, *right)])
     apart = terms[: len(left)].sum(0) - terms[len(left) :].sum(0)
     return float((apart.norm(dim=1) / terms.norm(dim=2).amax(0).clamp(min=1e-30)).max())

@@ -1,4 +1,4 @@
-"""Jobs: single prompts, checked and compiled, and the steps that run them, one or many, to their results."""
+"""Jobs: single prompts, checked and compiled, and the functions that run one or many of them to their results."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CompiledSteering:
-    """Compiled steering of one prompt.
+    """Steering of one prompt, compiled to positions.
 
     Args:
-        lowered: the edits.
+        lowered: the compiled edits, without positions.
         scopes: positions of each token selection.
         replaced: positions of each replacement.
-        biased: positions of each token selection of biases.
-        held: key of the request, if its edits wait for a monitor to fire; else "".
+        biased: positions of each token selection of logit biases.
+        held: key of the request if edits are held back until a monitor fires; else "".
     """
 
     lowered: Lowered
@@ -58,18 +58,21 @@ class CompiledSteering:
     held: str = ""
 
     def placed(self, slots: Mapping[bytes, int], epoch: int) -> SteeringPlan:
-        """Return the steering plan that is sent to the workers."""
+        """Return the steering plan for the workers, given slots by configuration digest.
+
+        `epoch` is part of the identity of KV cache entries; it grows when edits have failed.
+        """
         digest = self.lowered.digest
         name = identity(self.lowered.edits_digest or digest, self.scopes, self.replaced, epoch, self.held)
         return SteeringPlan(slots[digest], digest, name, self.scopes, self.replaced, self.biased, bool(self.held))
 
 
 class Planned(NamedTuple):
-    """Complete instructions for the workers.
+    """Complete instructions of one request for the workers.
 
     Args:
-        plan: the plan, with slots assigned; None if nothing is kept or changed.
-        salt: salt of the prefix cache, for keys and values that depend on more than the tokens; else "".
+        plan: the plan, with slots assigned; None if nothing is captured or edited.
+        salt: salt of the prefix cache, if edits change keys and values; else "".
     """
 
     plan: Plan | None
@@ -80,8 +83,7 @@ class Planned(NamedTuple):
 class Sample:
     """Finished sample of a request, with the field names of vLLM's `CompletionOutput`.
 
-    The defaults stand for a pooling model, which generates nothing: -1 takes the place of the one token that has no
-    row.
+    The defaults are for a pooling model, which generates nothing: -1 is in place of the last token, which has no row.
     """
 
     index: int = 0
@@ -95,28 +97,27 @@ def ends_with_engine(_job: Job, _sample: Sample) -> Recomputable | None:
 
 @dataclass(frozen=True)
 class Job:
-    """One prompt with its parameters and its plan.
+    """One prompt, ready to run: parameters, capture plan and compiled steering.
 
     Args:
-        engine: the engine that runs it.
+        engine: the engine that runs the job.
         prompt: the rendered prompt.
-        params: sampling or pooling parameters, its own copy.
+        params: sampling or pooling parameters, a copy of the user's.
         options: further arguments of vLLM's `generate` or `encode`.
-        plan: the plan of its capture, without slots and without its steering: `planned` completes it. None if nothing
-            is kept or changed.
-        points: the captured points.
+        plan: the plan, without slots and steering, which `planned` adds. None if nothing is captured or edited.
+        points: the captured points, layer by layer.
         projected: the directions that rows are projected on, or None.
         calibrated: the calibration that rows are coded by, or None.
         readers: the SAEs that read the rows, or None.
         steering: the compiled steering, or None.
         spans: positions of the messages, for `chat`.
-        reading: True if the prompt alone is wanted; the token that vLLM must sample is kept from the user.
+        reading: True if the prompt is only read: the one token that vLLM must sample is hidden from the user.
         task: task of a pooling model; None for a model that generates.
-        stops: True if a stop string or a monitor may end it; only the client sees these.
-        sketches: the sketches that its rows enter when it has ended.
-        hands_over: True if the user gets its rows; False if they are for sketches or monitors alone, or there are none.
-        watch: its monitors, None if there are none.
-        recompute: function that returns the means to recompute a finished sample's rows, or None.
+        stops: True if a stop string or a monitor may end the text, which the workers do not see.
+        sketches: the sketches that the rows are added to when the job has ended.
+        hands_over: True if the user gets the rows; False if they are for sketches or monitors alone, or there are none.
+        watch: the job's monitors, None if there are none.
+        recompute: function that returns the object that can recompute a finished sample's rows, or None.
     """
 
     engine: Engine
@@ -163,14 +164,14 @@ async def enter_sketches(job: Job, samples: Sequence[tuple[int, Sequence[int]]])
 def expected_of(
     job: Job, plan: Plan, index: int, generated: Sequence[int], receipt: SteeringReceipt | None = None
 ) -> Expected:
-    """Return what the capture of one sample must contain, to check delivered rows against.
+    """Return the rows that the capture of one sample must have, with which fetched rows are compared.
 
     Args:
         job: the request.
-        plan: its plan.
+        plan: plan of the request.
         index: index of the sample.
-        generated: its tokens.
-        receipt: the checked receipt of its edits, if there is one.
+        generated: token ids that the sample generated.
+        receipt: checked receipt of the sample's edits, None without.
     """
     name = plan.key if plan.samples == 1 else f"{plan.key}/{index}"
     constants = job.calibrated.constants if job.calibrated else {}
@@ -188,10 +189,10 @@ def expected_of(
 
 
 async def memory_for(job: Job, call: object) -> Reservation | None:
-    """Reserve memory for the longest sequence that the request can reach.
+    """Reserve capture memory for the longest sequence that the job can reach; None if it captures nothing.
 
-    This comes before the slot: a request that waits for a slot then waits only for running requests, and these wait for
-    nothing.
+    Memory is reserved before the steering slot: a job that waits for a slot then waits only for running jobs, which
+    wait for nothing. `call` is the identity of the call that the job is part of.
     """
     plan = job.plan
     if plan is None or plan.capture is None:
@@ -200,12 +201,12 @@ async def memory_for(job: Job, call: object) -> Reservation | None:
 
 
 def pages_of(job: Job) -> int:
-    """Return the pages of capture memory that a request may need at most; 0 if it captures nothing."""
+    """Return the maximum number of pages of capture memory that a job may need; 0 if it captures nothing."""
     return 0 if job.plan is None else job.engine.room_for(job.plan)[0]
 
 
 def leaving(job: Job, room: int) -> Job:
-    """Return a job whose rows leave memory while it runs, if they do not fit in `room` pages; see `Engine.windowed`."""
+    """Return the job, changed so that rows move to disk while it runs if they do not fit in `room` pages."""
     plan = job.plan
     if plan is None or plan.capture is None:
         return job
@@ -214,7 +215,7 @@ def leaving(job: Job, room: int) -> Job:
 
 
 def planned(job: Job) -> AbstractAsyncContextManager[Planned]:
-    """Return a context that holds the slots and SAEs that a request needs, and gives its plan completed with them."""
+    """Return a context manager that holds a job's slots and SAEs, and yields its `Planned` instructions."""
     wanted = [one.lowered for one in (job.steering, job.projected, job.calibrated) if one is not None]
     if job.plan is None or not (wanted or job.readers):
         return nullcontext(Planned(job.plan, ""))
@@ -237,8 +238,8 @@ def outputs_of(
 ) -> AsyncGenerator[RequestOutput | PoolingRequestOutput, None]:
     """Run a job as planned with its reserved memory; yield vLLM's outputs, the finished one last.
 
-    `partial=True` yields every output, with all that was generated so far. `partial=False` yields the finished output
-    alone. None follows the job's own parameters. A job's monitors read its rows meanwhile, and may end it.
+    `partial=True` yields every output, with all tokens generated so far; `partial=False` yields only the finished
+    output; None follows the job's own parameters. Monitors read the job's rows meanwhile, and may end it.
     """
     kind = "" if job.watch is None else cast("SamplingParams", job.params).output_kind.name
     final = partial is False or (partial is None and kind == "FINAL_ONLY")
@@ -265,11 +266,11 @@ def outputs_of(
 
 
 async def rows_so_far(job: Job, samples: Mapping[int, tuple[Sequence[int], int]]) -> dict[int, Arrived]:
-    """Fetch and check the new rows of samples of a running job.
+    """Fetch and check the new rows of samples of a running job; return them by sample index.
 
     Args:
         job: the request, which captures.
-        samples: for each sample index, the tokens generated so far and the number of rows fetched before.
+        samples: token ids generated so far and number of rows fetched before, by sample index.
 
     Raises:
         CaptureIncomplete, CaptureNotFinite: see `checks.received`.
@@ -290,12 +291,12 @@ async def receipts_of(
 
     Args:
         job: the request.
-        plan: its plan.
+        plan: completed plan of the request, None if nothing is captured or edited.
         samples: index and number of generated tokens of each sample.
         ended: True if the request has ended.
 
     Raises:
-        SteeringNotApplied: they differ; keys and values written until now are never read again.
+        SteeringNotApplied: the edits differ from the plan; KV cache entries written until now are never reused.
     """
     if plan is None or job.steering is None:
         return None
@@ -320,7 +321,7 @@ async def receipts_of(
 
 
 def _since(job: Job, plan: Plan, index: int) -> Plan:
-    """Return the plan of a sample, with held-back steering limited to the positions after it began."""
+    """Return the plan of a sample, with held-back steering limited to the positions from which it was applied."""
     if job.watch is None or plan.steering is None or not plan.steering.held:
         return plan
     return msgspec.structs.replace(plan, steering=plan.steering.since(job.watch.steered(index)))
@@ -329,7 +330,7 @@ def _since(job: Job, plan: Plan, index: int) -> Plan:
 def handles_of(
     job: Job, samples: Sequence[Sample], reservation: Reservation, receipts: Sequence[SteeringReceipt] | None
 ) -> list[CaptureHandle]:
-    """Return a handle for each sample, and reduce its reservation to the pages that it really holds."""
+    """Return a handle for each sample, and reduce the job's reservation to the pages that are in use."""
     assert job.plan is not None
     engine, plan = job.engine, job.plan
     reservations = engine.admission.finish(
@@ -391,7 +392,7 @@ def _rules_of(job: Job) -> Mapping[int, AttentionRule]:
 
 
 def _pages_kept(job: Job, plan: Plan, generated: int) -> int:
-    """Return the number of pages that a finished sample holds.
+    """Return the number of arena pages in use by a finished sample with `generated` tokens.
 
     The worker may have run past the sample's end: any distance past a stop string, which only the client sees, and
     otherwise as far as vLLM runs ahead.
@@ -407,7 +408,7 @@ def _pages_kept(job: Job, plan: Plan, generated: int) -> int:
 async def run_all(
     jobs: AsyncIterable[Coroutine[Any, Any, Generation]], running: set[asyncio.Task[Any]]
 ) -> list[Generation]:
-    """Run jobs concurrently, each as soon as it is prepared; the first error cancels the others.
+    """Run jobs concurrently, each once it is prepared; return results in order. The first error cancels the others.
 
     Args:
         jobs: coroutines of the jobs (`run_job`), in the order in which memory is reserved.
@@ -435,13 +436,13 @@ async def run_all(
 
 
 async def run_job(job: Job, call: object) -> Generation:
-    """Run one job to its end on its engine; if that fails, nothing of it stays behind.
+    """Run one job to its end on its engine; if that fails, all that it reserved is freed.
 
     The `output` of a pooling model's job is an `Encoded`.
 
     Args:
-        job: the job.
-        call: identity of the call that it is part of.
+        job: the job to run.
+        call: identity of the call that the job is part of.
     """
     reservation = await memory_for(job, call)
     try:
@@ -474,7 +475,7 @@ async def run_job(job: Job, call: object) -> Generation:
 
 
 def _release_done(tasks: Sequence[asyncio.Task[Generation]]) -> None:
-    """Release the handles of the finished jobs of a failed call, which nobody will get."""
+    """Release the handles of the finished jobs of a failed call, which the user will not get."""
     for task in tasks:
         if task.done() and not task.cancelled() and task.exception() is None:
             for handle in task.result().handles or ():

@@ -18,8 +18,8 @@ from steercap.steering.directions import DirectionSet
 from steercap.steering.layers import LayerVectors
 from steercap.steering.monitor import Monitor, labels_of
 
-#: For each monitor its point, the index of its projection among those kept there, None where rows are kept, and the
-#: factor by which that projection is multiplied.
+#: For each monitor: its point; the column of its projection there, None if rows are captured; and the factor by which
+#: the projection is multiplied.
 ReadAt: TypeAlias = Sequence[tuple[Point, int | None, float]]
 
 
@@ -29,11 +29,11 @@ class MonitorReader:
 
     Args:
         monitor: the monitor.
-        label: its name in reports.
-        point: the point of its rows.
-        ranges: positions that it scores.
-        column: index of its own projection among those kept at the point; None if rows are kept.
-        factor: length of the probe over that of the direction projected on.
+        label: name of the monitor in reports.
+        point: point of the rows that the monitor reads.
+        ranges: positions that the monitor scores.
+        column: column of the monitor's projection among those captured at the point; None if rows are captured.
+        factor: factor from the captured projection to that on the probe: the ratio of the vectors' lengths.
     """
 
     monitor: Monitor
@@ -58,8 +58,8 @@ def reader_for(
 
     Args:
         spec: the user's capture spec.
-        coding: the encoding of its rows.
-        points: the points that it captures.
+        coding: encoding of the captured rows.
+        points: points that the spec captures.
         monitors: the monitors.
         places: the point of each monitor.
 
@@ -89,11 +89,11 @@ def _column(project: object, place: Point, monitor: Monitor) -> int | None:
 
 
 def monitor_readers_of(monitors: Sequence[Monitor], read_at: ReadAt, plan: Plan) -> list[MonitorReader]:
-    """Bind monitors to one request, whose tokens are known.
+    """Bind monitors to the captured data of one request, whose number of tokens is known.
 
     Raises:
-        InvalidSelection, EmptySelection: a monitor reads tokens that the request does not have or does not keep, or
-            stops the text at tokens other than generated ones.
+        InvalidSelection, EmptySelection: a monitor reads tokens that the request does not have or capture, or would
+            stop the text at a token of the prompt.
     """
     capture = plan.capture
     assert capture is not None

@@ -1,4 +1,4 @@
-"""Monitors of one running request: they score its rows as they arrive and may end or steer its text."""
+"""Monitors of one running request: they score its rows as they are computed, and may end or steer its text."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ class Crossing:
 
 @dataclass(frozen=True)
 class MonitorReport:
-    """Findings of one monitor in one sample.
+    """Result of one monitor for one sample.
 
     Args:
-        monitor: its name.
-        scored: number of rows that it scored. The last token of a text has no row.
-        crossings: tokens at which it fired, in order of position.
-        stopped: True if it ended the text.
-        steered_from: first position whose row its steering edits; None if it edits none.
-        late: True if it fired to steer, but the text ended before there was a row to edit.
+        monitor: name of the monitor.
+        scored: number of rows that the monitor scored; the last token of a text has no row.
+        crossings: tokens at which the monitor fired, in order of position.
+        stopped: True if the monitor ended the text.
+        steered_from: first position whose row the monitor's steering edited; None if it edited none.
+        late: True if the monitor fired to steer, but the text ended before a row could be edited.
     """
 
     monitor: str
@@ -67,13 +67,13 @@ class _Sample:
 
     Args:
         scored: number of rows scored, by monitor.
-        tokens: tokens generated so far.
-        text: their text.
-        before: number of tokens and of characters that came before the newest output.
+        tokens: token ids generated so far.
+        text: text generated so far.
+        before: number of tokens and of characters before the newest output.
         rows: number of rows fetched so far.
         crossings: tokens at which monitors fired.
         stop: crossing at which the text ends.
-        ended: True once vLLM or a monitor has ended it.
+        ended: True once vLLM or a monitor has ended the sample.
         steered: position at which held-back steering began; None before that.
     """
 
@@ -88,16 +88,17 @@ class _Sample:
     steered: int | None = None
 
 
-#: Fetches new rows by sample index, given each sample's tokens and the number of rows fetched before.
+#: Coroutine function that fetches new rows by sample index, given each sample's token ids and the number of rows
+#: fetched before.
 Rows = Callable[[Mapping[int, tuple[Sequence[int], int]]], Awaitable[Mapping[int, Arrived]]]
 
 
 class Watch:
-    """Monitors of one request.
+    """Monitors of one request, with the state of its samples.
 
     Args:
         name: name of the request, for messages.
-        monitor_readers: its monitors, bound to the captured data.
+        monitor_readers: monitors, bound to the captured data of the request.
         prompt_len: number of prompt tokens.
         limit: number of positions that can have rows.
         samples: number of samples.
@@ -112,7 +113,7 @@ class Watch:
         self._samples = [_Sample([0] * len(monitor_readers)) for _ in range(samples)]
 
     def reports(self, index: int = 0) -> tuple[MonitorReport, ...]:
-        """Return the report of each monitor for a sample so far."""
+        """Return the current report of each monitor for a sample."""
         sample = self._samples[index]
         stopped = None if sample.stop is None else sample.stop.monitor
         reports = []
@@ -150,20 +151,20 @@ class Watch:
         new: bool,
         final: bool,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the outputs of a request, cut off after a token at which a monitor stopped it.
+        """Yield the outputs of a request, truncated after a token at which a monitor stopped it.
 
         Once all samples have ended, the engine's request is closed before the last output is yielded.
 
         Args:
-            outputs: outputs of the engine, as they come.
+            outputs: outputs of the engine.
             rows: coroutine function that returns new rows of samples.
-            text: function that returns the text of generated tokens.
-            engage: coroutine function that starts the steering of samples and returns the positions where it begins.
+            text: function that returns the text of generated token ids.
+            engage: coroutine function that starts the steering of samples, by index; it returns the first positions.
             new: True if an output holds only the new tokens of each sample; False if it holds all of them.
             final: True if only the last output is wanted, with all samples.
 
         Raises:
-            CaptureIncomplete, CaptureNotFinite: a row that was to be scored did not come, or has no score.
+            CaptureIncomplete, CaptureNotFinite: a row to score is missing, or its score is not finite.
         """
         latest: dict[int, Any] = {}
         last: RequestOutput | None = None
@@ -188,7 +189,7 @@ class Watch:
         yield last
 
     def _grow(self, output: Any, *, new: bool) -> None:
-        """Add the tokens and text of an output to the state of its sample."""
+        """Add the tokens and text of an output to the state of its sample; `new` as for `outputs`."""
         sample = self._samples[output.index]
         if not new:
             sample.tokens, sample.text = [], ""
@@ -197,7 +198,7 @@ class Watch:
         sample.text += output.text
 
     async def _score(self, rows: Rows, grown: Collection[int]) -> None:
-        """Score the rows that came since the last call."""
+        """Fetch and score the new rows of the samples in `grown`."""
         samples = {index: self._samples[index] for index in grown if self._samples[index].tokens}
         found = await rows({index: (sample.tokens, sample.rows) for index, sample in samples.items()})
         for index, came in found.items():
@@ -206,7 +207,7 @@ class Watch:
     async def _engage(
         self, engage: Callable[[Sequence[int]], Awaitable[Sequence[int]]], grown: Collection[int]
     ) -> None:
-        """Start the steering of running samples in which a steering monitor has fired for the first time."""
+        """Start the steering of samples in `grown` in which a steering monitor has fired for the first time."""
         steering = {
             monitor_reader.label for monitor_reader in self._monitor_readers if monitor_reader.monitor.do == "steer"
         }
@@ -222,7 +223,7 @@ class Watch:
             self._samples[index].steered = start
 
     def _enter(self, sample: _Sample, came: Arrived) -> None:
-        """Record the scores of one sample's rows, up to the first token at which it must stop."""
+        """Record the scores of one sample's new rows, up to the first token at which a monitor stops the text."""
         sample.rows += len(came.positions)
         crossings: list[Crossing] = []
         scored = []
@@ -243,7 +244,7 @@ class Watch:
             sample.scored[number] += int((positions <= end).sum())
 
     def _crossings(self, monitor_reader: MonitorReader, positions: Ints, scores: torch.Tensor) -> list[Crossing]:
-        """Return the positions at which a monitor fires, as crossings.
+        """Return the crossings of one monitor, given positions and scores: float64 [rows].
 
         Raises CaptureNotFinite for a score that is NaN or infinite.
         """
@@ -260,10 +261,9 @@ class Watch:
         return found
 
     def _cut(self, output: Any, text: Callable[[Sequence[int]], str], *, new: bool) -> Any:
-        """Return an output cut off after the token at which its sample was stopped.
+        """Return an output truncated after the token at which its sample was stopped.
 
-        An output that holds all of a sample shares vLLM's own lists, which have grown since it was made, so it is
-        copied.
+        A cumulative output (not `new`) shares vLLM's own lists, which may have grown since, so it is copied.
         """
         sample = self._samples[output.index]
         if sample.stop is None:
@@ -290,7 +290,7 @@ def _shortened(output: Any, tokens: int) -> Any:
 
 
 def _total(output: Any, tokens: int, *, new: bool) -> float | None:
-    """Return the cumulative log probability up to the given number of an output's tokens; None without logprobs."""
+    """Return the cumulative log probability of an output after its first `tokens` tokens; None without logprobs."""
     if output.logprobs is None:
         return None
     counted = range(tokens, len(output.token_ids)) if new else range(tokens)

@@ -1,4 +1,4 @@
-"""Check of one request and its compilation into a job, before the engine gets it."""
+"""Preparation of one request: its arguments are checked and compiled into a job, before the engine gets it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class _CheckedParams(NamedTuple):
-    """Checked vLLM parameters of a request; fields as in `Job`."""
+    """Checked vLLM parameters of a request, with number of samples; other fields as in `Job`."""
 
     params: SamplingParams | PoolingParams
     samples: int
@@ -42,7 +42,7 @@ class OriginalLengths(NamedTuple):
 
     Args:
         prompt_len: number of tokens of the original prompt.
-        limit: number of positions that could be inputs of the model.
+        limit: maximum number of positions that could be inputs of the model.
     """
 
     prompt_len: int
@@ -50,7 +50,7 @@ class OriginalLengths(NamedTuple):
 
 
 async def _vllm_params(engine: Engine, params: Any, *, encoding: bool) -> _CheckedParams:
-    """Return the user's parameters as vLLM's own.
+    """Convert the user's parameters to vLLM's: pooling parameters if `encoding`, else sampling parameters.
 
     Raises:
         InvalidRequest: see `VllmEngine.sampling` and `VllmEngine.pooling`.
@@ -77,17 +77,17 @@ async def prepare(
     monitors: Any = None,
     original_lengths: OriginalLengths | None = None,
 ) -> Job:
-    """Check one request and compile its plan, before the engine gets it.
+    """Check one request and compile it into a job, before the engine gets it.
 
     Args:
-        engine: the engine that is to run it.
+        engine: the engine that will run the job.
         prompt, params, spec, steering: as the user gave them.
         options: further arguments of vLLM's `generate` or `encode`.
         spans, reading, sketches: see `Job`.
-        encoding: True if the model pools.
-        monitors: the monitors that watch it.
-        original_lengths: lengths that token selections refer to, if the prompt holds generated tokens; None for the
-            prompt's own.
+        encoding: True if the model is a pooling model.
+        monitors: the monitors of the request, as the user gave them.
+        original_lengths: lengths that token selections refer to, if the prompt contains tokens that were generated
+            before; None for the prompt's own.
 
     Raises:
         InvalidRequest: an argument is invalid; a subclass names the kind.
@@ -168,11 +168,11 @@ class _Kept(NamedTuple):
     """Capture of a request, compiled for one engine; see `Job`.
 
     Args:
-        spec: the spec that selects tokens, None if nothing is kept.
+        spec: the spec that selects tokens, None if nothing is captured.
         indices: indices of the points among the armed ones, ascending.
         coding: encoding of the rows.
-        read_at: for each monitor, its point, and the index of its projection among those kept there.
-        attention: the summary that is made of queries and keys, or None; its points are those of the queries.
+        read_at: see `ReadAt`.
+        attention: plan of the summary of attention, or None; with it, `points` are those of the queries.
     """
 
     spec: CaptureSpec | None = None
@@ -187,10 +187,10 @@ class _Kept(NamedTuple):
 
 
 def _kept(engine: Engine, own: Any, sketches: Sequence[RunningSketch], monitors: Sequence[Monitor]) -> _Kept:
-    """Return the capture of a request: the user's own, else the one that its sketches or its monitors need.
+    """Return the capture of a request: the user's own, or the one that its sketches or monitors need.
 
     Raises:
-        InvalidSpec: something cannot be kept, or not together; a subclass names the kind.
+        InvalidSpec: the capture is invalid, or does not go with the sketches or monitors; a subclass names the kind.
     """
     if own is not None and not isinstance(own, CaptureSpec):
         raise InvalidSpec(f"capture={own!r}; give a CaptureSpec, or capture_layers= for layers alone")
@@ -233,10 +233,10 @@ def _kept(engine: Engine, own: Any, sketches: Sequence[RunningSketch], monitors:
 
 
 def _attention(engine: Engine, top: int, queries: Sequence[Point]) -> AttentionPlan:
-    """Compile the summary of attention of some layers.
+    """Compile the summary of attention of the layers of `queries`, with `top` tokens per head.
 
     Raises:
-        InvalidRequest: the attention of one of them is not understood.
+        InvalidRequest: the attention of a layer is not supported.
     """
     for layer, _ in queries:
         engine.attention.get(layer, AttentionRule(0.0, unknown="it has no rule")).understood(layer)
@@ -247,10 +247,10 @@ def _attention(engine: Engine, top: int, queries: Sequence[Point]) -> AttentionP
 
 
 def _check_biases(request: _CheckedParams, compiled: CompiledSteering, prompt_len: int) -> None:
-    """Check that logit biases can be applied: the model makes logits, and returns no unbiased ones at biased positions.
+    """Check that logit biases can be applied: the model computes logits, and vLLM returns no unbiased ones.
 
     Raises:
-        InvalidSpec: a pooling model, or `prompt_logprobs` at biased positions.
+        InvalidSpec: the model is a pooling model, or `prompt_logprobs` are requested at biased positions.
     """
     from steercap.adapters.parameters import wants_prompt_logprobs
 

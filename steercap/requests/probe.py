@@ -1,8 +1,8 @@
 """Start-up probe: short requests that capture and edit every armed point before the first user request.
 
 It runs once, when the engine starts. A compiled artifact without taps, a layer that is never called, a model that skips
-its modules, an edit that a compiler removes as dead code: all would give plausible texts, and no rows or no steering.
-The equations that its rows must satisfy are in `equations`.
+its modules, an edit that a compiler removes as dead code: all would produce plausible texts, but no rows or no
+steering. The equations that the rows must satisfy are in `equations`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from steercap.engine.engine import Engine
     from steercap.engine.fetching import Delivery
 
-#: Prompt tokens and generated tokens: a prefill pass, then a decode pass.
+#: Number of prompt tokens and of generated tokens: a prefill pass, then a decode pass.
 _PROMPT, _GENERATED = 3, 2
 #: Number of most probable tokens whose logits are compared.
 _COMPARED = 20
@@ -61,7 +61,7 @@ class _Probed:
     """Result of one request of the probe.
 
     Args:
-        rows: rows of each point, [n, *shape of the point].
+        rows: captured rows of each point, [n, *shape of the point].
         output: vLLM's output, or an `Encoded`.
     """
 
@@ -70,15 +70,15 @@ class _Probed:
 
 
 async def probe(engine: Engine) -> tuple[Claim, ...]:
-    """Check that every armed tap fires in prefill and decode, reads the rows that its name says, and edits the output.
+    """Check that every armed tap fires in prefill and decode, reads the right tensor, and edits the model's output.
 
     Returns:
-        The claims that were proved, with their errors.
+        The claims that hold, with their errors.
 
     Raises:
-        InvalidSetting: the engine takes no sequence as long as the probe's.
-        TapsNotInstalled: a tap did not fire, what it read cannot be a row, or its change had no effect.
-        ModelNotProved: rows are not what their names say.
+        InvalidSetting: `max_model_len` is shorter than the probe's sequence.
+        TapsNotInstalled: a tap did not fire, read only zeros, or its edit had no effect.
+        ModelNotProved: a claim does not hold: rows are not of the points that they are named after.
     """
     generated = 0 if engine.vllm.pools else _GENERATED
     if (longest := engine.vllm.max_model_len) < _PROMPT + generated:
@@ -105,7 +105,7 @@ async def probe(engine: Engine) -> tuple[Claim, ...]:
 
 
 def _proved(engine: Engine, claims: Sequence[Claim]) -> list[Claim]:
-    """Return the claims on rows without edits as `_require` does, and drop derived sites that none of them holds."""
+    """Return the claims on rows without edits that `_require` accepts; drop derived sites that no claim is about."""
     found = _require(engine, claims)
     if engine.family.derived:
         held = {site for claim in found for site in claim.sites}
@@ -121,10 +121,10 @@ def _armed(engine: Engine, claim: Claim) -> bool:
 
 
 def _overflowed(engine: Engine, clean: _Probed, position: int, index: int) -> None:
-    """Warn that a row is not finite, as 16-bit rows can be.
+    """Warn that the probe's row at a position and point index is not finite, as 16-bit rows can be.
 
     Raises:
-        TapsNotInstalled: what the model computed from it is finite, so the model had another row there.
+        TapsNotInstalled: the stream's last row, computed from that row, is finite, so the model had another row there.
     """
     point = engine.vllm.points[index]
     named = f"the row of position {position} of the start-up probe at {point} holds NaN or infinity"
@@ -138,10 +138,10 @@ def _overflowed(engine: Engine, clean: _Probed, position: int, index: int) -> No
 
 
 def _require(engine: Engine, claims: Iterable[Claim]) -> list[Claim]:
-    """Return the claims after checking that each holds; derived sites of which one does not hold are dropped first.
+    """Return the claims after checking that each holds; derived sites with a failed claim are dropped first.
 
     Raises:
-        ModelNotProved: one of them does not hold.
+        ModelNotProved: a claim does not hold.
         UnsupportedModel: see `Engine.drop`.
     """
     found = list(claims)
@@ -157,10 +157,10 @@ def _require(engine: Engine, claims: Iterable[Claim]) -> list[Claim]:
 
 
 async def _probe_reading(engine: Engine, number: int) -> tuple[_Probed, tuple[int, int] | None]:
-    """Run one request that captures every armed point.
+    """Run one request that captures every armed point, on data-parallel engine `number`.
 
     Returns:
-        The request, and the position and point index of its first row that is not finite, if there is one.
+        The result, and the position and point index of the first non-finite row, or None.
     """
     prompt = await engine.vllm.render({"prompt_token_ids": list(range(1, _PROMPT + 1))})
     rows = _PROMPT if engine.vllm.pools else _PROMPT + _GENERATED - 1
@@ -219,15 +219,15 @@ def _check(engine: Engine, delivery: Delivery) -> None:
 
 
 async def _lens(engine: Engine, number: int, probed: _Probed, edit: Point | None = None) -> list[Claim]:
-    """Return claims that the last rows, before and behind the final norm, give the logits that the engine reported.
+    """Return claims that the logit lens on the last rows, before and behind the final norm, gives the reported logits.
 
     There is one claim for each sampled token.
 
     Args:
-        engine: the engine.
+        engine: engine of the model.
         number: index of the data-parallel engine.
-        probed: a request.
-        edit: the point of its edited rows, if any; rows before that point are not compared.
+        probed: result of a request.
+        edit: the point that was edited, None without; rows before that point are not compared.
     """
     last, behind = _ends(engine)
     claims = []
@@ -252,7 +252,7 @@ async def _lens(engine: Engine, number: int, probed: _Probed, edit: Point | None
 async def _pooled(engine: Engine, number: int, probed: _Probed, point: Point, named: str) -> list[Claim]:
     """Return the claim that rows, passed through the model's own norm and pooler, give the engine's pooled outputs.
 
-    It is made only for models that pool each token by itself.
+    There is none for models that do not pool each token by itself. `named` describes the rows, for its name.
     """
     said = _values_of(probed.output)
     assert said is not None
@@ -266,15 +266,15 @@ async def _pooled(engine: Engine, number: int, probed: _Probed, point: Point, na
 
 
 def _ends(engine: Engine) -> tuple[Point, Point]:
-    """Return the points from which logits are made: the end of the stream, and behind the final norm."""
+    """Return the two points whose rows yield logits: the end of the residual stream, and behind the final norm."""
     return engine.end, Point(engine.vllm.num_layers - 1, "final_norm")
 
 
 async def _probe_editing(engine: Engine, number: int, clean: _Probed) -> list[Claim]:
-    """Run one request per point that adds a random vector there: the output must change, and the rows by that vector.
+    """Add a random vector at each point in turn: the output must change, and the rows by exactly that vector.
 
-    The vector's elements are as large as the rows' are. Rows of random weights can be so small that nothing of them
-    reaches the stream; where the output did not change, the request is repeated with elements of about 1.
+    The vector's elements have the rows' magnitude. With random weights, rows can be too small to affect the stream; if
+    the output did not change, the request is repeated with elements of about 1. Claims that hold are returned.
     """
     generator = torch.Generator().manual_seed(0)
     vectors, sizes = {}, {}
@@ -312,7 +312,7 @@ async def _probe_editing(engine: Engine, number: int, clean: _Probed) -> list[Cl
 async def _try(
     engine: Engine, number: int, edits: Mapping[Point, Add], clean: _Probed
 ) -> tuple[list[Point], list[Claim]]:
-    """Run each edit in a request of its own, together, and by itself where the clean rows are too far to tell.
+    """Run each edit in its own request, all in one batch; repeat an edit alone where batching blurs the rows.
 
     Returns:
         The points whose edit leaves the model's output unchanged, and the claims on the rows of these requests.
@@ -345,7 +345,7 @@ def _added(edit: Add) -> torch.Tensor:
 async def _run(
     engine: Engine, number: int, wanted: Sequence[tuple[Point | None, Add | None]]
 ) -> list[tuple[Point | None, _Probed]]:
-    """Run requests with one edit each, and capture the residual stream around that edit."""
+    """Run requests with one edit each (None for no edit); return rows around each edited point, and the outputs."""
     prompt = {"prompt_token_ids": list(range(1, _PROMPT + 1))}
     options = {"data_parallel_rank": number} if engine.engines > 1 else {}
 
@@ -378,7 +378,7 @@ async def _run(
 
 
 async def _fetched(done: Generation) -> _Probed:
-    """Return a request's output and rows; the rows are fetched and released."""
+    """Return a request's output and rows; its handle is released."""
     if not done.handles:
         return _Probed({}, done.output)
     (handle,) = done.handles
@@ -389,7 +389,7 @@ async def _fetched(done: Generation) -> _Probed:
 
 
 def _values_of(output: Any) -> torch.Tensor | None:
-    """Return what a pooling model pooled, None for the output of a model that generates."""
+    """Return a pooling model's output tensor; None for the output of a model that generates."""
     if isinstance(output, Encoded):
         return output.data
     found: torch.Tensor | None = None if isinstance(output.outputs, list) else output.outputs.data
@@ -397,7 +397,7 @@ def _values_of(output: Any) -> torch.Tensor | None:
 
 
 def _neighbours(engine: Engine, point: Point) -> tuple[Point, ...]:
-    """Return the armed points among: a point, the stream of its layer and the next, and its layer's attention."""
+    """Return the armed points near a point: itself, the stream of its layer and the next, and its layer's attention."""
     sites = (*EQUATION_SITES, *STREAMS, "embed", "final_norm")
     stream = {Point(layer, site) for layer in (point.layer, point.layer + 1) for site in sites}
     near = stream | {Point(point.layer, site) for site in ATTENTION} | {point}
@@ -405,9 +405,9 @@ def _neighbours(engine: Engine, point: Point) -> tuple[Point, ...]:
 
 
 def _output_values(probed: _Probed) -> object:
-    """Return the model's output for a prompt, in comparable form.
+    """Return the model's output for a prompt as a value that can be compared.
 
-    That is the log probabilities of the most probable next tokens, by their ids, or the pooled values.
+    It holds the log probabilities of the most probable next tokens by id, or the pooled values.
     """
     pooled = _values_of(probed.output)
     if pooled is not None:

@@ -2,7 +2,7 @@
 
 A request whose text was not yet returned is run anew under a new key. For lost rows the full token sequence is already
 known, so prompt and output are read again with the same edits at the same positions, and the new rows pass the usual
-checks. They differ from the lost rows as rows of different batches differ; their receipt says `recomputed`.
+checks. They differ from the lost rows as rows of different batches differ; their receipt has `recomputed=True`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Recipe:
     """Arguments of one request, from which it can be prepared for any engine of its model.
 
     Args:
-        serving: the engine, from its start to its end, restarts included.
-        prompt, params, spec, steering, options, spans, reading, sketches, encoding, monitors,
-            original_lengths: see `prepare`.
+        serving: owner of the model's engine, which restarts it.
+        prompt, params, spec, steering, options, spans, reading, sketches, encoding, monitors, original_lengths: see
+            `prepare`.
     """
 
     serving: Serving
@@ -59,15 +59,15 @@ class Recipe:
         return await self.serving.with_restart(self.prepared)
 
     def with_restart(self, work: Callable[[Job], Awaitable[Value]], job: Job) -> Coroutine[Any, Any, Value]:
-        """Run `work` on the request; each time the engine dies meanwhile and is restarted, prepare and run it again.
+        """Run `work` on the job; if the engine dies meanwhile and is restarted, prepare and run it again.
 
         Args:
-            work: coroutine function of the job; it must leave nothing behind if it fails.
+            work: coroutine function of the job; it must free all that it reserved if it fails.
             job: the request as already prepared, reused if its engine is still the running one.
 
         Raises:
             EngineDied: see `Serving.with_restart`.
-            Whatever `work` and `prepare` raise.
+            The errors of `work` and `prepare`.
         """
 
         def attempt(engine: Engine) -> Awaitable[Value]:
@@ -88,7 +88,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Finished sample whose rows can be recomputed if their engine dies."""
+    """Finished sample whose rows can be recomputed if their engine dies, with its recipe and its job."""
 
     recipe: Recipe
     job: Job
@@ -100,21 +100,21 @@ class Recompute:
         return self.recipe.serving
 
     def can_recompute(self) -> bool:
-        """Return True if the engine of the rows has died and another one can recompute them."""
+        """Return whether the engine of the rows has died and another one can recompute them."""
         return self.recipe.serving.outlives(self.job.engine)
 
     async def with_restart(self, work: Callable[[Engine], Awaitable[Value]]) -> Value:
-        """Run `work` on the engine, with a restart, for work that needs the model but not the rows.
+        """Return the result of `work` on the live engine, with restarts; for work that needs the model, not the rows.
 
         See `Serving.with_restart`.
         """
         return await self.recipe.serving.with_restart(work)
 
     async def rows(self) -> Found:
-        """Recompute the rows.
+        """Recompute the rows by reading prompt and output again; return them with their receipt.
 
         Raises:
-            EngineDied: they cannot be recomputed, or no engine lives for long enough.
+            EngineDied: the rows cannot be recomputed, or engines die again and again.
             CaptureIncomplete, CaptureNotFinite: see `checks.received`.
             SteeringNotApplied: a worker did not make every edit.
         """
@@ -132,7 +132,7 @@ class Recompute:
         return ""
 
     def _reading(self) -> Recipe:
-        """Return the request that reads prompt and output, without the last token, which was never an input."""
+        """Return the recipe that reads prompt and output, without the last token, which was never an input."""
         assert self.job.plan is not None
         ids = self.job.prompt.token_ids
         given = self.recipe.prompt

@@ -1,6 +1,6 @@
-"""Lifecycle of one model's engine, from start to close, and the calls that run on it.
+"""Life of one model's engine, from start to close, and the work that runs on it.
 
-A dead engine is restarted when it is next needed, if the settings ask for restarts; see docs/mechanisms/engine.md.
+A dead engine is restarted when it is next needed, if the settings enable restarts; see docs/mechanisms/engine.md.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
-#: Seconds before each try to start an engine that has died: its memory, on a device above all, may take a moment to be
-#: free, and what killed it may still be at it.
+#: Seconds before each attempt to restart a dead engine: its memory, above all on a device, may take a moment to be
+#: freed, and the cause of its death may persist.
 BACKOFF: Final = (0.0, 2.0, 10.0)
-#: Engines that one piece of work may run on, so that work that kills its engine is not repeated for ever.
+#: Maximum number of engines that one piece of work may run on, so that work that kills its engine is not repeated for
+#: ever.
 LIVES: Final = 3
 
 
 class Serving:
-    """Owner of one model's engine in one event loop: starts it, restarts it after death if so set, and closes it once.
+    """Owner of one model's engine in one event loop: starts it, restarts it if enabled, and closes it once.
 
     Args:
         model: path or name of the model.
@@ -43,11 +44,11 @@ class Serving:
         cut: True if `max_model_len` may be reduced to the model's context length, since a preset gave it, not the user.
 
     Attributes:
-        cut: as given.
+        cut: the argument of the same name.
         engine: the engine, while it runs.
-        running: tasks that run on it; cancelled when it is closed.
-        call_style: style in which messages show code.
-        proof: claims that were proved of the engine when it started.
+        running: tasks that run on the engine; they are cancelled when it is closed.
+        call_style: call style, with or without `await`, in which messages show code.
+        proof: claims that held when the engine started; see `probe`.
         restarts: number of restarts.
     """
 
@@ -129,18 +130,18 @@ class Serving:
 
     @property
     def stage(self) -> str:
-        """Part of a start that runs, "" if none does."""
+        """Description of the current part of a start in progress; "" if none is."""
         if self._starting is None or self._starting.done():
             return ""
         return "looking up the model" if self._launch is None else self._launch.stage or "proving every tap"
 
     async def alive(self) -> Engine:
-        """Return a live engine; a dead one is restarted first, if so set. Concurrent callers wait for the same start.
+        """Return a live engine, after restarting a dead one if enabled; concurrent callers wait for the same start.
 
         Raises:
-            EngineDied: it cannot be started again.
+            EngineDied: the engine has died and cannot be restarted.
             ModelClosed: the model was closed, before or meanwhile.
-            WrongEventLoop: it was started in another event loop.
+            WrongEventLoop: the model was started in another event loop.
         """
         while self.outlives(engine := self.here()):
             if self._given_up is not None:
@@ -157,16 +158,15 @@ class Serving:
         return engine
 
     async def with_restart(self, work: Callable[[Engine], Awaitable[Value]], engine: Engine | None = None) -> Value:
-        """Await `work` on the engine; if the engine dies meanwhile and restarts are on, await it again on the next one.
+        """Return the result of `work` on the engine; if that dies and restarts are on, run it again on the next one.
 
         Args:
-            work: coroutine function of the engine; it must leave nothing behind if it fails.
-            engine: the engine of the first try; left out, the live one.
+            work: coroutine function of the engine; it must free all that it reserved if it fails.
+            engine: the engine of the first attempt; None for the live one.
 
         Raises:
-            EngineDied: the engine has died, and is not to be started again or cannot be, or this is the third that
-                died under it.
-            Whatever `work` raises.
+            EngineDied: the engine has died and is not restarted, or `LIVES` engines have died during the work.
+            The errors of `work`.
         """
         for lives in reversed(range(LIVES)):
             asked = engine or await self.alive()
@@ -183,11 +183,11 @@ class Serving:
         raise AssertionError
 
     def outlives(self, engine: Engine) -> bool:
-        """Return True if an engine has died and another one replaces it or will."""
+        """Return whether an engine has died and another one replaces it, or will."""
         return self.settings.restart and not self._closed and engine.died
 
     async def _start_again(self, dead: Engine) -> Engine:
-        """Replace a dead engine by a new one, in a few tries."""
+        """Replace a dead engine by a new one, in as many attempts as `BACKOFF` has entries."""
         async with self._life:
             await dead.aclose()
             for tries, seconds in enumerate(BACKOFF, 1):
@@ -208,10 +208,10 @@ class Serving:
         raise AssertionError
 
     async def _require_same(self, dead: Engine, engine: Engine) -> None:
-        """Check that a restarted engine has the weights of the first one, to go on with its requests; else close it.
+        """Check that a restarted engine has the weights of the first one, so that requests can go on; else close it.
 
         Raises:
-            EngineDied: it has others.
+            EngineDied: the weights differ.
         """
         try:
             same = (await asyncio.to_thread(self._weights), engine.vllm.commit) == (self._files, self._commit)
@@ -229,7 +229,7 @@ class Serving:
             raise self._given_up
 
     async def aclose(self) -> None:
-        """Cancel running tasks and a start, free what is held, and stop the engine; see `SteerModel.aclose`."""
+        """Cancel running tasks and a start in progress, and stop the engine; see `SteerModel.aclose`."""
         self._closed = True
         home, launch = self._home, self._launch
         if home is not None and home.is_here:
@@ -262,10 +262,10 @@ class Serving:
         return f"dead: {self.engine.death or 'its engine has ended'}" if self.engine.died else "open"
 
     def opened(self) -> Engine:
-        """Return the engine for reading its attributes, from any event loop.
+        """Return the engine, for reading attributes from any event loop.
 
         Raises:
-            ModelClosed: it was never started, or is closed.
+            ModelClosed: the model was never started, or is closed.
         """
         self._require_not_closed()
         if self.engine is None:
@@ -276,22 +276,22 @@ class Serving:
         return self.engine
 
     def here(self) -> Engine:
-        """Return the engine, whose methods may be awaited only in its own event loop.
+        """Return the engine, after checking that this is its event loop, so that its methods may be awaited.
 
         Raises:
-            ModelClosed: it was never started, or is closed.
-            WrongEventLoop: it was started in another event loop.
+            ModelClosed: the model was never started, or is closed.
+            WrongEventLoop: the model was started in another event loop.
         """
         engine = self.opened()
         engine.home.require()
         return engine
 
     async def run(self, work: Callable[[], Awaitable[Value]]) -> Value:
-        """Await `work` on the engine; closing the model ends the wait.
+        """Return the result of `work`, awaited on the engine; closing the model cancels it.
 
         Raises:
             ModelClosed: the model was closed, before or meanwhile.
-            WrongEventLoop: it was started in another event loop.
+            WrongEventLoop: the model was started in another event loop.
         """
         if error := self._ended():
             raise error
@@ -309,6 +309,6 @@ class Serving:
 
 
 def _retrieve(starting: asyncio.Task[Any]) -> None:
-    """Retrieve the exception of a start, so that Python does not warn when no caller waits for it any more."""
+    """Retrieve the exception of a start, so that Python does not warn when no caller waits for it."""
     if not starting.cancelled():
         starting.exception()

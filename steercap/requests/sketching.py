@@ -1,4 +1,4 @@
-"""Running sketches: the user's object, and the entry of finished requests into their statistics."""
+"""Running sketches: the user's object, and the addition of finished requests to their statistics."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
-#: Advice in the error of an attempted copy.
+#: Advice in the error message for an attempted copy.
 INSTEAD: Final = "its statistics are in the workers; fetch() returns a Sketch, which can be saved and merged"
 
 
 class SketchSource(Protocol):
-    """Holder of the statistics of running sketches: an engine's workers, or a server."""
+    """Interface of what holds the statistics of running sketches: an engine's workers, or a server."""
 
     @property
     def num_layers(self) -> int:
@@ -44,15 +44,14 @@ class SketchSource(Protocol):
         """Return a snapshot of the statistics of some points; errors as of `RunningSketch.fetch`."""
 
     async def close(self, record: SketchRecord) -> None:
-        """Free the statistics. Idempotent."""
+        """Free the statistics of a sketch. Idempotent."""
 
 
 class RunningSketch(NonCopyable, instead=INSTEAD):
     """Statistics of the rows of every request made inside `SteerModel.sketch`, which yields this object.
 
-    The rows never leave the workers. A request enters as a whole, once it has ended and its labels were checked; one
-    that fails or is cancelled does not enter. Each sample of `n` counts as a request of its own, the rows of its prompt
-    included.
+    The rows never leave the workers. A request is added as a whole, once it has ended and its labels were checked;
+    failed and cancelled ones are not. Each sample of `n` counts as a separate request, the rows of its prompt included.
 
     Attributes:
         kind: kind of the statistics; see `Sketch`.
@@ -75,28 +74,28 @@ class RunningSketch(NonCopyable, instead=INSTEAD):
 
     @property
     def requests(self) -> int:
-        """Number of requests that have entered."""
+        """Number of requests that have been added."""
         return self.record.requests
 
     @property
     def rows(self) -> int:
-        """Number of rows per point that have entered."""
+        """Number of rows per point that have been added."""
         return self.record.rows
 
     async def mean(self, layer: int, site: str | None = None) -> torch.Tensor:
-        """Return the mean of the rows of a point so far; see `Sketch.mean`."""
+        """Return the current mean of the rows of a point: float64 [width]; see `Sketch.mean`."""
         return await self._of([self._point(layer, site)], lambda found: found.mean(layer, site))
 
     async def variance(self, layer: int, site: str | None = None) -> torch.Tensor:
-        """Return the variance of each element so far; see `Sketch.variance`."""
+        """Return the current variance of each element: float64 [width]; see `Sketch.variance`."""
         return await self._of([self._point(layer, site)], lambda found: found.variance(layer, site))
 
     async def covariance(self, layer: int, site: str | None = None) -> torch.Tensor:
-        """Return the covariance of the elements so far; see `Sketch.covariance`."""
+        """Return the current covariance of the elements: float64 [width, width]; see `Sketch.covariance`."""
         return await self._of([self._point(layer, site)], lambda found: found.covariance(layer, site))
 
     async def principal_directions(self, layers: Layers, k: int, site: str | None = None) -> DirectionSet:
-        """Return the first k principal directions so far, of one or more layers; see `Sketch.principal_directions`."""
+        """Return the current first k principal directions of one or more layers; see `Sketch.principal_directions`."""
         wanted = resolve_layers(layers, self._source.num_layers)
         points = [self._point(layer, site) for layer in wanted]
         return await self._of(points, lambda found: found.principal_directions(wanted, k, points[0].site))
@@ -104,22 +103,22 @@ class RunningSketch(NonCopyable, instead=INSTEAD):
     async def fetch(self) -> Sketch:
         """Return a snapshot of the statistics of all points, which can be read, saved, loaded and merged.
 
-        The sketch goes on.
+        The sketch goes on, and later requests are still added.
 
         Raises:
-            SketchClosed: the context has ended.
-            SketchIncomplete: what the workers hold is not what was counted.
+            SketchClosed: the `SteerModel.sketch` block has ended.
+            SketchIncomplete: the workers' numbers of rows differ from those counted here.
             EngineFailure: the engine has died or was closed.
         """
         return await self._fetch(self.points)
 
     async def aclose(self) -> None:
-        """Free the sketch in the workers; requests that still run in it fail. Idempotent."""
+        """Free the statistics in the workers; requests that still run in the sketch fail. Idempotent."""
         with contextlib.suppress(EngineFailure):  # a dead engine holds nothing
             await asyncio.shield(self._source.close(self.record))
 
     async def _of(self, points: Sequence[Point], work: Callable[[Sketch], Value]) -> Value:
-        """Return `work` of a snapshot of some points, computed on a thread, since a covariance is large."""
+        """Return the result of `work` on a snapshot of some points, on a thread, since a covariance is large."""
         found = await self._fetch(points)
         return await asyncio.to_thread(work, found)
 
@@ -137,7 +136,7 @@ class RunningSketch(NonCopyable, instead=INSTEAD):
 
 @dataclass(frozen=True)
 class EngineSketches:
-    """Source of the sketches that are in the workers of an engine."""
+    """Source of the sketches in the workers of a local engine."""
 
     engine: Engine
 
@@ -170,7 +169,7 @@ async def open_sketch(engine: Engine, kind: str, size: Any, spec: CaptureSpec) -
     """Open a sketch and reserve its memory in the workers.
 
     Raises:
-        UnknownName, InvalidSpec, PointNotArmed: an argument is wrong.
+        UnknownName, InvalidSpec, PointNotArmed: an argument is invalid.
         PointSplit, SketchMemoryFull: see `Sketching.open`.
     """
     record = record_of(engine.new_key(), kind, size, {})
@@ -180,10 +179,10 @@ async def open_sketch(engine: Engine, kind: str, size: Any, spec: CaptureSpec) -
 
 
 def record_of(name: str, kind: str, size: Any, points: dict[Point, int]) -> SketchRecord:
-    """Return the record of a sketch that is to be opened.
+    """Create the record of a new sketch; `points` are indices among the engine's armed points, by point.
 
     Raises:
-        UnknownName, InvalidSpec: no such kind or size.
+        UnknownName, InvalidSpec: there is no such kind, or `size` is not possible.
     """
     return SketchRecord(name, kind, SKETCHES[kind].checked_size(size), points)
 
@@ -191,14 +190,14 @@ def record_of(name: str, kind: str, size: Any, points: dict[Point, int]) -> Sket
 def joint_capture(
     engine: Engine, own: CaptureSpec | None, sketches: Sequence[RunningSketch]
 ) -> tuple[CaptureSpec, tuple[Point, ...], tuple[int, ...]]:
-    """Return the capture of a request in sketches: its own if that has all their rows, else what they need.
+    """Return the capture of a request in sketches: its own if it has one, else the one that the sketches need.
 
     Returns:
-        The capture, its points, and their indices among the armed, ascending.
+        The capture, its points, and their indices among the engine's armed points, ascending.
 
     Raises:
-        InvalidSpec: it captures something else for itself.
-        SketchClosed, SketchIncomplete: one of them cannot be joined.
+        InvalidSpec: the request's own capture lacks rows that the sketches need.
+        SketchClosed, SketchIncomplete: a sketch is closed, or cannot be trusted.
     """
     for sketch in sketches:
         sketch.record.require()
@@ -223,12 +222,12 @@ def joint_capture(
 
 
 async def enter(engine: Engine, sketches: Sequence[RunningSketch], samples: Sequence[tuple[Wanted, Expected]]) -> None:
-    """Add the samples of a finished request to sketches: all of them, after each was checked.
+    """Add all samples of a finished request to sketches, after each was checked.
 
     Args:
         engine: the engine that ran the request.
-        sketches: the sketches that it joins.
-        samples: for each sample, the rows to ask the workers for, and what must be there.
+        sketches: the sketches that the request joins.
+        samples: for each sample, the rows to request from the workers, and the expected ones.
 
     Raises:
         CaptureIncomplete: a worker failed, a row or a point is missing, or a label differs.
@@ -256,7 +255,7 @@ async def enter(engine: Engine, sketches: Sequence[RunningSketch], samples: Sequ
 
 
 def _check(engine: Engine, expected: Expected, points: Sequence[Point], found: Any) -> None:
-    """Check the rows that the workers hold of a request against those that must enter."""
+    """Check the workers' reply on a request's rows, `found`, against the expected rows at the sketches' points."""
     shares, failure = shares_of(found)
     if failure:
         raise CaptureIncomplete(f"{expected.name}: {failure}")

@@ -16,30 +16,30 @@ class Stats:
     """Resources in use by the model, and their limits, in bytes and counts.
 
     Args:
-        capture_bytes: maximum memory of rows on each capturing worker.
-        capture_bytes_claimed: part of it claimed by running requests and unfetched handles, on the fullest engine.
-        capture_bytes_in_use: part of it filled with rows, on the fullest worker.
-        capture_bytes_resident: shared memory that the system has allocated for it, on the fullest worker.
+        capture_bytes: maximum memory for captured rows on each capturing worker.
+        capture_bytes_claimed: part reserved by running requests and unfetched handles, on the fullest engine.
+        capture_bytes_in_use: part of `capture_bytes` filled with rows, on the fullest worker.
+        capture_bytes_resident: shared memory that the system has allocated for rows, on the fullest worker.
         spill_bytes: maximum bytes of rows on disk; 0 unless `overflow` is "spill".
-        spill_bytes_in_use: part of it taken by handles that nobody has fetched.
+        spill_bytes_in_use: part of `spill_bytes` used by rows of unfetched handles.
         spill_bytes_written: bytes written to disk since the start.
         handles_spilled: number of handles whose rows are on disk.
-        arena_bytes: device memory of rows on their way to shared memory, on the worker with most; 0 on CPU.
-        arena_bytes_in_use: part of it with rows of passes that are not copied yet, on the fullest worker.
-        reduce_bytes: device memory of reductions that run along, on the worker with most.
-        pinned_bytes: host memory that is locked for a device, on the worker with most; 0 on CPU.
-        wire_bytes: maximum bytes of rows sent over RPC at once, all workers together; 0 where memory is shared.
-        wire_bytes_in_flight: part of it requested now.
-        reductions: number of reductions that can run along with their requests at once, in each engine.
-        reductions_running: number of these running, in the fullest engine.
+        arena_bytes: device memory for rows that are being copied to the host, on the worker with most; 0 on CPU.
+        arena_bytes_in_use: part of `arena_bytes` with rows that are not copied yet, on the fullest worker.
+        reduce_bytes: memory for reductions that run with their requests, on the worker with most.
+        pinned_bytes: pinned host memory, on the worker with most; 0 on CPU.
+        wire_bytes: maximum bytes of rows in RPCs at once, of all workers together; 0 where memory is shared.
+        wire_bytes_in_flight: bytes of rows in RPCs that are in progress.
+        reductions: maximum number of reductions that run with their requests at once, in each engine.
+        reductions_running: number of such reductions now, in the fullest engine.
         requests_waiting: number of requests that wait for capture memory, for a reduction, or for a steering slot.
         handles_held: number of requests whose rows a worker holds.
-        rows_captured: number of rows written since the start, all requests together.
+        rows_captured: number of rows captured since the start, summed over workers.
         steps: number of forward passes run, by all engines together.
-        steering_slots: number of configurations that can be in use at once.
-        steering_slots_in_use: number of these in use by requests.
+        steering_slots: maximum number of steering configurations in use at once.
+        steering_slots_in_use: number of steering configurations in use by requests.
         vector_bytes: memory of the vector bank on each worker.
-        vector_bytes_in_use: part of it with vectors of running requests.
+        vector_bytes_in_use: part of `vector_bytes` with vectors of running requests.
         vector_bytes_sent: bytes of vectors sent to the workers since the start.
         sketches: number of sketches that the workers hold.
         sketch_bytes: maximum memory of sketches on each capturing worker.
@@ -47,7 +47,7 @@ class Stats:
         saes: number of SAEs that the workers hold.
         sae_bytes: maximum memory of SAEs on each capturing worker.
         sae_bytes_in_use: part of it in use, on the fullest worker.
-        restarts: number of restarts after the engine had died; values "since the start" begin anew then.
+        restarts: number of restarts of a dead engine; values "since the start" begin at 0 with each.
     """
 
     capture_bytes: int
@@ -85,7 +85,7 @@ class Stats:
 
 
 async def stats_of(engine: Engine, restarts: int = 0) -> Stats:
-    """Return the resources in use by the engine and its workers now."""
+    """Query the workers, and return the resources in use now; `restarts` is passed through."""
     engines = await engine.workers.get_stats()
     counts = [count for workers in engines for count in workers]
     budget, page_bytes = engine.admission.budget, engine.admission.page_bytes
@@ -128,5 +128,5 @@ async def stats_of(engine: Engine, restarts: int = 0) -> Stats:
 
 
 def _resident(count: Counted) -> int:
-    """Return the bytes of an arena that the system has allocated: all of a pinned one."""
+    """Return the bytes of a worker's arena that the system has allocated: all of it if it is pinned."""
     return (count.pages if count.arena_pinned else count.pages_touched) * count.page_bytes

@@ -1,4 +1,4 @@
-"""Streams: text and rows of one request as they come."""
+"""Streams: text and captured rows of one request while it runs."""
 
 from __future__ import annotations
 
@@ -25,20 +25,19 @@ from steercap.requests.monitoring import Crossing, MonitorReport
 
 @dataclass(frozen=True)
 class Chunk:
-    """New text and rows since the last chunk of a stream.
+    """Text and rows of a stream that are new since the chunk before.
 
     Args:
         text: new text.
         token_ids: new generated token ids.
-        captures: new rows by point, [rows, hidden]; None if nothing is captured.
+        captures: new rows by point, [rows, *shape of the point]; None if nothing is captured.
         positions: position of each new row, int64 [rows]; None if nothing is captured.
         finished: True for the last chunk.
         steering: in the last chunk, the receipt of the edits; None without steering.
-        token_types: type of the token at each new row, str [rows], see `CaptureHandle.token_types`; None if
-            nothing is captured.
+        token_types: type of the token at each new row, str [rows], as in `CaptureHandle.token_types`, or None.
         crossings: tokens at which monitors fired since the last chunk.
         monitors: in the last chunk, the report of each monitor.
-        finish_reason: in the last chunk, the reason why the text ended: vLLM's word, or "steercap_probe".
+        finish_reason: in the last chunk, the reason why the text ended: vLLM's, or "steercap_probe" for a monitor.
     """
 
     text: str
@@ -57,16 +56,16 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Grown:
-    """State of a stream's sample so far.
+    """Cumulative state of a stream's sample.
 
     Args:
-        text: its text.
-        token_ids: generated token ids, a copy: vLLM's own list goes on growing.
-        finished: True if it has ended.
+        text: text generated so far.
+        token_ids: token ids generated so far, a copy, since vLLM's own list grows.
+        finished: True if the sample has ended.
         receipt: receipt of the edits so far, None without steering.
         crossings: tokens at which monitors fired.
         monitors: the report of each monitor.
-        finish_reason: the reason why it has ended, None while it runs.
+        finish_reason: reason why the sample has ended, None while it runs.
     """
 
     text: str
@@ -79,9 +78,9 @@ class Grown:
 
 
 async def stream(job: Job) -> AsyncGenerator[Chunk, None]:
-    """Run one job of one sample; yield text and rows as they come, after checking their edits.
+    """Run a job with one sample; yield text and rows while it runs, after checking its edits.
 
-    The request runs on whether or not its chunks are taken, and gives its slot back when it ends.
+    The request does not wait for the reader of the chunks, and releases its slot when it ends.
 
     Raises:
         CaptureIncomplete: rows are missing or belong to another token.
@@ -103,7 +102,7 @@ async def stream(job: Job) -> AsyncGenerator[Chunk, None]:
         free()
 
     def free() -> None:
-        """Free the request's memory, once it has ended and its reader has left, which may be cancelled in leaving."""
+        """Free the request's memory once it has ended and the reader has left, which may be cancelled in leaving."""
         if over and left and job.plan is not None:
             job.engine.abandon(job.plan, reservation)
 
@@ -143,7 +142,7 @@ async def stream(job: Job) -> AsyncGenerator[Chunk, None]:
 
 
 async def _follow(job: Job, reservation: Reservation | None, outputs: asyncio.Queue[Grown | None]) -> None:
-    """Run a job of one sample, and check its edits with every output."""
+    """Run a job with one sample; put the latest cumulative state, with checked edits, into `outputs`."""
     async with planned(job) as complete, aclosing(outputs_of(job, complete, reservation, partial=True)) as found:
         async for output in found:
             (sample,) = job.samples_of(output)
@@ -158,9 +157,7 @@ async def _follow(job: Job, reservation: Reservation | None, outputs: asyncio.Qu
 
 
 def _parts(job: Job, generated: Sequence[int], first: int) -> Sequence[Expected | None]:
-    """Return the expected rows of a sequence from row number `first` on, in parts that fit in memory; None if
-    the user gets no rows.
-    """
+    """Return the expected rows from row number `first` on, in parts that fit in memory; [None] without rows."""
     if job.plan is None or job.plan.capture is None or not job.hands_over:
         return [None]
     expected = replace(expected_of(job, job.plan, 0, generated), first=first)
@@ -170,7 +167,7 @@ def _parts(job: Job, generated: Sequence[int], first: int) -> Sequence[Expected 
 async def _new_rows(
     job: Job, part: Expected | None
 ) -> tuple[Captures | None, torch.Tensor | None, npt.NDArray[np.str_] | None]:
-    """Return the rows of a part, their positions, and the types of their tokens."""
+    """Fetch the rows of a part; return them, their positions, and the types of their tokens; None each without part."""
     if job.plan is None or part is None:
         return None, None, None
     (came,) = await arrived(job.engine, [(Owner(job.plan.key, 0), part)])

@@ -1059,15 +1059,15 @@ def save_run(folder: str | Path, handles: Any) -> Manifest:
     """Write captures to a folder, one file each, and a manifest that lists them; captures already there are kept.
 
     Args:
-        folder: folder of one model's captures; made if it is not there.
+        folder: folder of one model's captures; created if missing.
         handles: fetched handles of one model; nested lists are allowed.
 
     Returns:
         The manifest of the whole folder.
 
     Raises:
-        InvalidRequest: no handles, or the errors of `CaptureRun`.
-        CaptureNotFetched: one of them has not been fetched; those before it are saved.
+        InvalidRequest: there are no handles, or as for `CaptureRun`, whose other errors are raised too.
+        CaptureNotFetched: a handle is not fetched; the handles before it are saved.
     """
     from steercap.captures.saving import save_run as there
 

@@ -158,19 +158,18 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
                 `{"prompt": "What is <image>?", "multi_modal_data": {"image": picture}}`.
             sampling_params: vLLM's SamplingParams or a dict of its fields, for all prompts or one each.
             capture_layers: shorthand for `capture=CaptureSpec(layers=capture_layers)`.
-            capture: the rows to keep, for all prompts, or one spec each (None keeps nothing).
-            steering: the edits to apply: a SteeringSpec (or one edit) for all prompts, or one each; None changes
-                nothing. Left out, the steering of the enclosing `model.steered` applies.
-            add_special_tokens: True adds the tokenizer's special tokens, such as <bos>, to each text. Left out, they
-                are added too, as in vLLM, with a warning if the text has them already, as a rendered chat has; False
-                takes the text as it stands, True keeps both without a warning.
+            capture: the rows to capture, one spec for all prompts, or one each (None captures nothing).
+            steering: the edits to apply: a SteeringSpec (or one edit) for all prompts, or one each; None edits nothing.
+                By default, the steering of the enclosing `model.steered` applies.
+            add_special_tokens: True adds the tokenizer's special tokens, such as <bos>, to each text. None adds them
+                too, as vLLM does, but warns if the text has them already, as a rendered chat has. False adds none.
             lora_request: vLLM's LoRARequest, for an engine started with `enable_lora=True`.
             priority: vLLM's request priority, for an engine started with `scheduling_policy="priority"`.
 
         Returns:
             The text, or a list of texts for a list of prompts; with `n > 1`, a list of n texts for each prompt. If
-            anything is captured, the pair (texts, handles), where handles is nested like texts and holds a
-            `CaptureHandle` for each text, None where nothing is kept. `run` returns vLLM's output and receipts too.
+            anything is captured, the pair (texts, handles), where handles is nested like texts and has a
+            `CaptureHandle` for each text, None where nothing is captured. `run` returns vLLM's output and receipts too.
 
         There are prompt + generated - 1 rows: the last sampled token is never an input to the model. Layer `i` of
         "resid_post" is transformers' `hidden_states[i + 1]`, before the final norm for the last layer.
@@ -178,7 +177,7 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
         Raises:
             InvalidPrompt, InvalidSpec, InvalidSelection, PointNotArmed: raised before that prompt runs. Earlier prompts
                 of the list may have begun; they are cancelled, as after any other error.
-            CaptureMemoryFull, SteeringSlotsFull: there is no room.
+            CaptureMemoryFull, SteeringSlotsFull: there is not enough memory, or no slot.
             SteeringNotApplied: a worker did not make every edit; the text is withheld.
             ModelClosed: the model is not open.
         """
@@ -263,8 +262,7 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
             messages: one conversation, a list of {"role", "content"} dicts, or a list of conversations. Text only; for
                 pictures use `generate`.
             sampling_params, capture_layers, capture, steering, lora_request, priority: as for `generate`.
-            add_special_tokens: True adds the tokenizer's special tokens to those of the chat template; left out, they
-                are not added.
+            add_special_tokens: True adds the tokenizer's special tokens to the chat template's; None and False do not.
             chat_template_kwargs: further arguments of the tokenizer's chat template.
 
         Returns:
@@ -272,7 +270,7 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
             `handle.messages`, `handle.rows_of(0)`, `handle.rows_of("assistant")`.
 
         Raises:
-            InvalidRequest: the tokenizer has no chat template, or it refuses the messages.
+            InvalidRequest: the tokenizer has no chat template, or the template refuses the messages.
             The errors of `generate`.
         """
         return self.bridge.done(
@@ -332,7 +330,7 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Generate as `generate` and `chat` do, and return all that is known of each prompt.
+        """Generate as `generate` and `chat` do, and return a `Generation` for each prompt.
 
         Args:
             prompts: a str, token ids, one of vLLM's prompt dicts, a conversation (a list of {"role", "content"} dicts),
@@ -343,11 +341,11 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
             chat_template_kwargs: further arguments of the tokenizer's chat template, for conversations alone.
 
         Returns:
-            A `Generation` for one prompt, or a list of them for several: vLLM's output, texts, handles, receipts of the
-            steering and reports of the monitors.
+            A `Generation` for one prompt, or a list of them for several: vLLM's output, texts, handles, receipts of
+            edits and reports of monitors.
 
         Raises:
-            InvalidRequest: `chat_template_kwargs` with a prompt that is no conversation.
+            InvalidRequest: `chat_template_kwargs` is given with a prompt that is no conversation.
             The errors of `generate` and `chat`.
         """
         return self.bridge.done(
@@ -407,16 +405,16 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
         Args:
             prompts: a str, token ids, one of vLLM's prompt dicts, or a list of these; each at least one token shorter
                 than `max_model_len`, or for a pooling model at most as long.
-            capture_layers, capture: as for `generate`; left out, all layers at "resid_post".
+            capture_layers, capture: as for `generate`; without both, all layers at "resid_post".
             steering, add_special_tokens, lora_request, priority: as for `generate`.
 
         Returns:
-            A `CaptureHandle`, or a list of them for a list of prompts (None where nothing is kept), with a row for
-            every token selected, the last one included. `handle.text` and `handle.output_token_ids` are empty.
-            Inside `model.sketch`, without a capture of its own, the call adds rows to the sketch and returns None.
+            A `CaptureHandle`, or a list of them for a list of prompts (None where nothing is captured), with a row for
+            every selected token, the last one included. `handle.text` and `handle.output_token_ids` are empty. Inside
+            `model.sketch`, without a capture of its own, the call adds rows to the sketch and returns None.
 
         Raises:
-            EmptySelection: `tokens="generated"`: nothing is generated.
+            EmptySelection: `tokens="generated"` is given, and nothing is generated.
             The errors of `generate`.
         """
         return self.bridge.done(
@@ -495,21 +493,21 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
         """Embed or classify prompts with a pooling model and capture activations on request.
 
         Args:
-            prompts: a str, token ids, one of vLLM's prompt dicts, or a list of these; each of at most `max_model_len`
-                tokens.
+            prompts: a str, token ids, one of vLLM's prompt dicts, or a list of these; each at most `max_model_len`
+                tokens long.
             pooling: vLLM's PoolingParams or a dict of its fields, for all prompts or one each: `task` ("embed",
-                "classify", "token_embed", "token_classify"; left out, vLLM's default for the model), `use_activation`,
-                `dimensions`.
+                "classify", "token_embed", "token_classify"; vLLM's default for the model if left out),
+                `use_activation`, `dimensions`.
             capture_layers, capture, steering, add_special_tokens, lora_request, priority: as for `generate`.
 
         Returns:
             An `Encoded`, with vLLM's pooled output as `embedding` or `data`, or a list of them for a list of prompts.
             If anything is captured, the pair (encoded, handles), with a `CaptureHandle` for each, None where nothing is
-            kept. There is a row for every token selected, the last one included.
+            captured. There is a row for every selected token, the last one included.
 
         Raises:
-            InvalidRequest: the model generates; or something is wrong with the pooling parameters.
-            EmptySelection: `tokens="generated"`: nothing is generated.
+            InvalidRequest: the model was opened to generate, or the pooling parameters are invalid.
+            EmptySelection: `tokens="generated"` is given, and nothing is generated.
             The errors of `generate`.
         """
         return self.bridge.done(
@@ -537,13 +535,13 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
         lora_request: Any = None,
         priority: int = 0,
     ) -> Generator[Chunk, None, None]:
-        """Generate text for one prompt, yielding text and rows as they come.
+        """Generate text for one prompt, yielding text and captured rows while they are computed.
 
         Args:
             prompt: one prompt, as for `generate`.
             sampling_params, capture_layers, capture, steering, add_special_tokens, lora_request, priority: as for
                 `generate`, for one sample.
-            monitors: as for `run`; the chunks hold their crossings.
+            monitors: as for `run`; chunks contain the crossings.
 
         Yields:
             Chunks, whose texts, token ids and rows concatenate to those of the whole request; the first chunk has the
@@ -551,7 +549,7 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
             (`contextlib.closing`, or dropping it after leaving the loop) cancels the request.
 
         Raises:
-            InvalidRequest: several prompts, `n > 1`, or a reduction, which needs the whole sequence.
+            InvalidRequest: there are several prompts, `n > 1`, or the capture is a reduction or a summary.
             The errors of `generate`, and CaptureIncomplete. SteeringNotApplied comes in place of the last chunk.
         """
         return self.bridge.taken(
@@ -898,19 +896,18 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
                 `{"prompt": "What is <image>?", "multi_modal_data": {"image": picture}}`.
             sampling_params: vLLM's SamplingParams or a dict of its fields, for all prompts or one each.
             capture_layers: shorthand for `capture=CaptureSpec(layers=capture_layers)`.
-            capture: the rows to keep, for all prompts, or one spec each (None keeps nothing).
-            steering: the edits to apply: a SteeringSpec (or one edit) for all prompts, or one each; None changes
-                nothing. Left out, the steering of the enclosing `model.steered` applies.
-            add_special_tokens: True adds the tokenizer's special tokens, such as <bos>, to each text. Left out, they
-                are added too, as in vLLM, with a warning if the text has them already, as a rendered chat has; False
-                takes the text as it stands, True keeps both without a warning.
+            capture: the rows to capture, one spec for all prompts, or one each (None captures nothing).
+            steering: the edits to apply: a SteeringSpec (or one edit) for all prompts, or one each; None edits nothing.
+                By default, the steering of the enclosing `model.steered` applies.
+            add_special_tokens: True adds the tokenizer's special tokens, such as <bos>, to each text. None adds them
+                too, as vLLM does, but warns if the text has them already, as a rendered chat has. False adds none.
             lora_request: vLLM's LoRARequest, for an engine started with `enable_lora=True`.
             priority: vLLM's request priority, for an engine started with `scheduling_policy="priority"`.
 
         Returns:
             The text, or a list of texts for a list of prompts; with `n > 1`, a list of n texts for each prompt. If
-            anything is captured, the pair (texts, handles), where handles is nested like texts and holds a
-            `CaptureHandle` for each text, None where nothing is kept. `run` returns vLLM's output and receipts too.
+            anything is captured, the pair (texts, handles), where handles is nested like texts and has a
+            `CaptureHandle` for each text, None where nothing is captured. `run` returns vLLM's output and receipts too.
 
         There are prompt + generated - 1 rows: the last sampled token is never an input to the model. Layer `i` of
         "resid_post" is transformers' `hidden_states[i + 1]`, before the final norm for the last layer.
@@ -918,7 +915,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
         Raises:
             InvalidPrompt, InvalidSpec, InvalidSelection, PointNotArmed: raised before that prompt runs. Earlier prompts
                 of the list may have begun; they are cancelled, as after any other error.
-            CaptureMemoryFull, SteeringSlotsFull: there is no room.
+            CaptureMemoryFull, SteeringSlotsFull: there is not enough memory, or no slot.
             SteeringNotApplied: a worker did not make every edit; the text is withheld.
             ModelClosed: the model is not open.
         """
@@ -1003,8 +1000,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
             messages: one conversation, a list of {"role", "content"} dicts, or a list of conversations. Text only; for
                 pictures use `generate`.
             sampling_params, capture_layers, capture, steering, lora_request, priority: as for `generate`.
-            add_special_tokens: True adds the tokenizer's special tokens to those of the chat template; left out, they
-                are not added.
+            add_special_tokens: True adds the tokenizer's special tokens to the chat template's; None and False do not.
             chat_template_kwargs: further arguments of the tokenizer's chat template.
 
         Returns:
@@ -1012,7 +1008,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
             `handle.messages`, `handle.rows_of(0)`, `handle.rows_of("assistant")`.
 
         Raises:
-            InvalidRequest: the tokenizer has no chat template, or it refuses the messages.
+            InvalidRequest: the tokenizer has no chat template, or the template refuses the messages.
             The errors of `generate`.
         """
         return self.bridge.done(
@@ -1072,7 +1068,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Generate as `generate` and `chat` do, and return all that is known of each prompt.
+        """Generate as `generate` and `chat` do, and return a `Generation` for each prompt.
 
         Args:
             prompts: a str, token ids, one of vLLM's prompt dicts, a conversation (a list of {"role", "content"} dicts),
@@ -1083,11 +1079,11 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
             chat_template_kwargs: further arguments of the tokenizer's chat template, for conversations alone.
 
         Returns:
-            A `Generation` for one prompt, or a list of them for several: vLLM's output, texts, handles, receipts of the
-            steering and reports of the monitors.
+            A `Generation` for one prompt, or a list of them for several: vLLM's output, texts, handles, receipts of
+            edits and reports of monitors.
 
         Raises:
-            InvalidRequest: `chat_template_kwargs` with a prompt that is no conversation.
+            InvalidRequest: `chat_template_kwargs` is given with a prompt that is no conversation.
             The errors of `generate` and `chat`.
         """
         return self.bridge.done(
@@ -1147,16 +1143,16 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
         Args:
             prompts: a str, token ids, one of vLLM's prompt dicts, or a list of these; each at least one token shorter
                 than `max_model_len`, or for a pooling model at most as long.
-            capture_layers, capture: as for `generate`; left out, all layers at "resid_post".
+            capture_layers, capture: as for `generate`; without both, all layers at "resid_post".
             steering, add_special_tokens, lora_request, priority: as for `generate`.
 
         Returns:
-            A `CaptureHandle`, or a list of them for a list of prompts (None where nothing is kept), with a row for
-            every token selected, the last one included. `handle.text` and `handle.output_token_ids` are empty.
-            Inside `model.sketch`, without a capture of its own, the call adds rows to the sketch and returns None.
+            A `CaptureHandle`, or a list of them for a list of prompts (None where nothing is captured), with a row for
+            every selected token, the last one included. `handle.text` and `handle.output_token_ids` are empty. Inside
+            `model.sketch`, without a capture of its own, the call adds rows to the sketch and returns None.
 
         Raises:
-            EmptySelection: `tokens="generated"`: nothing is generated.
+            EmptySelection: `tokens="generated"` is given, and nothing is generated.
             The errors of `generate`.
         """
         return self.bridge.done(
@@ -1235,21 +1231,21 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
         """Embed or classify prompts with a pooling model and capture activations on request.
 
         Args:
-            prompts: a str, token ids, one of vLLM's prompt dicts, or a list of these; each of at most `max_model_len`
-                tokens.
+            prompts: a str, token ids, one of vLLM's prompt dicts, or a list of these; each at most `max_model_len`
+                tokens long.
             pooling: vLLM's PoolingParams or a dict of its fields, for all prompts or one each: `task` ("embed",
-                "classify", "token_embed", "token_classify"; left out, vLLM's default for the model), `use_activation`,
-                `dimensions`.
+                "classify", "token_embed", "token_classify"; vLLM's default for the model if left out),
+                `use_activation`, `dimensions`.
             capture_layers, capture, steering, add_special_tokens, lora_request, priority: as for `generate`.
 
         Returns:
             An `Encoded`, with vLLM's pooled output as `embedding` or `data`, or a list of them for a list of prompts.
             If anything is captured, the pair (encoded, handles), with a `CaptureHandle` for each, None where nothing is
-            kept. There is a row for every token selected, the last one included.
+            captured. There is a row for every selected token, the last one included.
 
         Raises:
-            InvalidRequest: the model generates; or something is wrong with the pooling parameters.
-            EmptySelection: `tokens="generated"`: nothing is generated.
+            InvalidRequest: the model was opened to generate, or the pooling parameters are invalid.
+            EmptySelection: `tokens="generated"` is given, and nothing is generated.
             The errors of `generate`.
         """
         return self.bridge.done(
@@ -1277,13 +1273,13 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
         lora_request: Any = None,
         priority: int = 0,
     ) -> Generator[Chunk, None, None]:
-        """Generate text for one prompt, yielding text and rows as they come.
+        """Generate text for one prompt, yielding text and captured rows while they are computed.
 
         Args:
             prompt: one prompt, as for `generate`.
             sampling_params, capture_layers, capture, steering, add_special_tokens, lora_request, priority: as for
                 `generate`, for one sample.
-            monitors: as for `run`; the chunks hold their crossings.
+            monitors: as for `run`; chunks contain the crossings.
 
         Yields:
             Chunks, whose texts, token ids and rows concatenate to those of the whole request; the first chunk has the
@@ -1291,7 +1287,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
             (`contextlib.closing`, or dropping it after leaving the loop) cancels the request.
 
         Raises:
-            InvalidRequest: several prompts, `n > 1`, or a reduction, which needs the whole sequence.
+            InvalidRequest: there are several prompts, `n > 1`, or the capture is a reduction or a summary.
             The errors of `generate`, and CaptureIncomplete. SteeringNotApplied comes in place of the last chunk.
         """
         return self.bridge.taken(

@@ -82,10 +82,9 @@ class CaptureHandle(
 ):
     """Captured activations of one finished request, fetched on demand.
 
-    The rows stay in the worker, or go to disk with overflow="spill", until `fetch()`, `release()`, the end of
-    `with handle:` or garbage collection frees them. Made by `SteerModel.generate`, `chat` and `read`, or read
-    from a file by `load`. It cannot be copied or pickled: its rows have one owner; `save` and `load` take it to another
-    process.
+    The rows stay in the worker, or go to disk with overflow="spill", until `fetch()`, `release()`, garbage collection
+    or the end of `with handle:` frees them. Made by `SteerModel.generate`, `chat` and `read`, or read from a file
+    by `load`. It cannot be copied or pickled, since its rows have one owner; `save` and `load` move it elsewhere.
 
     Attributes:
         request_id: name that steercap gave the request.
@@ -95,14 +94,13 @@ class CaptureHandle(
         output_token_ids: generated token ids; the last one has no row, since it was never an input.
         points: captured points, layer by layer.
         num_layers: number of decoder layers of the model.
-        messages: for `chat`, the spans of positions of each message, or the reason why it has none.
+        messages: for `chat`, the span of positions of each message, or the reason why it has none.
         media: the spans of positions of the prompt that stand for pictures, sound or video.
         directions: with `project=`, the names of the directions that rows were projected on.
         marks: fingerprints of these directions, by layer; empty in files of older versions.
         attention_rules: attention rules of the layers whose queries and keys are captured.
-        recorded_attention: strongest targets of each head by layer, where a server recorded them in place of queries
-            and keys.
-        lifecycle: state of the rows.
+        recorded_attention: most strongly attended tokens of each head by layer, if a server recorded these.
+        lifecycle: state of the rows: in the worker, on disk, fetched or released.
     """
 
     @property
@@ -137,7 +135,7 @@ class CaptureHandle(
 
     @property
     def messages(self) -> tuple[MessageSpan, ...]:
-        """For `chat`, the spans of positions of each message, or the reason why it has none."""
+        """For `chat`, the span of positions of each message, or the reason why it has none."""
         return self.awaited.messages
 
     @property
@@ -167,12 +165,12 @@ class CaptureHandle(
 
     @property
     def recorded_attention(self) -> dict[int, RecordedAttention]:
-        """Strongest targets of each head by layer, where a server recorded them in place of queries and keys."""
+        """Most strongly attended tokens of each head by layer, if a server recorded these."""
         return self.awaited.recorded_attention
 
     @property
     def lifecycle(self) -> Lifecycle:
-        """State of the rows."""
+        """State of the rows: in the worker, on disk, fetched or released."""
         return self.awaited.lifecycle
 
     @property
@@ -182,7 +180,7 @@ class CaptureHandle(
 
     @property
     def captures(self) -> Captures:
-        """Captured rows, by layer or by (layer, site).
+        """Captured rows, by layer or by (layer, site): tensors [rows, ...]; see `Captures`.
 
         Raises:
             CaptureNotFetched: before `fetch()`.
@@ -192,7 +190,7 @@ class CaptureHandle(
 
     @property
     def coded(self) -> Coded:
-        """Rows in a lossy codec as they are kept, by layer or by (layer, site): codes and scales.
+        """Rows in a lossy codec, undecoded, by layer or by (layer, site): codes and scales.
 
         Raises:
             CaptureNotFetched: before `fetch()`.
@@ -212,70 +210,69 @@ class CaptureHandle(
 
     @property
     def receipt(self) -> Receipt:
-        """Receipt of this capture, as the workers recorded it."""
+        """Receipt of this capture, as the workers recorded it; raises as `captures` does."""
         return self.awaited.receipt
 
     @property
     def positions(self) -> torch.Tensor:
-        """Position of each row in its sequence, or of each row that was reduced: int64 [rows], a copy."""
+        """Position of each row in its sequence, or of each row that went into a reduction: int64 [rows], a copy."""
         return self.awaited.positions
 
     @property
     def token_ids(self) -> torch.Tensor:
-        """Token that the model read at each position: int64 [rows], a copy."""
+        """Token id that the model read at each of `positions`: int64 [rows], a copy."""
         return self.awaited.token_ids
 
     @property
     def token_types(self) -> npt.NDArray[np.str_]:
-        """Type of the input at each position, str [rows].
+        """Type of the input at each of `positions`, str [rows].
 
-        "text" stands for a token; "image", "audio" or "video" for an embedding made of one that took its place.
+        "text" stands for a token; "image", "audio" or "video" for an embedding of such an input in a token's place.
         `handle.token_types == "image"` is a mask over the rows of this handle, and `handle.positions[mask]` the same
-        tokens in any request. `handle.media` says which picture it is.
+        tokens in any request. `handle.media` has the position span of each picture.
         """
         return self.awaited.token_types
 
     def rows_of(self, message: int | str) -> torch.Tensor:
         """Return a mask of the rows that belong to a message of a `chat`: bool [rows].
 
-        Use it as `handle.captures[4][mask]`, and `tokens=handle.positions[mask]` for the same tokens in another
-        request.
+        Use it as `handle.captures[4][mask]`, and as `tokens=handle.positions[mask]` of another request.
 
         Args:
             message: index of the message (negative from the end), or a role, "generation_prompt" and the reply's
                 "assistant" included; a role covers all its messages.
 
         Raises:
-            InvalidSpec: no such message, the chat template leaves it out of the prompt, its place there is unclear, or
-                the handle is not from `chat`.
+            InvalidSpec: there is no such message, the chat template leaves it out of the prompt, its position there is
+                unclear, or the handle is not from `chat`.
         """
         return self.awaited.rows_of(message)
 
     def attention(
         self, layer: int, *, top: int | None = None, tokens: Tokens | TokenSelection | None = None
     ) -> AttentionSummary:
-        """Return each head's most strongly attended tokens, for each token.
+        """Return the tokens that each head of a layer attends to most strongly, for each query token.
 
-        It is computed here from captured `q` and `k`, or was in the worker, with `CaptureSpec(attention=)`: weights are
-        then within 1/510 of the model's, the entropy within a 2,048th of itself.
+        The summary is computed here from captured `q` and `k`, or was computed in the worker with
+        `CaptureSpec(attention=)`: weights are then within 1/510 of the model's, the entropy within a 2,048th of itself.
 
         Args:
             layer: index of the layer; its `q` and `k` must have been captured, for every token that is seen.
-            top: number of the most strongly attended tokens to return: 8 if left out, or as many as were kept.
-            tokens: the query tokens; by default all that were captured.
+            top: number of the most strongly attended tokens to return; None for 8, or for as many as the worker kept.
+            tokens: the query tokens; None for all that were captured.
 
         Raises:
             LayerOutOfRange: `q` or `k` of the layer was not captured.
-            InvalidSelection: `tokens` selects what was not captured, or the key of a token that it sees was not.
-            InvalidRequest: the model's attention is not understood, the rows are not what it read (reduced, projected,
-                kept as codes, or from before their edits), or `top` is not a number above 0, or above those kept.
+            InvalidSelection: `tokens` selects a token that was not captured, or that attends to one that was not.
+            InvalidRequest: the model's attention is not supported, the rows are not those it read (reduced, projected,
+                kept as codes, or from before their edits), or `top` is no number above 0 or exceeds the number kept.
         """
         return self.awaited.attention(layer, top=top, tokens=tokens)
 
     def attention_pattern(
         self, layer: int, *, tokens: Tokens | TokenSelection | None = None, max_bytes: int = 256 << 20
     ) -> torch.Tensor:
-        """Return all attention weights of a layer, computed here from captured `q` and `k`; for short prompts.
+        """Return all attention weights of a layer, for short prompts; they are computed here from captured `q` and `k`.
 
         Args:
             layer, tokens: as for `attention`.
@@ -287,7 +284,7 @@ class CaptureHandle(
 
         Raises:
             LayerOutOfRange, InvalidSelection: as for `attention`.
-            InvalidRequest: as for `attention`, the result would take more than `max_bytes`, or that is no whole number.
+            InvalidRequest: as for `attention`; the result would exceed `max_bytes`; or `max_bytes` is no whole number.
         """
         return self.awaited.attention_pattern(layer, tokens=tokens, max_bytes=max_bytes)
 
@@ -303,26 +300,26 @@ class CaptureHandle(
         full: bool = False,
         max_bytes: int = 1 << 30,
     ) -> Lens:
-        """Return next-token predictions of stream rows, by the model's own final norm and unembedding on its workers.
+        """Return next-token predictions from captured rows, by the model's own final norm and unembedding on workers.
 
         Without `layer` they are the model's own: the logits that it samples from, with the log probabilities that vLLM
         reports, except for a LoRA adapter's change of the unembedding itself.
 
         Args:
-            layer: layer of the rows; left out, the rows behind the final norm, or at the end of the last layer.
-            site: "resid_post" by default; "resid_pre", "resid_mid", "embed" or "final_norm".
-            tokens: selection of the rows, as for `CaptureSpec`; left out, all that were captured.
-            translator: a tuned lens, which maps rows to an estimate of the last layer's.
+            layer: layer of the rows; None for rows behind the final norm, or at the end of the last layer.
+            site: "resid_post" (None if `layer` is given), "resid_pre", "resid_mid", "embed" or "final_norm".
+            tokens: selection of the rows, as for `CaptureSpec`; None for all that were captured.
+            translator: a tuned lens, which maps rows to estimates of the last layer's; None for the logit lens.
             top: number of most probable tokens to return.
-            ids: tokens whose log probabilities to return.
+            ids: token ids whose log probabilities to return.
             full: True to return the logits of all tokens.
             max_bytes: maximum size of these logits in bytes.
 
         Raises:
             CaptureNotFetched, CaptureReleased: as for `captures`.
-            InvalidRequest: rows that were not captured or are not of the stream, a handle from a file or a server
-                (`unembed` of an open model takes its rows), or numbers that do not fit.
-            InvalidSelection: tokens of which no row was captured.
+            InvalidRequest: the rows were not captured or are not of the residual stream, the handle is from a file or a
+                server (use `unembed` of an open model), or a number is out of range.
+            InvalidSelection: a selected token has no captured row.
             EngineFailure: the engine has died or was closed.
         """
         return self._run(
@@ -332,31 +329,30 @@ class CaptureHandle(
         )
 
     def experts(self, layer: int, *, tokens: Tokens | TokenSelection | None = None) -> Experts:
-        """Return the experts that a layer sent tokens to, with their weights, from rows captured at `router`.
+        """Return the experts that a layer chose for each token, with their weights, from logits captured at `router`.
 
-        The layer's own router in vLLM computes them, on the workers. If the rows were edited, the choice is by edited
-        logits.
+        The layer's own router in vLLM computes them, on the workers. If the rows were edited, it reads edited logits.
 
         Args:
             layer: index of the layer; its `router` must have been captured.
-            tokens: selection of the rows, as for `CaptureSpec`; left out, all that were captured.
+            tokens: selection of the rows, as for `CaptureSpec`; None for all that were captured.
 
         Raises:
             CaptureNotFetched, CaptureReleased: as for `captures`.
-            InvalidRequest: rows that were not captured, or are not what the layer chose by (reduced, projected, kept as
-                codes, from before their edits, not finite), a layer without experts, one that does not choose by logits
-                alone, or a handle from a file or a server.
-            InvalidSelection: tokens of which no row was captured.
+            InvalidRequest: the logits were not captured or are not those that the layer chose by (reduced, projected,
+                kept as codes, from before their edits, not finite); the layer has no experts or does not choose by
+                logits alone; or the handle is from a file or a server.
+            InvalidSelection: a selected token has no captured row.
             EngineFailure: the engine has died or was closed.
         """
         return self._run(self.awaited.experts(layer, tokens=tokens))
 
     def to_numpy(self) -> dict[Point, np.ndarray[Any, Any]]:
-        """Return the rows as NumPy arrays by point; bfloat16, which NumPy lacks, becomes float32."""
+        """Return the decoded rows as NumPy arrays by point; bfloat16, which NumPy lacks, becomes float32."""
         return self.awaited.to_numpy()
 
     def save(self, path: str | Path) -> Path:
-        """Write rows, labels and texts to one safetensors file; see `steercap.captures.files`.
+        """Write rows, labels and texts to one safetensors file, and return its path; see `steercap.captures.files`.
 
         Raises:
             CaptureNotFetched: before `fetch()`.
@@ -367,11 +363,11 @@ class CaptureHandle(
         """Write rows, labels and texts to one `.npz`, for programs that read NumPy files; see `steercap.captures.npz`.
 
         Arrays are named by point, `resid_post.8`; bfloat16 becomes float32. Rows in `full8` are `resid_post.8.q`,
-        `.scale`, `.zero`, with the published formula `(q - zero) * scale`; `about`, a JSON text, has the formula of
-        any codec. Nothing is pickled. The file cannot be loaded as a handle; use `save` for that.
+        `.scale`, `.zero`, with the published formula `(q - zero) * scale`; `about`, a JSON text, has the formula of any
+        codec. Nothing is pickled. The file cannot be loaded as a handle; use `save` for that.
 
         Returns:
-            The file.
+            The path of the file.
 
         Raises:
             CaptureNotFetched: before `fetch()`.
@@ -380,7 +376,7 @@ class CaptureHandle(
         return self.awaited.save_npz(path)
 
     def as_saved(self) -> files.Saved:
-        """Return the content of this handle's file, rows as they are kept.
+        """Return the content of the file that `save` would write, with rows undecoded.
 
         Raises:
             CaptureNotFetched, CaptureReleased: as for `captures`.
@@ -389,16 +385,16 @@ class CaptureHandle(
 
     @staticmethod
     def load(path: str | Path) -> CaptureHandle:
-        """Read a handle that `save` wrote; it is fetched already.
+        """Read a handle that `save` wrote; its rows are fetched.
 
         Raises:
-            InvalidFile: the file is truncated, of another kind or a newer version, or its rows are not those of its
-                labels. Numbers that were changed are not noticed here, but by `Manifest.handles`.
+            InvalidFile: the file is truncated, of another kind or a newer version, or its labels contradict its prompt
+                and output. Changed numbers are not noticed here, but by `Manifest.handles`.
         """
         return CaptureHandle.around(AwaitedCaptureHandle.load(path))
 
     def release(self) -> None:
-        """Drop the rows, here and in the worker. Idempotent; nothing can be read afterwards."""
+        """Drop the rows, here and in the worker; nothing can be read afterwards. Idempotent."""
         self.awaited.release()
 
 
@@ -409,9 +405,8 @@ class RunningSketch(
 ):
     """Statistics of the rows of every request made inside `SteerModel.sketch`, which yields this object.
 
-    The rows never leave the workers. A request enters as a whole, once it has ended and its labels were checked; one
-    that fails or is cancelled does not enter. Each sample of `n` counts as a request of its own, the rows of its prompt
-    included.
+    The rows never leave the workers. A request is added as a whole, once it has ended and its labels were checked;
+    failed and cancelled ones are not. Each sample of `n` counts as a separate request, the rows of its prompt included.
 
     Attributes:
         kind: kind of the statistics; see `Sketch`.
@@ -441,38 +436,38 @@ class RunningSketch(
 
     @property
     def requests(self) -> int:
-        """Number of requests that have entered."""
+        """Number of requests that have been added."""
         return self.awaited.requests
 
     @property
     def rows(self) -> int:
-        """Number of rows per point that have entered."""
+        """Number of rows per point that have been added."""
         return self.awaited.rows
 
     def mean(self, layer: int, site: str | None = None) -> torch.Tensor:
-        """Return the mean of the rows of a point so far; see `Sketch.mean`."""
+        """Return the current mean of the rows of a point: float64 [width]; see `Sketch.mean`."""
         return self._run(self.awaited.mean(layer, site))
 
     def variance(self, layer: int, site: str | None = None) -> torch.Tensor:
-        """Return the variance of each element so far; see `Sketch.variance`."""
+        """Return the current variance of each element: float64 [width]; see `Sketch.variance`."""
         return self._run(self.awaited.variance(layer, site))
 
     def covariance(self, layer: int, site: str | None = None) -> torch.Tensor:
-        """Return the covariance of the elements so far; see `Sketch.covariance`."""
+        """Return the current covariance of the elements: float64 [width, width]; see `Sketch.covariance`."""
         return self._run(self.awaited.covariance(layer, site))
 
     def principal_directions(self, layers: Layers, k: int, site: str | None = None) -> DirectionSet:
-        """Return the first k principal directions so far, of one or more layers; see `Sketch.principal_directions`."""
+        """Return the current first k principal directions of one or more layers; see `Sketch.principal_directions`."""
         return self._run(self.awaited.principal_directions(layers, k, site))
 
     def fetch(self) -> Sketch:
         """Return a snapshot of the statistics of all points, which can be read, saved, loaded and merged.
 
-        The sketch goes on.
+        The sketch goes on, and later requests are still added.
 
         Raises:
-            SketchClosed: the context has ended.
-            SketchIncomplete: what the workers hold is not what was counted.
+            SketchClosed: the `SteerModel.sketch` block has ended.
+            SketchIncomplete: the workers' numbers of rows differ from those counted here.
             EngineFailure: the engine has died or was closed.
         """
         return self._run(self.awaited.fetch())

@@ -59,13 +59,13 @@ class Updates:
 
 
 class Accumulators:
-    """Pool of accumulators, with the progress of the request that owns each.
+    """Pool of accumulators, each the running reduction (sum, mean, max or last) of one request's captured rows.
 
-    A request that has ended keeps its accumulator until the client says where its sequence ends, or another needs it.
+    An ended request keeps its accumulator until the client says where its sequence ends, or another request needs it.
 
     Args:
         total: number of accumulators.
-        lag: maximum positions that vLLM may compute past a sequence's end, rejected drafts included.
+        lag: maximum number of positions that vLLM may compute past a sequence's end, rejected drafts included.
         held: slots of each accumulator for rows that are not added yet, since their token may still be rejected.
     """
 
@@ -86,7 +86,7 @@ class Accumulators:
         return self.total - len(self._free)
 
     def acquire(self, reduce: Reduction, prompt_len: int) -> int | None:
-        """Take an accumulator for a request, spilling that of an ended request if needed; None if none can be had."""
+        """Allocate an accumulator, spilling an ended request's if needed; return its index, None if all are busy."""
         if not self._free and self._ended:
             next(iter(self._ended.values()))()
         if not self._free:
@@ -99,7 +99,7 @@ class Accumulators:
         return accumulator
 
     def end(self, accumulator: int, spill: Callable[[], None]) -> None:
-        """Mark an accumulator's request as ended; `spill` moves its reduction to the arena and releases it."""
+        """Mark an accumulator's request as ended; `spill` must move its reduction to the arena and release it."""
         self._ended[accumulator] = spill
 
     def release(self, accumulator: int) -> tuple[int, Ints]:
@@ -113,7 +113,11 @@ class Accumulators:
         return int(self._added[accumulator]), self._positions[accumulator].copy()
 
     def finish(self, accumulators: Ints, totals: Ints) -> tuple[Updates, Ints]:
-        """Compute the updates that add all held rows within sequences of `totals` inputs.
+        """Compute the updates that add all held rows within their sequences; nothing is recorded as added.
+
+        Args:
+            accumulators: indices of the accumulators: int64 [accumulators].
+            totals: number of input tokens of each accumulator's sequence: int64 [accumulators].
 
         Returns:
             The updates; and the number of rows in each accumulator after them: int64 [accumulators].
@@ -128,7 +132,7 @@ class Accumulators:
         return updates, self._added[accumulators] + late.sum(1)
 
     def update(self, step: Step) -> tuple[Updates | None, Ints]:
-        """Compute the updates of a pass, and record them as done.
+        """Compute the updates of the accumulators in a pass, and record them as done.
 
         A position is sure to belong to its sequence if it is one of the prompt, or if the position `lag` behind it is
         computed too, since at most `lag` positions past a sequence's end are computed.
@@ -182,7 +186,7 @@ class _Rows:
     Args:
         tokens: index of each row in the step: int64 [rows].
         positions: position of each row: int64 [rows].
-        request: number of each row's request, in the order of the pass: int64 [rows].
+        request: index of each row's request among those of the pass: int64 [rows].
         begins: index of the first row of each request: int64 [requests].
         accumulators: accumulator of each request: int64 [requests].
         starts: position of the request's first token in this pass, reduced or not: int64 [requests].
@@ -214,12 +218,12 @@ def _slots_for(rows: Ints, request: Ints, free: npt.NDArray[np.bool_]) -> tuple[
 
     Args:
         rows: indices of these rows, request by request.
-        request: number of the request of each row of the pass.
+        request: index of the request of each row of the pass: int64 [rows].
         free: True for empty slots: bool [requests, slots].
 
     Returns:
-        The rows that get a slot, the slot of each, and a bool per request that is True where it has too few free
-        slots; such requests get none.
+        The rows that get a slot, the slot of each, and a bool per request that is True where it has too few free slots;
+        such requests get none.
     """
     wanted = np.bincount(request[rows], minlength=len(free))
     crowded = wanted > free.sum(1)
@@ -232,6 +236,6 @@ def _slots_for(rows: Ints, request: Ints, free: npt.NDArray[np.bool_]) -> tuple[
 
 
 def _oldest(held: Ints, chosen: npt.NDArray[np.bool_]) -> Ints:
-    """Return the chosen slots of each accumulator, oldest row first, then NONE: [accumulators, slots]."""
+    """Return each accumulator's chosen slots by ascending `held` position, then NONE: int64 [accumulators, slots]."""
     order = np.argsort(np.where(chosen, held, np.iinfo(np.int64).max), axis=1)
     return np.where(np.take_along_axis(chosen, order, axis=1), order, NONE)

@@ -31,19 +31,19 @@ from steercap.saes.encoder import Encoder
 from steercap.worker.chunk_file import ChunkFile
 from steercap.worker.memory import SharedSegment, line_view
 
-#: Maximum layouts in use at once; running requests rarely need more than a few.
+#: Maximum number of record layouts in use at once; running requests rarely need more than a few.
 LAYOUTS: Final = 4096
 
-#: Points, and the SAE encoder that reads each one's rows before they are stored; () if there is none.
+#: Pairs of a point's index and the SAE encoder that reads the point's rows before they are stored; () without SAEs.
 Reads: TypeAlias = "tuple[tuple[int, Encoder], ...]"
 
 
 @dataclass(frozen=True)
 class Form:
-    """Storage form of rows: encoding, vectors and readers.
+    """Storage form of a request's captured rows: their encoding, and what is applied to them before it.
 
     Args:
-        coding: the encoding.
+        coding: encoding of the rows.
         slot: slot of the vectors that the encoding needs, such as directions; NONE if it needs none.
         before_edits: True to keep rows as they were before the edits of their point.
         reads: SAE encoders that read the rows first; a layout in use keeps them alive.
@@ -57,7 +57,7 @@ class Form:
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """Layout of a token's record on this rank.
+    """Layout of a record on this rank: the captured rows of one token, point after point.
 
     Args:
         number: index of the layout in the tables.
@@ -77,12 +77,12 @@ class RecordLayout:
 
 
 class Layouts:
-    """Registry of the layouts in use, with tables for looking up many tokens at once.
+    """Registry of the record layouts in use, with tables for looking up many tokens at once.
 
     The last row of each table stands for no layout: `table[NONE]` is 0, or NONE.
 
     Args:
-        local: index of every point of this rank among the engine's armed points, ascending.
+        local: index of each point of this rank among the engine's armed points, ascending.
         schemas: schemas of these points.
         kept: True for the points whose rows this rank keeps; rows that all ranks hold whole are kept by one.
     """
@@ -112,22 +112,22 @@ class Layouts:
         self._free = list(range(LAYOUTS - 1, -1, -1))
 
     def __getitem__(self, number: int) -> RecordLayout:
-        """Return a layout in use, by its number."""
+        """Return the layout in use with this number."""
         return self._used[number]
 
     def points(self, wanted: Sequence[int]) -> tuple[int, ...]:
-        """Select the wanted points that this rank keeps, in the order of a record."""
+        """Return the wanted points (indices among the engine's armed points) that this rank keeps, in record order."""
         if tuple(wanted) == self._kept:
             return self._kept
         known = set(wanted)
         return tuple(index for index in self._kept if index in known)
 
     def schemas(self, points: Sequence[int]) -> list[PointSchema]:
-        """Return the schemas of points of this rank."""
+        """Return the schemas of points of this rank (indices among the engine's armed points), in the given order."""
         return [self._schemas[point] for point in points]
 
     def acquire(self, wanted: Sequence[int], form: Form) -> RecordLayout | None:
-        """Return the layout of a record and count one more user of it; None if no number is free for a new layout."""
+        """Return the layout of records of points in a form, and count one more user; None if `LAYOUTS` are in use."""
         key = self.points(wanted), form
         if key not in self._known:
             if not self._free:
@@ -162,14 +162,14 @@ class Layouts:
 
 
 _LOG: Final = logging.getLogger(__name__)
-#: Line numbers of the file of rows that left memory, as a multiple of the lines that it may hold: it is sparse, and a
-#: request's rows lie together, so that those that end in between leave no gaps in which nothing fits.
+#: Line numbers of the file of rows that left memory, per line that it may hold. The file is sparse and a request's rows
+#: are consecutive: with spare numbers, a freed region is rarely too small for the next request.
 SPARSE: Final = 16
-#: Maximum number of lines that a message can name.
+#: Maximum number of lines that a message can address, with 32-bit line numbers.
 MOST_LINES: Final = (1 << 32) - 1
-#: Memory that stays resident while nothing is captured, so that short requests do not fault pages in anew.
+#: Bytes of the arena that stay resident while nothing is captured, so that short requests cause no page faults.
 WARM_BYTES: Final = 64 << 20
-#: Block size, in bytes, of reads that are moved to a device.
+#: Block size, in bytes, of reads that are copied to a CUDA device.
 BUS_BYTES: Final = 64 << 20
 
 
@@ -177,7 +177,7 @@ class Arena:
     """Arena of captured rows: lines in shared memory, allocated in pages.
 
     Args:
-        shape: size of a page, in lines.
+        shape: shape of a page of the arena, in lines.
         capture_bytes: maximum bytes of the arena.
         device: the model's device; on CUDA all of the memory is pinned for as long as the arena lives.
 
@@ -205,9 +205,9 @@ class Arena:
             weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, self.lines.data_ptr())
 
     def add_file(self, folder: Path, most_bytes: int) -> None:
-        """Make a file for rows that leave the arena while their request runs.
+        """Create the file for rows that leave the arena while their request runs.
 
-        Without one, as on a machine that has no such folder, requests whose rows do not fit are refused by the client.
+        If the folder cannot hold one, a warning is logged, and the client refuses requests whose rows do not fit.
 
         Args:
             folder: folder of the file, which has no name.
@@ -220,7 +220,7 @@ class Arena:
             _LOG.warning("rows cannot move to disk, so all rows of a request must fit in memory: %s", error)
 
     def allocate(self, count: int) -> Ints:
-        """Allocate `count` pages, or as many as are free: int64 page numbers."""
+        """Allocate `count` pages, or all free ones if there are fewer; return their numbers, int64 [pages]."""
         return self.pages.allocate(count)
 
     def free(self, pages: Ints) -> None:
@@ -235,11 +235,14 @@ class Arena:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes to reduce at a time: one page on CPU, to fit the cache; `BUS_BYTES` on CUDA, to fill the bus."""
+        """Maximum bytes to reduce at once: one page on CPU, to fit the cache; `BUS_BYTES` on CUDA, to fill the bus."""
         return BUS_BYTES if self.pinned else self.shape.page_bytes
 
     def read(self, first: int, records: int, lines: int) -> torch.Tensor:
-        """Read `records` consecutive records of `lines` lines each to the arena's device: uint8 [records, bytes].
+        """Read `records` consecutive records of `lines` lines, from line `first` on, to the arena's device.
+
+        Returns:
+            uint8 [records, lines * LINE_BYTES]; on CPU it may be a view.
 
         Raises:
             WorkerFailure: there are no such lines, in memory or in the file.
@@ -248,7 +251,7 @@ class Arena:
         return found.to(self.device, non_blocking=True) if self.pinned else found
 
     def stored(self, first: int, count: int) -> torch.Tensor:
-        """Return lines of the memory, a view; or of the file, a copy: uint8 [count, LINE_BYTES].
+        """Return `count` lines on the host, a view of memory or a copy from the file: uint8 [count, LINE_BYTES].
 
         Raises:
             WorkerFailure: there are no such lines.
@@ -260,7 +263,7 @@ class Arena:
         return self.lines[first : first + count]
 
     def write(self, first: int, stored: torch.Tensor, offset: int = 0) -> None:
-        """Write bytes, uint8 [bytes], starting `offset` bytes behind the start of line `first`."""
+        """Write bytes, uint8 [bytes] on any device, to memory, `offset` bytes behind the start of line `first`."""
         start = first * LINE_BYTES + offset
         self.lines.view(-1)[start : start + len(stored)] = stored.to("cpu")
 
@@ -283,7 +286,7 @@ class Arena:
 
 
 def _pin(lines: torch.Tensor) -> None:
-    """Pin memory, so that the device can write to it."""
+    """Pin host memory, so that the CUDA device can write to it; raise WorkerFailure if CUDA refuses."""
     error = torch.cuda.cudart().cudaHostRegister(lines.data_ptr(), lines.nbytes, 1)  # 1: for every context
     if int(error):
         raise WorkerFailure(

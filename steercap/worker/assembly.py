@@ -3,10 +3,9 @@
 Shape legend: record = the encoded rows of one token, point after point; piece = the unit of copying, the greatest
 number of bytes that divides every offset and size involved.
 
-Rows are gathered by piece numbers, in the order of the result: one call copies any number of pages, so
-that the cost of a page is a few nanoseconds of index, and any slice of the result can be filled by itself, on any
-thread. Fresh memory costs as much as the copy if it comes 4 KiB at a time; NumPy asks for huge pages (`MADV_HUGEPAGE`)
-from 4 MiB on, which torch does not.
+Rows are gathered by piece numbers, in the result's order: one call copies any number of pages, so a page costs a few
+nanoseconds of index, and any slice of the result can be filled by itself, on any thread. Fresh memory costs as much as
+the copy if it comes 4 KiB at a time; NumPy asks for huge pages (`MADV_HUGEPAGE`) from 4 MiB on, which torch does not.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ SMALL_BYTES: Final = 512
 
 
 class Assembly:
-    """Rows of one delivery while they are gathered; its parts can be filled in any order, on any thread.
+    """Tensors of one worker's captured rows while they are gathered, part by part in any order and on any thread.
 
     Args:
-        captured_rows: the message that describes the lines.
-        schemas: schemas of its points.
-        source: the lines of these rows.
+        captured_rows: the worker's message that describes the rows.
+        schemas: schemas of the message's points.
+        source: the lines that hold the rows.
         shard: index of the worker among those that hold shards of the same rows.
 
     Raises:
-        CaptureIncomplete: the lines do not hold the records that the message says.
+        CaptureIncomplete: the message's lines are outside `source`, or their number does not match its records.
     """
 
     def __init__(
@@ -81,17 +80,17 @@ class Assembly:
 
     @property
     def parts(self) -> list[slice]:
-        """Slices that together cover the result."""
+        """Slices of the result's pieces that together cover it, about `PART_BYTES` each; arguments of `fill`."""
         pieces = max(1, PART_BYTES // self._piece)
         return [slice(first, first + pieces) for first in range(0, len(self._result), pieces)]
 
     def fill(self, part: slice) -> None:
-        """Gather one part; releases the GIL."""
+        """Copy the pieces of one slice from `parts` into the result; releases the GIL."""
         # `clip`, since indices are checked, and `raise` would go through a buffer.
         np.take(self._source, self._indices[part], axis=0, out=self._result[part], mode="clip")
 
     def rows(self) -> list[torch.Tensor | CodedRows]:
-        """Return the rows of every point, in memory of their own, once all parts are filled: [rows, *shard shape] each.
+        """Return each point's rows, once all parts are filled: [rows, *shard shape] each, in memory of their own.
 
         Projected rows are [rows, directions]; rows in a lossy codec are returned as their codes.
         """
@@ -125,12 +124,12 @@ class Assembly:
 
 
 def parcel_bytes(captured_rows: CapturedRows, schemas: Sequence[PointSchema]) -> int:
-    """Return the bytes of captured rows, as they are stored."""
+    """Return the size in bytes of captured rows in their stored encoding, without the padding to whole lines."""
     return captured_rows.stored_rows * sum(record_of(schemas, captured_rows.coding).sizes)
 
 
 def _records(captured_rows: CapturedRows, record: int, source: Readable) -> Ints:
-    """Return the first line of each record of `record` lines: int64 [rows]."""
+    """Return each record's first line in `source`, int64 [rows]; raise CaptureIncomplete if lines do not match rows."""
     starts, counts = _arrays(source.ranges)
     rows, lines = captured_rows.stored_rows, int(counts.sum())
     if lines != rows * record or (record and (counts % record).any()):

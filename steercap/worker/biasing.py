@@ -1,8 +1,7 @@
 """Logit biases: they are added to the logits of the selected positions, and the positions are verified.
 
-The host knows which row of a pass's logits belongs to which position of which request. The device reports the
-position that the model read for each of these rows. A position counts as biased once the two
-agree.
+The host knows which row of a pass's logits belongs to which position of which request. The device reports the position
+that the model read for each of these rows. A position counts as biased once the two agree.
 
 Shape legend: logits = rows of logits of a pass; biased = the rows that get a bias.
 """
@@ -29,7 +28,7 @@ _LARGE: Final = 4096
 
 
 class Addend(NamedTuple):
-    """Total bias of a row of logits.
+    """Sum of the logit biases that apply to a row of logits.
 
     Args:
         ids: token ids, int64 [entries], on the device.
@@ -50,10 +49,10 @@ class Biased(NamedTuple):
     """Row of logits that gets a bias.
 
     Args:
-        steered: the steering state of its request.
-        row: its index among the rows of logits of the pass.
-        position: position of the token that produced it.
-        mask: bits of the bias scopes that select it.
+        steered: the steering state of the row's request.
+        row: index of the row among the logits of the pass.
+        position: position of the input token that produced the row.
+        mask: bit mask of the bias scopes (sets of positions) that include the position.
     """
 
     steered: SteeredSample
@@ -77,20 +76,21 @@ class _Pending:
     ready: Any
 
     def of(self, wanted: Sequence[Wanted]) -> bool:
-        """Return whether it holds positions that are wanted."""
+        """Return whether any of the rows lies within a wanted sequence, at a position below its number of inputs."""
         totals = {item.owner: item.total for item in wanted}
         return any(one.position < totals.get(one.steered.owner, 0) for one in self.chosen)
 
 
 class Biasing:
-    """Adds and verifies the logit biases on one rank."""
+    """Addition and verification of the logit biases on one rank."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._requests: dict[str, SteeredSample] = {}
         self._batch: BatchRows | None = None
         self._pending: deque[_Pending] = deque()
-        #: Rows, slots and writes of the last pass, reused while the next has the same; the slots keep their ids unique.
+        #: Key, slots, writes and row indices of the last pass, reused while the key is the same. Keeping the slots
+        #: alive keeps their `id()`, part of the key, unique.
         self._last: tuple[object, object, Writes, torch.Tensor] | None = None
 
     def __bool__(self) -> bool:
@@ -98,17 +98,17 @@ class Biasing:
         return bool(self._requests)
 
     def enter(self, request_id: str, steered: SteeredSample) -> None:
-        """Start tracking a request that has a bias."""
+        """Start tracking a request, by the runner's id, that has a logit bias."""
         self._requests[request_id] = steered
 
     def leave(self, request_ids: Iterable[str]) -> None:
-        """Stop tracking requests that have ended."""
+        """Stop tracking requests, by the runner's ids, that have ended; unknown ids are ignored."""
         if self._requests:
             for request_id in request_ids:
                 self._requests.pop(request_id, None)
 
     def begin(self, batch: BatchRows) -> None:
-        """Begin a pass; its logits come later. Fail the requests of the last pass if its biases were never added."""
+        """Begin a pass, whose logits come later; fail the requests of the pass before it if they lack their biases."""
         if not self._requests and self._batch is None and not self._pending:
             return
         if (last := self._batch) is not None:
@@ -117,7 +117,7 @@ class Biasing:
         self._complete(lambda pending: pending.ready is None or pending.ready.query())
 
     def refuse(self, reason: str) -> None:
-        """Fail the requests with biases in this pass: its logits cannot be biased."""
+        """Fail the requests with biases in the current pass, because its logits cannot be biased; `reason` says why."""
         batch, self._batch = self._batch, None
         if batch is not None:
             self._fail(batch, reason)
@@ -129,11 +129,11 @@ class Biasing:
         counts: Ints,
         indices: Int[torch.Tensor, " logits"],
     ) -> Float[torch.Tensor, "logits vocabulary"]:
-        """Return the logits of a pass with their biases added, in float32 if there are any.
+        """Add the biases of the pass that was begun last to its logits; return them, in float32 if any was added.
 
         Args:
-            logits: logits of the pass that was begun last; changed in place if they are float32.
-            request_ids: requests of the pass, in the order of its rows.
+            logits: logits of the pass; changed in place if they are float32.
+            request_ids: requests of the pass, in the order of their rows.
             counts: rows of logits of each request, those of its last tokens: int64 [requests].
             indices: index of each row's token in the pass, on the device.
         """
@@ -155,14 +155,14 @@ class Biasing:
         return logits
 
     def confirm(self, wanted: Sequence[Wanted]) -> None:
-        """Wait until the wanted positions are verified; do not wait for later passes."""
+        """Wait until the biases within the wanted sequences are verified, but not for passes that come after."""
         last = next((pending for pending in reversed(self._pending) if pending.of(wanted)), None)
         if last is not None:
             while self._pending and self._verify(self._pending.popleft()) is not last:
                 pass
 
     def _choose(self, batch: BatchRows, counts: Ints, vocabulary: int) -> list[Biased]:
-        """List the rows to bias. Most requests have one row in a pass, so plain integers are faster than arrays."""
+        """Return the rows of logits that get a bias; fail requests whose biases name ids outside the vocabulary."""
         found, row = [], 0
         stops = (batch.starts + batch.counts).tolist()
         for name, stop, count in zip(batch.request_ids, stops, counts.tolist(), strict=True):
@@ -205,7 +205,7 @@ class Biasing:
         return writes
 
     def _addend(self, biased: Biased) -> Addend:
-        """Return the total bias of a row; cached in the slot that holds the biases."""
+        """Return the sum of the biases of a row; cached in the slot that holds the biases."""
         slot = biased.steered.slot
         assert slot is not None, "a request whose slot holds something else was never entered"
         if (addend := slot.addends.get(biased.mask)) is None:
@@ -230,7 +230,7 @@ class Biasing:
             self._verify(self._pending.popleft())
 
     def _verify(self, pending: _Pending) -> _Pending:
-        """Verify the positions of a pass, and record how many logits were biased at each."""
+        """Wait for a pass's positions, fail requests that read others, and count biased logits; return `pending`."""
         if pending.ready is not None:
             pending.ready.synchronize()
         for one, seen in zip(pending.chosen, pending.seen.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""Validation of client calls on this rank: sizes and indices are checked before anything is allocated."""
+"""Validation of the client's calls on this rank: sizes and indices are checked before anything is allocated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FLOAT_BYTES: Final = 4
 
 
 def check_configure(message: Configure, sizes: TapSizes) -> None:
-    """Check that vectors and configurations fit the bank, the slots and each other.
+    """Check that the vectors and steering configurations of a call fit the vector bank, the slots and each other.
 
     Raises:
         WorkerFailure: they do not fit.
@@ -34,7 +34,7 @@ def check_configure(message: Configure, sizes: TapSizes) -> None:
 
 
 def check_plan(plan: Plan, longest: int) -> None:
-    """Check that a plan is valid for this model.
+    """Check that a request's plan is valid for this model, whose sequences have at most `longest` tokens.
 
     Raises:
         WorkerFailure: the plan is invalid.
@@ -44,10 +44,10 @@ def check_plan(plan: Plan, longest: int) -> None:
 
 
 def check_vectors(configuration: Configuration, coding: Coding) -> None:
-    """Check that a configuration has as many vectors per point as an encoding needs.
+    """Check that a configuration has as many vectors for each point as an encoding of captured rows needs.
 
     Raises:
-        WorkerFailure: it has another number of vectors.
+        WorkerFailure: the numbers differ.
     """
     found = configuration.rows // max(len(configuration.reads), 1) if configuration.reads else 0
     if found != (wanted := ENCODINGS[coding.encoding].vectors(coding)):

@@ -1,8 +1,8 @@
 """Capture buffers of requests whose rows leave the arena in chunks, or leave the worker as a summary of attention.
 
-The worker writes them itself, so that no pass waits for the client. Between the rows in the arena and those in the file
-there is one rule: the window holds consecutive rows, and moves on only once all that it held is in the file, at the
-place that follows from the row's number. So a row that is computed again overwrites its older self, as in the arena.
+The worker writes the chunks to its file itself, so that no pass waits for the client. The arena holds a window of
+consecutive rows. The window moves on only once all of its rows are in the file, each at the offset that follows from
+its number: a row that is computed again overwrites its earlier version, as in the arena.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from steercap.worker.chunk_file import ChunkFile
 
 
 class ChunkedBuffer(ArenaBuffer):
-    """Capture buffer with a window of its rows in the arena, and all rows before it in the worker's file.
+    """Capture buffer with a window of the request's rows in the arena, and all rows before the window in a file.
 
     Args:
         owner, plan, capture, layouts, arena, reads: as for `CaptureBuffer`.
-        file: the worker's file.
+        file: the worker's file of rows that left memory.
         wait: function that waits until the rows of all passes so far are in the arena.
     """
 
@@ -88,7 +88,7 @@ class ChunkedBuffer(ArenaBuffer):
         self._saved = min(self._saved, int(self._ranks[start]))
 
     def _save(self, stop: int) -> None:
-        """Write the rows of the window below row `stop` to the file, or fail."""
+        """Write the window's rows below row number `stop` to the file; mark the rows as failed if the disk refuses."""
         start = max(self._base, self._saved)
         if self._region is None or stop <= start:
             return
@@ -128,21 +128,21 @@ class ChunkedBuffer(ArenaBuffer):
         super().free()
 
 
-#: Logits computed for one answer on a CPU, about 60 ms of a core, and on a device: other requests wait as long.
+#: Attention logits computed per client call, on CPU (about 60 ms of a core) and on CUDA; passes wait meanwhile.
 SLICE, DEVICE_SLICE = 1 << 22, 1 << 26
-#: Logits that reading a block of queries counts as, besides its own.
+#: Cost of reading a block of queries, in logits; it is added to the number of logits of the block.
 READING: Final = 1 << 16
 
 
 class AttentionBuffer(ArenaBuffer):
-    """Capture buffer whose queries and keys become a summary of attention, once the client asks for the rows.
+    """Capture buffer whose queries and keys are replaced by a summary of attention, once the client asks for the rows.
 
-    The rows stay in the arena until then. `advance` computes a part, so that passes of other requests run in between.
-    The summary of all layers is written over the rows, and the pages behind it are freed.
+    Until then the rows stay in the arena. `advance` computes a part, so that passes of other requests run in between.
+    The summary of all layers overwrites the rows, and the pages that it leaves unused are freed.
 
     Args:
         rules: attention rule of this rank's heads, by layer.
-        *given: as for `ArenaBuffer`.
+        *given: arguments of `ArenaBuffer`.
     """
 
     def __init__(self, rules: Mapping[int, AttentionRule], *given: Any) -> None:
@@ -160,10 +160,10 @@ class AttentionBuffer(ArenaBuffer):
         return self.limit
 
     def advance(self, total: int, left: int) -> int:
-        """Compute some of the summary of the first `total` inputs, until about `left` logits are.
+        """Compute about `left` logits of the summary of the sequence's first `total` inputs.
 
         Returns:
-            What remains of `left`, above 0 if the summary is written or cannot be.
+            `left` less the logits computed; above 0 only if the summary is written or has failed.
         """
         if self._work is None:
             self._total = total
@@ -183,10 +183,10 @@ class AttentionBuffer(ArenaBuffer):
         return msgspec.structs.replace(found, coding=self.capture.sent, points=self._queries)
 
     def _summarising(self, rows: int) -> Iterator[int]:
-        """Write the summary of the first rows over them, in the order of the rows, and free the pages behind it.
+        """Write the summary of the first `rows` rows over them, and free the pages that it leaves unused.
 
         Yields:
-            The number of logits computed since.
+            The cost, in logits, of each block of queries once it is computed.
         """
         if not self._queries or not rows or self._missing(self._labels(rows)[0]) is not None:
             self._summarised = True
@@ -210,7 +210,7 @@ class AttentionBuffer(ArenaBuffer):
         self._summarised = True
 
     def _rows_of(self, point: int, rows: int) -> torch.Tensor:
-        """Read the first rows of one point to the model's device: [rows, heads of this rank, head_dim]."""
+        """Read the first `rows` rows of one point to the model's device: [rows, heads of this rank, head_dim]."""
         assert self._layout is not None
         number = self._points.index(point)
         offset, size = self._layout.raw.offsets[number], self._layout.raw.sizes[number]
@@ -219,12 +219,12 @@ class AttentionBuffer(ArenaBuffer):
         return ENCODINGS["raw"].decode(stored, self._schemas[number], RAW)
 
     def _lines_of(self, rows: int, first: int, count: int) -> torch.Tensor:
-        """Return the indices of `count` lines of each record, from its line `first` on: int64 [rows, count]."""
+        """Return the numbers of `count` lines of each record, from its line `first` on: int64 [rows, count]."""
         return torch.from_numpy(self._places.lines(np.arange(rows))[:, None] + np.arange(first, first + count))
 
 
 def _blocks(rows: int, heads: int, logits: int) -> Iterator[slice]:
-    """Yield blocks of consecutive queries with about `logits` logits each, one query at least."""
+    """Yield slices of consecutive queries with about `logits` causal attention logits each, one query at least."""
     start = 0
     while start < rows:
         stop = min(rows, start + max(1, logits // (heads * (start + 1))))
@@ -234,11 +234,11 @@ def _blocks(rows: int, heads: int, logits: int) -> Iterator[slice]:
 
 
 def advance(asked: Mapping[AttentionBuffer, int], device: torch.device) -> bool:
-    """Compute a part of the summaries of some requests; return True if all are written.
+    """Compute a part of the attention summaries of some requests; return True once all are written.
 
     Args:
-        asked: number of inputs of each buffer's sequence.
-        device: the model's device.
+        asked: number of inputs of the sequence, by the request's buffer.
+        device: the model's device; it determines how many logits are computed.
     """
     left = SLICE if device.type == "cpu" else DEVICE_SLICE
     for box, total in asked.items():

@@ -1,4 +1,4 @@
-"""Storage of one request's captured rows, and the message that describes them."""
+"""Storage of one request's captured rows in a worker, and the message that describes them."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ class CaptureBuffer(ABC):
     @property
     @abstractmethod
     def _most(self) -> int:
-        """Maximum number of records that the request can have in the arena."""
+        """Maximum number of records of the request that are in the arena at once."""
 
     @property
     def layout(self) -> int:
-        """Number of the layout of a token's record, NONE if no more tokens are kept on this rank."""
+        """Number of the layout of a token's record, NONE if no more tokens are captured on this rank."""
         return self._layout.number if self._layout is not None and self._uses_layout else NONE
 
     @property
@@ -114,15 +114,15 @@ class CaptureBuffer(ABC):
 
     @abstractmethod
     def _take(self, rows: Ints) -> Ints | None:
-        """Return the first line of each row's record, NONE where a row has none; None if they do not fit."""
+        """Reserve places for rows, by number; return first lines (NONE for none), int64 [rows], or None if full."""
 
     def ahead(self, start: int) -> tuple[int, int | None]:
-        """Predict where tokens from `start` on are kept; the first call for a kept one reserves the request's pages.
+        """Predict the places of tokens from position `start` on; the first captured one allocates the request's pages.
 
         Returns:
-            Position after the last token kept, or left out, like that at `start`; `start` if nothing can be predicted.
-            And the line of position 0: that of position p is p × the lines of a record further; None if the tokens
-            are left out or nothing can be predicted.
+            Position at which the prediction ends, excluded; `start` if nothing can be predicted. And the line that
+            position 0's record would have, so that position p's is p × the lines of a record further; None if the
+            tokens are not captured or nothing can be predicted.
         """
         run = int(self._stops.searchsorted(start, side="right"))
         if run == len(self._stops):
@@ -132,18 +132,18 @@ class CaptureBuffer(ABC):
 
     @abstractmethod
     def _take_ahead(self, start: int, end: int, shift: int) -> tuple[int, int | None]:
-        """Compute the result of `ahead` for kept positions up to `end`; row = position - shift."""
+        """Compute the result of `ahead` for captured positions [start, end); their row numbers are position - shift."""
 
     def ran(self, start: int, stop: int) -> None:
-        """Count the tokens of these positions as kept, each at the place that `ahead` gave."""
+        """Count positions [start, stop) as captured, at the places that `ahead` predicted."""
         self.writes += stop - start
 
     @abstractmethod
     def reads(self, total: int) -> int:
-        """Return the number of tokens to compute before the rows of the first `total` can be sealed."""
+        """Return the number of the sequence's tokens to compute before the rows of the first `total` can be sealed."""
 
     def fail(self, reason: str) -> None:
-        """Mark the rows as invalid; the first reason is kept."""
+        """Mark the rows of the request as invalid; of several reasons, the first is kept."""
         self.failure = self.failure or reason
 
     def found_nonfinite(self, position: int, point: int) -> None:
@@ -152,7 +152,7 @@ class CaptureBuffer(ABC):
             self._nonfinite = position, point
 
     def stop(self) -> None:
-        """End the request: release its use of the layout, and the resources it no longer needs. Idempotent."""
+        """End the request: release its layout, and what is not needed until the rows are sealed. Idempotent."""
         if self._layout is not None and self._uses_layout:
             self._uses_layout = False
             self._layouts.release(self._layout)
@@ -160,14 +160,14 @@ class CaptureBuffer(ABC):
 
     @abstractmethod
     def _stopped(self) -> None:
-        """Release what is not needed after the request's end."""
+        """Release resources that are not needed after the request's end."""
 
     def seal(self, total: int, first: int) -> CapturedRows:
-        """Describe the rows of the first `total` inputs; reduce them first if the plan says so. Idempotent.
+        """Describe the rows of the first `total` inputs in a message; reduce them first if planned. Idempotent.
 
         Args:
-            total: inputs of the sequence, as far as the client knows it.
-            first: number of rows to leave out, because the client has them already.
+            total: number of input tokens of the sequence, as the client knows it.
+            first: number of rows to leave out at the start, because the client has them already.
         """
         rows = len(rows_selected(self.capture.ranges, self.limit, total))
         positions, token_ids = (labels[:rows] for labels in self._reduced or self._labels(rows))
@@ -193,7 +193,7 @@ class CaptureBuffer(ABC):
         )
 
     def _labels(self, rows: int) -> tuple[Ints, Ints]:
-        """Return the planned positions of the first rows and the ids read there, both NONE if missing: int64 [rows]."""
+        """Return positions and token ids of the first rows, both NONE where no token was read: int64 [rows] each."""
         positions = np.flatnonzero(self._ranks >= 0)[:rows]
         token_ids = self.token_ids[positions].astype(np.int64)
         return np.where(token_ids == NONE, NONE, positions), token_ids
@@ -203,7 +203,7 @@ class CaptureBuffer(ABC):
         """Write the reduction of the first rows, of a sequence of `total` inputs, to the first page; or fail."""
 
     def _line_ranges(self, stored: range) -> Iterator[LineRange]:
-        """Return the lines of these rows in the arena, or those of the row that they were reduced to."""
+        """Return the arena's lines that hold the rows with these numbers, or the row that they were reduced to."""
         ranges = self._places.ranges(stored)
         if not self.capture.reduce:
             return ranges
@@ -211,10 +211,10 @@ class CaptureBuffer(ABC):
         return (LineRange(one.start, lines) for one in ranges)
 
     def _reach(self, rows: int) -> bool:
-        """Reserve the request's pages if needed; return whether they hold `rows` records.
+        """Allocate the request's pages if it has none; return whether they hold `rows` records.
 
-        The first call takes all pages that the request can need. They were reserved before it came, and are consecutive
-        unless the arena is crowded. Unused pages are given back at the request's end.
+        The first call allocates all pages that the request can need, which admission has reserved. They are consecutive
+        unless the arena is crowded. Unused pages are freed at the request's end.
         """
         if not len(self._places.pages):
             pages = self._arena.allocate(self._arena.shape.pages(self._most, self._record))
@@ -222,12 +222,12 @@ class CaptureBuffer(ABC):
         return rows <= self._places.rows
 
     def free(self) -> None:
-        """End the request, and free all storage that it holds."""
+        """End the request, and free all of its pages and other storage."""
         self.stop()
         self._keep(0)
 
     def _keep(self, pages: int) -> None:
-        """Free all pages but the first `pages`."""
+        """Free all pages of the request but the first `pages`."""
         self._arena.free(self._places.pages[pages:])
         self._places = self._places.keep(pages)
 
@@ -280,11 +280,11 @@ class ArenaBuffer(CaptureBuffer):
         return self.limit if self.capture.reduce else total
 
     def selected(self, total: int) -> int:
-        """Return the number of selected rows of a sequence of `total` inputs."""
+        """Return the number of rows that the plan captures of a sequence of `total` inputs."""
         return len(rows_selected(self.capture.ranges, self.limit, total))
 
     def blocks(self, rows: int) -> Iterator[dict[int, torch.Tensor]]:
-        """Iterate over the first raw rows in blocks: a dict from armed point to [rows, shard width]."""
+        """Yield the first `rows` raw rows in blocks: a dict from point index to [rows of the block, shard width]."""
         if self._layout is not None:
             for records in record_blocks(self._arena, self._line_ranges(range(rows)), self._layout.raw.lines):
                 yield dict(zip(self._points, rows_of(records, self._layout, self._schemas), strict=True))

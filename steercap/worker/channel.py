@@ -1,8 +1,8 @@
-"""A channel between client and worker beside vLLM's RPCs: a Unix socket that carries the same frames.
+"""Channel between client and worker beside vLLM's RPCs: a Unix socket that carries the same frames.
 
-An RPC goes through the queues of the engine's process, and waits for the passes that it has in flight. Questions about
-requests that have ended need neither: the worker answers them on a thread, between two of its passes. The socket has an
-abstract name, which the kernel frees with the process, and only processes of the same user are heard.
+An RPC passes through the queues of the engine's process, and waits for the passes in flight there. Calls about ended
+requests need neither: the worker answers them on a thread, between two of its passes. The socket has an abstract
+name, which the kernel frees with the process, and accepts only processes of the same user.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import torch
 from steercap.core.framing import MOST_BYTES
 
 _LOG: Final = logging.getLogger(__name__)
-#: Length of a frame, in front of it.
+#: Prefix of each frame: the number of bytes that follow.
 _LENGTH: Final = struct.Struct("<Q")
-#: Seconds until a client is accepted again, where none can be.
+#: Seconds to wait before accepting clients again after `accept` has failed.
 ACCEPT_SECONDS: Final = 0.1
 #: Maximum bytes received in one call.
 RECEIVED_BYTES: Final = 1 << 20
@@ -35,12 +35,12 @@ _CREDENTIALS: Final = struct.Struct("3i")
 
 
 class Listener:
-    """The worker's end: answers each client on a thread, which ends with the process.
+    """Worker's end of the channel: answers each client on a thread of its own, until the process ends.
 
-    The threads queue their work on the stream of the thread that makes the listener.
+    The threads queue their CUDA work on the stream that is current where the listener is created.
 
     Args:
-        answer: function that answers a frame.
+        answer: function from a client's frame to the answering frame.
         device: the model's device.
 
     Attributes:
@@ -82,10 +82,10 @@ class Listener:
 
 
 def _received(client: socket.socket, size: int) -> bytearray | None:
-    """Receive `size` bytes; None if the client has left.
+    """Receive exactly `size` bytes; None if the peer closed the connection before.
 
     Raises:
-        OSError: the connection broke, or no frame is as long.
+        OSError: the connection broke, or `size` exceeds the maximum of a frame.
     """
     if size > MOST_BYTES:
         raise OSError(f"a frame of {size:,} bytes is too large")
@@ -99,10 +99,10 @@ def _received(client: socket.socket, size: int) -> bytearray | None:
 
 
 def _require_same_user(peer: socket.socket) -> None:
-    """Check that a process of this user is at the other end.
+    """Check that the process at the other end of a Unix socket belongs to this user.
 
     Raises:
-        PermissionError: another user's is.
+        PermissionError: it belongs to another user.
     """
     _, user, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if user != os.geteuid():
@@ -110,10 +110,10 @@ def _require_same_user(peer: socket.socket) -> None:
 
 
 class Channel:
-    """The client's end: any number of questions at once, answered in their order.
+    """Client's end of the channel: any number of frames may wait for answers, which come in the order of the frames.
 
-    It belongs to the event loop that it is opened in. A plain socket, since a transport can be closed by its loop
-    alone, which may have ended.
+    A channel belongs to the event loop that it was opened in. It uses a plain socket: a transport can only be closed by
+    its loop, which may have ended.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -125,10 +125,10 @@ class Channel:
 
     @classmethod
     def open(cls, address: str) -> Channel:
-        """Connect to a worker of this machine.
+        """Connect to a worker's listener on this machine, by its `address`; call within an event loop.
 
         Raises:
-            OSError: it is on another machine, or belongs to another user.
+            OSError: the worker is on another machine, or belongs to another user.
         """
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -142,11 +142,11 @@ class Channel:
 
     @property
     def is_closed(self) -> bool:
-        """True if it was closed, at either end."""
+        """True if the channel was closed, at either end."""
         return self._socket.fileno() < 0
 
     def ask(self, frame: bytes) -> asyncio.Future[bytes]:
-        """Send a frame; return its answer, or a ConnectionError if the worker has ended."""
+        """Send a frame; return a future of the answering frame, which fails with ConnectionError if the worker ends."""
         answer: asyncio.Future[bytes] = self._loop.create_future()
         self._waiting.append(answer)
         self._unsent += _LENGTH.pack(len(frame)) + frame
@@ -154,7 +154,7 @@ class Channel:
         return answer
 
     def close(self) -> None:
-        """Close the channel, and fail all that wait for an answer. Idempotent."""
+        """Close the channel, and fail all pending answers with ConnectionError. Idempotent."""
         if not self.is_closed:
             self._loop.remove_reader(self._socket)
             self._loop.remove_writer(self._socket)
@@ -164,7 +164,7 @@ class Channel:
                 answer.set_exception(ConnectionError("the channel to a worker is closed"))
 
     def end(self) -> None:
-        """Close the socket alone, from any thread, when nobody waits any more. Idempotent."""
+        """Close the socket alone, from any thread; no answer may be pending. Idempotent."""
         self._socket.close()
 
     def _write(self) -> None:

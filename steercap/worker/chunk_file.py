@@ -19,10 +19,10 @@ _BLOCK_LINES: Final = BLOCK_BYTES // LINE_BYTES
 
 
 class ChunkFile:
-    """Nameless file of lines, numbered after those of an arena.
+    """Nameless, sparse file, on the disk of a folder, for `lines` lines numbered from `first` on.
 
     Raises:
-        InvalidSetting: no file can be made there.
+        InvalidSetting: no file can be created there.
     """
 
     def __init__(self, folder: Path, first: int, lines: int) -> None:
@@ -33,11 +33,11 @@ class ChunkFile:
 
     @property
     def path(self) -> str:
-        """Path by which another process of the same user can open it."""
+        """Path by which another process of the same user can open the file while this process lives."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def take(self, lines: int) -> int | None:
-        """Take consecutive lines, the lowest that are free; return the number of the first, or None without room."""
+        """Reserve the lowest free run of `lines` lines; return the number of the first, or None if there is no room."""
         lines = -(-lines // _BLOCK_LINES) * _BLOCK_LINES
         start = 0
         for taken in sorted(self._regions):
@@ -50,7 +50,7 @@ class ChunkFile:
         return self.first + start
 
     def free(self, line: int) -> None:
-        """Free the lines that `take` returned, and their disk space."""
+        """Free a region and its disk space, given the line number that `take` returned for it."""
         start = line - self.first
         lines = self._regions.pop(start)
         if not self._regions:
@@ -60,27 +60,27 @@ class ChunkFile:
             punch(self._fd, start * LINE_BYTES, min(lines * LINE_BYTES, end - start * LINE_BYTES))
 
     def write(self, line: int, data: Bytes) -> None:
-        """Write bytes, uint8 [bytes], from a line on.
+        """Write bytes, uint8 [bytes], from the start of line number `line` on.
 
         Raises:
-            OSError: the disk does not take them.
+            OSError: the disk is full or fails.
         """
         write_all(self._fd, data, (line - self.first) * LINE_BYTES)
 
     def read(self, line: int, count: int) -> torch.Tensor:
-        """Read lines: uint8 [count, LINE_BYTES].
+        """Read `count` lines from line number `line` on: uint8 [count, LINE_BYTES].
 
         Raises:
-            WorkerFailure: the file does not hold them, or cannot be read.
+            WorkerFailure: the file does not hold the lines, or cannot be read.
         """
         return read_lines(self._fd, line - self.first, count)
 
 
 def read_lines(fd: int, line: int, count: int) -> torch.Tensor:
-    """Read lines of a file, counted from its start: uint8 [count, LINE_BYTES].
+    """Read `count` lines of an open file, from line `line` counted from the file's start: uint8 [count, LINE_BYTES].
 
     Raises:
-        WorkerFailure: it does not hold them, or cannot be read.
+        WorkerFailure: the file does not hold the lines, or cannot be read.
     """
     found = np.empty((count, LINE_BYTES), dtype=np.uint8)
     try:

@@ -1,9 +1,7 @@
-"""Installation of the taps in a loaded model, with the schema of the tensor at each; computations by its own modules.
+"""Installation of the taps in a loaded model, and computations by the model's own projections, norms and routers.
 
-A projection turns the input of a block's last projection into the block's output; a norm is applied to a sum.
-A layer's own router chooses experts from its logits.
-
-Installation happens once, after the weights are loaded and before vLLM traces the model.
+A tap reads and edits the tensor at one point (a site of a layer). Taps are installed once, after the weights are
+loaded and before vLLM traces the model.
 """
 
 from __future__ import annotations
@@ -27,13 +25,13 @@ from steercap.core.spec import Point
 from steercap.errors import InvalidRequest, UnsupportedModel
 from steercap.worker.taps import Installed
 
-#: Function of a layer index, a site and rows, [n, width], of all ranks; it returns the output of that layer's block,
-#: or None if the layer is on another pipeline stage.
+#: Function of a layer index, a site and rows, [n, width], with the features of all ranks. It returns the output of the
+#: site's block in that layer, [n, hidden], or None if the layer is on another pipeline stage.
 Projecting: TypeAlias = "Callable[[int, str, torch.Tensor], torch.Tensor | None]"
 
 
 def projecting(layers: Mapping[int, nn.Module], family: Family, shard: int) -> Projecting:
-    """Return a function that projects rows by the modules of the loaded layers.
+    """Return a function that applies the last projection of a block, or a norm, of the loaded layers to rows.
 
     Args:
         layers: modules of the layers, by layer index.
@@ -60,14 +58,14 @@ def projecting(layers: Mapping[int, nn.Module], family: Family, shard: int) -> P
 
 
 def _called(module: Any, rows: torch.Tensor) -> torch.Tensor:
-    """Return the first output of a module; `forward` is called directly, so that taps on the module do not run."""
+    """Return the first output of a module for rows; `forward` is called directly, so that taps on it do not run."""
     found = module.forward(rows.contiguous())
     first: torch.Tensor = found[0] if isinstance(found, tuple) else found
     return first
 
 
 def projected(project: Projecting | None, request: Project, device: torch.device) -> ProjectedRows | NotCapturing:
-    """Answer a `Project` call on one rank; rows are projected one by one, see `architectures.decoder`."""
+    """Answer a `Project` call row by row (see `architectures.decoder`); NotCapturing if this rank lacks the layer."""
     if project is None:
         return NotCapturing()
     found = [project(request.layer, request.site, row[None]) for row in rows_of(request, device)]
@@ -82,7 +80,7 @@ Choosing: TypeAlias = "Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.T
 
 
 def chosen(choose: Choosing | None, request: Choose, device: torch.device) -> Chosen | NotCapturing:
-    """Answer a `Choose` call on one rank; every rank of a layer's pipeline stage has its whole router."""
+    """Answer a `Choose` call by this rank's whole router; NotCapturing if this rank lacks the layer."""
     if choose is None:
         return NotCapturing()
     logits = rows_of(request, device)
@@ -97,7 +95,7 @@ def chosen(choose: Choosing | None, request: Choose, device: torch.device) -> Ch
 
 
 def checked(ids: torch.Tensor, weights: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check the experts and weights of a choice; return them as int64 and float32.
+    """Check the experts that a router chose and their weights; return both, [n, k], as int64 and float32.
 
     Args:
         ids: expert ids, [n, k].
@@ -105,7 +103,7 @@ def checked(ids: torch.Tensor, weights: torch.Tensor, experts: int) -> tuple[tor
         experts: number of experts of the layer.
 
     Raises:
-        InvalidRequest: an expert that does not exist, one that is chosen twice, or a weight that is not finite.
+        InvalidRequest: an expert does not exist or is chosen twice for one token, or a weight is not finite.
     """
     ids, weights = ids.long(), weights.float()
     ordered = ids.sort(dim=1).values
@@ -128,7 +126,7 @@ def install_taps(
     device: torch.device,
     norms: type[nn.Module] | None = None,
 ) -> Installed:
-    """Attach taps to the layers that this rank holds.
+    """Attach a tap at each armed point of the layers that this rank holds, and return their description.
 
     Args:
         decoder: the loaded layers.
@@ -139,7 +137,7 @@ def install_taps(
         shard: index of this rank in its tensor-parallel group.
         num_layers: number of layers of the whole model.
         device: the model's device.
-        norms: class of norms that a tap before them can be one kernel with; None to have every tap apart.
+        norms: class of the norms whose kernel can be fused with that of a tap before them; None to fuse none.
 
     Raises:
         UnsupportedModel: a layer does not have the structure that its family describes.
@@ -170,11 +168,11 @@ def install_taps(
 def norm_after(
     point: Point, decoder: Decoder, family: Family, armed: Iterable[Point], num_layers: int
 ) -> nn.Module | None:
-    """Return the norm whose input is the stream at a point: that of the next layer, or the one after the last layer.
+    """Return the norm that reads the residual stream at a point: the next layer's, or the one after the last layer.
 
     Returns:
-        The norm; None if the point is not the end of a layer, if this rank does not hold the norm, if it runs as logits
-        are made, or if something else reads the stream between the layer and the norm.
+        The norm; None if the point is not the end of a layer, if this rank does not hold the norm, if the norm runs
+        with the logits, or if something else reads the stream between the layer and the norm.
     """
     loop = decoder.parent
     if point.site != "resid_post" or name_of(type(loop)) not in family.loops:
@@ -193,7 +191,7 @@ def norm_after(
 
 
 def _is_plain_norm(norm: Any, dtype: torch.dtype) -> bool:
-    """Check that one of vLLM's RMSNorm norms whole rows, with weights of the model's dtype."""
+    """Return whether a vLLM RMSNorm normalises whole rows and has weights of the model's dtype."""
     whole = norm.has_weight and norm.variance_size_override is None
     return whole and norm.weight.dtype == dtype and hasattr(norm, "_forward_method")
 
@@ -201,7 +199,7 @@ def _is_plain_norm(norm: Any, dtype: torch.dtype) -> bool:
 def schema_of(  # noqa: PLR0917 -- a module, and where it is in its model
     module: nn.Module, family: Family, point: Point, sizes: Sizes, dtype: torch.dtype, num_layers: int
 ) -> PointSchema | None:
-    """Return the schema of the tensor at a point; None if this layer has no such site.
+    """Return the schema (row shape, dtype, shards) of the tensor at a point; None if its layer has no such site.
 
     Raises:
         UnsupportedModel: the layer does not have the structure that its family describes.

@@ -34,7 +34,11 @@ _NAME: Final = "steercap"
 
 
 class SharedSegment:
-    """Shared memory of `size` bytes behind a header, mapped into this process."""
+    """Shared memory behind a header of `HEADER_BYTES`, mapped into this process.
+
+    `path` opens it in other processes of the same user, and `nonce`, at its start, identifies it; `fd` is its file
+    descriptor in the process that created it, None in others.
+    """
 
     def __init__(self, memory: mmap.mmap, path: str, nonce: bytes, fd: int | None) -> None:
         self.memory = memory
@@ -44,7 +48,7 @@ class SharedSegment:
 
     @classmethod
     def create(cls, size: int) -> SharedSegment:
-        """Create a segment; its pages become resident when they are touched."""
+        """Create a segment of `size` bytes behind the header; a page becomes resident when it is first touched."""
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, HEADER_BYTES + size)
@@ -58,14 +62,14 @@ class SharedSegment:
 
     @classmethod
     def open(cls, path: str, nonce: bytes) -> SharedSegment:
-        """Map a segment of another process of this machine. The mapping is writable, and the caller must not write.
+        """Map a segment of another process of this machine. The mapping is writable, but the caller must not write.
 
         Args:
-            path: its `path`, `/proc/<pid>/fd/<fd>`.
-            nonce: the bytes at its start.
+            path: `path` of the segment, `/proc/<pid>/fd/<fd>`.
+            nonce: the expected bytes at the segment's start.
 
         Raises:
-            MemoryNotShared: it cannot be opened or mapped, or its nonce is another one.
+            MemoryNotShared: the segment cannot be opened or mapped, or its nonce differs.
         """
         try:
             # If the other process is on another machine, its number may be that of any process here. That one's files
@@ -102,17 +106,17 @@ class SharedSegment:
             self.memory.close()
 
 
-#: Maximum bytes of one RPC: vLLM's message queue copies larger messages over a socket.
+#: Maximum bytes of rows in one RPC: vLLM's message queue copies larger messages over a socket.
 WIRE_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True)
 class Readable:
-    """Lines that can be read in this process until their rows are released.
+    """Lines that this process can read until the rows in them are released.
 
     Args:
-        lines: memory that holds them, uint8 [lines, LINE_BYTES].
-        ranges: the ranges asked for, as ranges of `lines`, in their order.
+        lines: memory that holds the lines, uint8 [lines, LINE_BYTES].
+        ranges: the requested ranges, in their order, as ranges of `lines`.
     """
 
     lines: torch.Tensor
@@ -129,8 +133,8 @@ class LineReader(ABC):
     """Reader of the lines of one worker's arena.
 
     Attributes:
-        wire_bytes: maximum bytes of one RPC; 0 where nothing is sent.
-        wire_bytes_in_flight: bytes asked for in the RPC under way.
+        wire_bytes: maximum bytes of one RPC; 0 if the reader uses none.
+        wire_bytes_in_flight: bytes requested by the RPC in progress, 0 without one.
     """
 
     wire_bytes: int = 0
@@ -138,18 +142,18 @@ class LineReader(ABC):
 
     @abstractmethod
     async def read(self, ranges: Sequence[LineRange]) -> Readable:
-        """Make the lines of these ranges readable in this process."""
+        """Make the lines of these ranges, numbered as in the arena, readable in this process."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release the arena."""
+        """Release the arena: its mapping and its file, if the reader has opened them. Idempotent."""
 
 
 class SharedReader(LineReader):
-    """Reader that maps the arena into this process.
+    """Reader that maps the arena of a worker on this machine, and opens the worker's file of rows that left memory.
 
     Raises:
-        MemoryNotShared: the arena is on another machine.
+        MemoryNotShared: the arena or the file cannot be opened, as on another machine.
     """
 
     def __init__(self, attached: Attached) -> None:
@@ -177,7 +181,7 @@ class SharedReader(LineReader):
         return Readable(torch.cat(parts), (LineRange(0, sum(map(len, parts))),))
 
     def _open_lines(self) -> torch.Tensor:
-        """Return the lines that are mapped.
+        """Return the mapped lines of the arena: uint8 [lines, LINE_BYTES].
 
         Raises:
             ModelClosed: the reader was closed.
@@ -200,7 +204,7 @@ class WireReader(LineReader):
         ask: coroutine function that sends ranges to the worker and returns their bytes.
 
     Raises:
-        WorkerFailure: by `read`, the number of bytes received differs from that requested.
+        WorkerFailure: raised by `read` if the number of bytes received differs from that requested.
     """
 
     def __init__(self, ask: Callable[[tuple[LineRange, ...]], Awaitable[bytes]]) -> None:
@@ -239,8 +243,8 @@ def open_reader(
     """Open a reader of one worker's arena.
 
     Args:
-        attached: the worker's arena.
-        transport: "shared", "wire", or "auto": shared where it can be.
+        attached: description of description of the worker's arena.
+        transport: "shared" (a memory map), "wire" (RPC), or "auto": shared where possible.
         ask: coroutine function that sends ranges to the worker and returns their bytes.
 
     Raises:
@@ -257,7 +261,7 @@ def open_reader(
 
 
 def _grouped(ranges: Iterable[LineRange], most: int) -> Iterable[tuple[LineRange, ...]]:
-    """Group line ranges, in their order, by `most` lines; larger ranges are split."""
+    """Group line ranges, in order, into groups of `most` lines; a range that crosses the end of a group is split."""
     group: list[LineRange] = []
     room = most
     for item in ranges:

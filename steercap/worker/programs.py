@@ -1,6 +1,7 @@
-"""Host tables of the slots, each point's rank-one edits in order or its directions; and their edits of a pass on CPU.
+"""Host tables of the steering configuration in each slot, and the edits of a pass on CPU.
 
-A slot is written when the client sends a configuration, and read in place. Shape legend: points = points of this rank;
+A slot's tables list the rank-one edits of each point, in order, or the directions that rows are projected on. They are
+written when the client sends a configuration, and read in place. Shape legend: points = points of this rank;
 entries = maximum rank-one edits of a point.
 """
 
@@ -32,12 +33,12 @@ from steercap.kernels.reference import Column, edit_stream
 from steercap.worker.step import Step
 
 _SCOPE_BITS: Final = np.arange(MAX_SCOPES, dtype=np.int32)
-#: Maximum checksums to remember.
+#: Maximum number of checksums in the cache.
 MAX_KNOWN: Final = 4096
 
 
 class Programs:
-    """Tables of the configurations in all slots.
+    """Tables of the steering configurations in all slots.
 
     Args:
         points: indices of this rank's points among the engine's armed points.
@@ -58,7 +59,8 @@ class Programs:
         self.scopes = np.zeros(slots, dtype=np.int64)
         #: Number of replacements of each slot's configuration, int64 [slots].
         self.replacements = np.zeros(slots, dtype=np.int64)
-        #: Bank rows of the directions of each point, NONE where it has none: int64 [points, directions], by slot.
+        #: Bank rows of each point's directions, by slot: int64 [points, directions], NONE for points without
+        #: directions.
         self.projections: dict[int, Ints] = {}
         #: Number of writes to any slot.
         self.written = 0
@@ -66,7 +68,7 @@ class Programs:
         self._known: dict[tuple[int, int], int] = {}  # checksums, by slot and mask
 
     def configure(self, slot: int, configuration: Configuration, bank_rows: Sequence[Sequence[int]]) -> None:
-        """Write a configuration into a slot."""
+        """Write a configuration into a slot; `bank_rows` are the vector-bank rows of each of its blobs."""
         self.written += 1
         self._known.clear()
         self.projections.pop(slot, None)
@@ -88,11 +90,11 @@ class Programs:
                 self._per_scope[slot, entry.scope] += weight(local)
 
     def _directions(self, reads: Sequence[int], bank_rows: Sequence[int]) -> Ints:
-        """Return each local point's bank rows, NONE where it has no directions: int64 [points, directions].
+        """Return each local point's bank rows, NONE for points without directions: int64 [points, directions].
 
         Args:
-            reads: engine-wide indices of the points with directions.
-            bank_rows: their bank rows, point after point.
+            reads: indices, among the engine's armed points, of the points with directions.
+            bank_rows: bank rows of the directions, point after point.
         """
         given: Ints = np.array(bank_rows, dtype=np.int64).reshape(len(reads), -1)
         found = np.full((len(self.points), given.shape[1]), NONE, dtype=np.int64)
@@ -109,11 +111,11 @@ class Programs:
         self.responses[where] = entry.response.numbers
 
     def checksums(self, slots: npt.NDArray[np.integer], masks: npt.NDArray[np.int32]) -> Ints:
-        """Return the checksum of each token's edits, if all of them are made: int64 [tokens].
+        """Return the checksum that each token's edits have if all of them are made: int64 [tokens].
 
         Args:
             slots: slot of each token, NONE for none.
-            masks: bits of the scopes that select each token.
+            masks: bit mask of the scopes (token selections) that select each token, int32 [tokens].
         """
         if not masks.any():
             return np.zeros(len(masks), dtype=np.int64)
@@ -123,7 +125,7 @@ class Programs:
         return expected
 
     def checksum(self, slot: int, mask: int) -> int:
-        """Return the checksum of the edits of one token; requests that enter together mostly share it."""
+        """Return the checksum that the edits of one token have if all are made; cached by slot and scope mask."""
         found = self._known.get((slot, mask))
         if found is None:
             if len(self._known) >= MAX_KNOWN:
@@ -138,7 +140,7 @@ ENTRY_NUMBERS: Final = ("kind", "scope", "write", "read", "replacement")
 
 
 def _kind(entries: Sequence[Entry], at: int) -> int:
-    """Return the kind bits of one entry among those of its point."""
+    """Return the kind bits of entry number `at` among the entries of one point."""
     entry = entries[at]
     kind = USED
     kind |= READS if entry.read != NONE else 0
@@ -152,7 +154,7 @@ def _kind(entries: Sequence[Entry], at: int) -> int:
     return kind
 
 
-#: Bits of an entry's kind that a column holds as one mask each.
+#: Kind bits of an entry that a `Column` holds as one boolean mask each, by the name of its field.
 _BITS: Final = {
     "used": USED,
     "reads": READS,
@@ -165,7 +167,7 @@ _BITS: Final = {
 
 
 class HostEdits:
-    """Edits of a pass, as columns over its tokens."""
+    """Edits of a pass on CPU, as columns with one value for each edited token."""
 
     def __init__(self, programs: Programs) -> None:
         self._programs = programs
@@ -182,7 +184,7 @@ class HostEdits:
         self._overflowed = torch.zeros(0, dtype=torch.int64)
 
     def fill(self, step: Step) -> None:
-        """Set the edited tokens of a pass."""
+        """Load the edited tokens of a pass from its step: slots, scopes and replacements."""
         self._chosen = np.flatnonzero(step.changed)
         self._tokens = torch.from_numpy(step.tokens[self._chosen])
         if not len(self._chosen):
@@ -200,7 +202,7 @@ class HostEdits:
             self._layout = layout
 
     def _lay_out(self, slots: Ints) -> None:
-        """Set the slot of each token, or one slot where all tokens share it; and find the points with edits."""
+        """Store the slot of each edited token, or one slot if all share it; and the number of entries at each point."""
         distinct = np.unique(slots)
         self._slots = distinct if len(distinct) == 1 else slots
         self._used = self._programs.counts[distinct].max(0).tolist()
@@ -208,7 +210,7 @@ class HostEdits:
         self._columns = {}
 
     def wanted(self, point: int, dtype: torch.dtype) -> bool:
-        """Return whether this pass edits rows at this point, or must check edited rows there."""
+        """Return whether this pass edits rows at a point (index on this rank), or must check edited rows there."""
         return len(self._tokens) > 0 and (self._used[point] > 0 or overflows_later(dtype))
 
     def apply(
@@ -218,11 +220,11 @@ class HostEdits:
         point: int,
         bank: Float[torch.Tensor, "vectors width"],
     ) -> None:
-        """Edit the rows `hidden + residual` of the pass's edited tokens at one armed point, in place.
+        """Edit the rows `hidden + residual` of the pass's edited tokens at one point (index on this rank), in place.
 
-        A changed row goes whole into `hidden`, and its residual becomes 0. A row that is not finite or too large
-        becomes 0, and the first such point is recorded as overflowed. The number of edits goes into the token's
-        checksum.
+        An edited row goes whole into `hidden`, and its residual becomes 0. A row that is not finite, or too large for
+        the dtype, becomes 0, and the token's first such point is recorded as overflowed. The number of edits made is
+        added to the token's checksum, weighted by point.
         """
         columns = self._columns.get(point)
         if columns is None:
@@ -233,7 +235,7 @@ class HostEdits:
             self._overflowed[stray & (self._overflowed == NONE)] = point
 
     def made(self, step: Step) -> tuple[Ints, Ints]:
-        """Return the checksum of each token's edits, and the first point where they left a row that is not finite."""
+        """Return each token's checksum of edits, and first point with a non-finite row or NONE: int64 [tracked]."""
         made, overflowed = np.zeros(len(step), dtype=np.int64), np.full(len(step), NONE, dtype=np.int64)
         if len(self._chosen):
             made[self._chosen], overflowed[self._chosen] = self._checksums.numpy(), self._overflowed.numpy()
@@ -254,7 +256,7 @@ class HostEdits:
 def _column(
     numbers: Mapping[str, npt.NDArray[np.int32]], response: npt.NDArray[np.float32], *, single_scope: bool
 ) -> Column:
-    """Return the column of one entry, given its numbers in every token's slot."""
+    """Return the column of one entry, given its integers and response parameters in every token's slot."""
     kind = numbers["kind"]
     fields: dict[str, Any] = {
         name: torch.from_numpy(values) if (values != neutral).any() else None
@@ -271,13 +273,12 @@ def _column(
 
 
 def _replacements(step: Step, chosen: Ints, most: int) -> Ints:
-    """Return the bank row of each replacement for each chosen token, at least one column: int64.
+    """Return the bank row of each replacement for each chosen token, NONE for none: int64 [chosen, max(most, 1)].
 
     Args:
         step: step of the pass.
-        chosen: indices of the tokens.
-        most: greatest number of replacements of a slot: entries name their columns also for tokens that none of
-            them replaces.
+        chosen: indices of the edited tokens in the step.
+        most: greatest number of replacements of a slot; entries index these columns for tokens without replacement too.
     """
     table: Ints = np.full((len(chosen), max(most, 1)), NONE, dtype=np.int64)
     for index, rows in step.replaced.items():

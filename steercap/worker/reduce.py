@@ -1,4 +1,4 @@
-"""Reductions of a request's rows in the worker, in float32, so that one row is sent instead of a thousand."""
+"""Reductions of a request's captured rows to one row in the worker, in float32."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REDUCED_DTYPE: Final = torch.float32
 
 
 class Accumulator:
-    """Running reduction of rows that arrive in blocks, in order.
+    """Running reduction (sum, mean, max or last) of rows that arrive in blocks, in order.
 
     Args:
         reduce: the kind of reduction.
@@ -36,7 +36,7 @@ class Accumulator:
         self._value = value
 
     def add(self, block: Float[torch.Tensor, "rows ..."]) -> None:
-        """Add the next rows, at least one."""
+        """Add the next block of rows, at least one row."""
         self._rows += len(block)
         match self._reduce:
             case "last":
@@ -61,13 +61,13 @@ class Accumulator:
 def reduce_rows(
     arena: Arena, ranges: Sequence[LineRange], layout: RecordLayout, schemas: Sequence[PointSchema], reduce: Reduction
 ) -> None:
-    """Reduce records on the model's device, and write the result, float32, over the first of them.
+    """Reduce records, point by point, on the model's device; write the result, float32, over the first record.
 
     Args:
         arena: arena of the records.
         ranges: lines of the records, in order; one record at least.
         layout: layout of a record, raw.
-        schemas: schemas of its points.
+        schemas: schemas of the layout's points.
         reduce: the kind of reduction.
     """
     accumulators = [Accumulator(reduce) for _ in schemas]
@@ -78,7 +78,7 @@ def reduce_rows(
 
 
 def record_blocks(arena: Arena, ranges: Iterable[LineRange], record: int) -> Iterator[torch.Tensor]:
-    """Read records of `record` lines in order, in blocks of about `Arena.block_bytes`: uint8 [records, bytes] each."""
+    """Yield records of `record` lines in order, in blocks of about `Arena.block_bytes`: uint8 [records, bytes] each."""
     most = max(1, arena.block_bytes // (record * LINE_BYTES))
     for lines in ranges:
         for start in range(0, lines.count // record, most):
@@ -86,14 +86,14 @@ def record_blocks(arena: Arena, ranges: Iterable[LineRange], record: int) -> Ite
 
 
 def rows_of(records: torch.Tensor, layout: RecordLayout, schemas: Sequence[PointSchema]) -> Iterator[torch.Tensor]:
-    """Return the rows of each point in raw records, uint8 [records, bytes]: [records, shard width] each."""
+    """Yield each point's rows from raw records, uint8 [records, bytes]: [records, shard width] in the point's dtype."""
     for schema, offset, size in zip(schemas, layout.raw.offsets, layout.raw.sizes, strict=True):
         stored = records[:, offset : offset + size]
         yield ENCODINGS["raw"].decode(stored.contiguous(), schema, RAW).flatten(1)
 
 
 def write_reduced(arena: Arena, line: int, schemas: Sequence[PointSchema], rows: Sequence[torch.Tensor]) -> None:
-    """Write one float32 row per point at a line, in the layout of `kernels.codecs.floats`."""
+    """Write one row per point, [shard width], as float32 at a line, in the layout of `kernels.codecs.floats`."""
     encoding = ENCODINGS["reduced"]
     offsets = encoding.record(schemas, REDUCED).offsets
     for schema, offset, row in zip(schemas, offsets, rows, strict=True):

@@ -28,7 +28,7 @@ class ReducingBuffer(CaptureBuffer):
 
     Args:
         owner, plan, capture, layouts, arena: as for `CaptureBuffer`.
-        taps: taps that carry out the reduction.
+        taps: taps of this rank, which hold the accumulators and add the rows.
     """
 
     def __init__(  # noqa: PLR0917 -- as for `CaptureBuffer`
@@ -70,13 +70,13 @@ class ReducingBuffer(CaptureBuffer):
         super().free()
 
     def _release(self) -> tuple[int, Ints]:
-        """Release the accumulator; return the number of rows added, and the positions of those held apart."""
+        """Release the accumulator; return the number of rows added, and each slot's held position: int64 [held]."""
         self.stop()
         accumulator, self._accumulator = self._accumulator, None
         return (0, np.empty(0, dtype=np.int64)) if accumulator is None else self._taps.accumulators.release(accumulator)
 
     def _spill(self) -> None:
-        """Move the accumulator and its held rows to the arena, because another request needs it."""
+        """Move the accumulator and its held rows to the arena, because another request needs the accumulator."""
         assert self._accumulator is not None
         if len(self._places.pages) and not self.failure:
             assert self._layout is not None
@@ -133,20 +133,20 @@ class ReducingBuffer(CaptureBuffer):
         ]
 
     def _has(self, found: int, rows: int) -> bool:
-        """Return whether the number of reduced rows equals that of the sequence; fail the request if not."""
+        """Return whether `found`, the number of reduced rows, equals `rows`, the expected one; if not, fail."""
         if found != rows:
             self.fail(f"{found} rows were reduced, but {rows} are selected")
         return found == rows
 
     def rows_to_finish(self, total: int) -> int:
-        """Return the number of rows to reduce for a sequence of `total` inputs; 0 if there is nothing to finish."""
+        """Return the number of selected rows of a sequence of `total` inputs; 0 if there is no reduction to finish."""
         if self._accumulator is None or self.failure:
             return 0
         rows = len(rows_selected(self.capture.ranges, self.limit, total))
         return rows if self._missing(self._labels(rows)[0]) is None else 0
 
     def finished(self, rows: int, found: int) -> None:
-        """Record that the reduction is in the arena; fail unless `found`, the number of reduced rows, equals `rows`."""
+        """Record that the reduction is in the arena; fail unless the number of reduced rows, `found`, equals `rows`."""
         if self._has(found, rows):
             self._reduced = self._labels(rows)
             self._release()
@@ -154,17 +154,17 @@ class ReducingBuffer(CaptureBuffer):
 
     @property
     def target(self) -> tuple[int, RecordLayout]:
-        """First line in the arena that the reduction is written to, and the layout of the rows that are reduced."""
+        """First line in the arena that the reduction is written to, and the layout of the raw rows."""
         assert self._layout is not None
         return int(self._first_lines[0]), self._layout
 
 
 def finish(taps: Taps, asked: Mapping[CaptureBuffer, int]) -> None:
-    """Finish the running reductions, and copy them to the arena, all of them together.
+    """Finish the running reductions of requests together: copy them to the arena, and wait for the copies.
 
     Args:
         taps: taps that carry out the reductions.
-        asked: number of inputs of each buffer's sequence.
+        asked: number of inputs of the sequence, by the request's buffer; buffers without reduction are skipped.
     """
     running = [(box, total) for box, total in asked.items() if isinstance(box, ReducingBuffer)]
     ready = [(box, total, rows) for box, total in running if (rows := box.rows_to_finish(total))]

@@ -1,9 +1,8 @@
-"""Table of the requests running on this rank, which determines the work for each token of a pass.
+"""Table of the requests running on this rank, which determines what is captured and edited for each token of a pass.
 
-In almost every pass, almost every request has advanced by one token, on the same page and in the same scopes. All
-of these are looked up in one array at once, so that a pass over hundreds of requests costs a few numpy calls. The
-others (a prompt, a new page, a preemption, a prefix-cache hit, drafts, the end of a selection) are processed one by
-one.
+In almost every pass, almost every request has advanced by one token, on the same page and in the same scopes. These are
+looked up in one array at once, so that a pass over hundreds of requests costs a few numpy calls. The others (a prompt,
+a new page, a preemption, a prefix-cache hit, drafts, the end of a selection) are processed singly.
 """
 
 from __future__ import annotations
@@ -43,21 +42,21 @@ from steercap.worker.step import (
     Step,
 )
 
-#: A position that no sequence reaches.
+#: Position beyond the end of every sequence.
 NEVER: Final = np.iinfo(np.int64).max
-#: Work for a request whose tokens are neither kept nor edited.
+#: Table column of a request whose tokens are neither captured nor edited: int64 [COLUMNS].
 _IDLE: Final = np.full(COLUMNS, NONE, dtype=np.int64)
 _IDLE[[STRIDE, RAW_LINES, ENCODED, COPIES, EDITS, ASKED + MASK, ASKED + BEFORE]] = 0
 
 
 class Tracked:
-    """State of one sample of a request whose rows are kept or edited.
+    """State of one sample of a request whose rows are captured or edited.
 
     Args:
         owner: key of the request and number of the sample.
-        capture_buffer: storage of its rows, None if none are kept or they were released.
-        steered: its steering state, None if it is not steered.
-        vectors: number and contents of the slot with the vectors that its encoding needs; None if it needs none.
+        capture_buffer: storage of the captured rows, None if none are captured or they were released.
+        steered: steering state, None if the request is not steered.
+        vectors: number and contents of the slot with the vectors that the rows' encoding needs; None if it needs none.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class Tracked:
 
 
 class _Indices(dict[str, int]):
-    """Index of each tracked request, by the runner's id; NONE of any other."""
+    """Dict from the runner's request id to the request's index in the table; NONE for unknown ids."""
 
     def __missing__(self, _request_id: str) -> int:
         return NONE
@@ -84,15 +83,15 @@ class _Indices(dict[str, int]):
 
 @dataclass
 class SteadyDecode:
-    """Progress of a series: passes of one token a request, over the same requests in the same order.
+    """Progress of a series: consecutive passes of one token per request, over the same requests in the same order.
 
     Args:
-        tracked: places in the batch of the tracked requests, int64 [requests tracked].
-        indices: their indices in the request table, int64 [requests tracked].
+        tracked: batch indices of the tracked requests, int64 [tracked requests].
+        indices: the same requests' indices in the request table, int64 [tracked requests].
         starts: positions of all requests in the next pass, integers [requests], changed in place.
         left: number of passes that still belong to the series.
         step: step of the last pass.
-        noted: False if a pass has run since the request table was told how far the requests are.
+        noted: True if `starts` has been copied to the request table since the last pass.
     """
 
     tracked: Ints
@@ -103,7 +102,7 @@ class SteadyDecode:
     noted: bool = True
 
     def next(self, batch: BatchRows) -> Step | None:
-        """Return the step of the next pass; None if the series ends."""
+        """Return the step of the next pass, and advance the series; None if the batch does not continue it."""
         if self.left < 1 or batch.num_tokens != len(batch.starts):
             return None
         # Between passes NumPy's code falls out of the processor's caches, so that each call here is slow.
@@ -169,7 +168,7 @@ class RequestTable:
         return tracked
 
     def enter(self, request_id: str, tracked: Tracked) -> None:
-        """Add a request that is scheduled for the first time."""
+        """Add a request that is scheduled for the first time, under the runner's id."""
         if not self._free:
             self._grow()
         tracked.index = self._free.pop()
@@ -201,8 +200,8 @@ class RequestTable:
         """Record the token ids that the model read at the kept tokens, unless their rows were released.
 
         Args:
-            step: step of a pass, or of several: where two tokens are of one position, the later one counts.
-            token_ids: those that the model read, int64 [tracked].
+            step: step of a pass, or of several passes joined; of two tokens at one position, the later one counts.
+            token_ids: token id that the model read at each token of the step, int64 [tracked].
         """
         requests, positions = step.requests, step.positions
         kept = step.kept & self._holding[requests]
@@ -211,12 +210,12 @@ class RequestTable:
         self._token_ids[requests, positions] = token_ids
 
     def complete(self, passes: int) -> None:
-        """Count the next passes, in their order, as completed."""
+        """Count the next `passes` passes, in order, as completed, and free the indices that no pending pass names."""
         self._completed += passes
         self._reuse()
 
     def flush(self, tracked: Tracked) -> None:
-        """Report to a request the tokens that ran according to the request table's array alone."""
+        """Report to a request's capture buffer and steering state the tokens that were handled in the array alone."""
         self._sync_positions()
         reached = NONE if tracked.index == NONE else int(self._next[tracked.index])
         if reached <= tracked.run_from:
@@ -228,7 +227,7 @@ class RequestTable:
         tracked.run_from = reached
 
     def stop_keeping(self, tracked: Tracked) -> None:
-        """Keep no more rows of a request; its steering goes on. The caller frees its pages."""
+        """Stop capturing rows of a request; its steering goes on. The caller frees the rows' pages."""
         self.flush(tracked)
         tracked.capture_buffer = None
         if tracked.index != NONE:
@@ -237,14 +236,14 @@ class RequestTable:
             self._end_steady()
 
     def discard_prediction(self, tracked: Tracked) -> None:
-        """Discard the prediction of a request's next tokens, which may not hold any more."""
+        """Discard the predicted work for a request's next tokens, which may have changed."""
         if tracked.index != NONE:
             self.flush(tracked)
             self._stop[tracked.index] = 0
             self._end_steady()
 
     def slots(self) -> dict[int, Slot]:
-        """Return the slots in use by running requests, and the contents of each."""
+        """Return the contents of each slot in use by running requests, by slot number."""
         used: dict[int, Slot] = {}
         for tracked in self:
             if tracked.steered is not None and tracked.steered.slot is not None:
@@ -257,7 +256,7 @@ class RequestTable:
     # The pass
 
     def make_step(self, batch: BatchRows) -> Step | None:
-        """Build the step of a pass: the work for each of its tracked tokens; None if there is none."""
+        """Build the step of a pass: what is captured and edited, token by token; None if nothing is."""
         if not self._indices or not len(batch.request_ids):
             return None
         tracked, indices = self._find_all(tuple(batch.request_ids))
@@ -273,18 +272,18 @@ class RequestTable:
         return step
 
     def _sync_positions(self) -> None:
-        """Write the positions that the series has reached into `_next`."""
+        """Write the positions that the current series has reached into `_next`."""
         if self._steady is not None and not self._steady.noted:
             self._next[self._steady.indices] = self._steady.starts[self._steady.tracked]
             self._steady.noted = True
 
     def _end_steady(self) -> None:
-        """End the series, since the next pass may differ."""
+        """End the current series, because the next pass may differ."""
         self._sync_positions()
         self._steady = None
 
     def _step_of(self, batch: BatchRows, tracked: Ints, indices: Ints) -> Step | None:
-        """Build the step of a pass that need not be like the one before it."""
+        """Build the step of a pass that does not continue a series; None if no token is captured or edited."""
         starts, counts = batch.starts.astype(np.int64), batch.counts.astype(np.int64)
         behind = counts.cumsum()
         first_tokens, num_tokens = behind - counts, int(behind[-1])
@@ -320,7 +319,7 @@ class RequestTable:
         return Step.joined(parts) if parts else None
 
     def _find_all(self, names: tuple[str, ...]) -> tuple[Ints, Ints]:
-        """Return the places in a batch of the requests that are tracked, and their indices in the table."""
+        """Return the batch indices and the table indices of the tracked requests: int64 [tracked requests] each."""
         if self._last is None or self._last[0] != names:
             _, *found = itemgetter(names[0], *names)(self._indices)  # it gives a number alone for one name
             indices = np.frombuffer(pack(f"{len(names)}q", *found), dtype=np.int64)  # in half the time of `np.array`
@@ -330,7 +329,10 @@ class RequestTable:
         return self._last[1:]
 
     def _work_out(self, request: Tracked, start: int, first_token: int, count: int) -> Step | None:
-        """Build the step of one request's tokens in a pass, and predict its next ones."""
+        """Build the step of one request's tokens in a pass, None if it is idle; predict the work for its next tokens.
+
+        `start` is the position of its first token in the pass, and `first_token` that token's index in the batch.
+        """
         capture_buffer, steered = request.capture_buffer, request.steered
         kept = np.zeros(count, dtype=np.bool_)
         lines: Ints = np.full(count, NONE, dtype=np.int64)
@@ -376,7 +378,7 @@ class RequestTable:
         )
 
     def _predict(self, request: Tracked, start: int) -> None:
-        """Record the work that the tokens from `start` on have in common, and the position where it ends."""
+        """Record the work that a request's tokens from position `start` on have in common, and where it ends."""
         self.flush(request)
         capture_buffer, steered = request.capture_buffer, request.steered
         request.run_from = start
@@ -404,7 +406,7 @@ class RequestTable:
         self._busy[request.index] = max(work[ASKED + LAYOUT], work[ASKED + SLOT]) != NONE
 
     def totals(self, wanted: Iterable[Wanted]) -> Ints:
-        """Return the tokens to compute before what is wanted of each request can be read: int64 [requests]."""
+        """Return the number of tokens to compute before the wanted rows can be read: int64, by request index."""
         totals: Ints = np.zeros(len(self._next), dtype=np.int64)
         for item in wanted:
             tracked = self.find(item.owner)
@@ -419,7 +421,8 @@ class RequestTable:
 
         Args:
             indices: indices of the requests, int64 [requests].
-            starts, counts, tokens: position, number, and first place in the batch of these tokens: int64 [requests].
+            starts, counts, tokens: first position, number, and first batch index of a request's tokens: int64
+                [requests].
             num_tokens: number of tokens in the batch.
         """
         busy = self._busy[indices]

@@ -1,4 +1,4 @@
-"""Runtime of one rank: it follows each step, fills the taps' tables, keeps the rows, and answers the client.
+"""Runtime of one rank: it follows each pass, fills the taps' tables, stores captured rows, and answers the client.
 
 A runner adapter drives it; it knows nothing of vLLM.
 """
@@ -81,12 +81,12 @@ from steercap.worker.step import BatchRows, Step, StepReport
 from steercap.worker.taps import Taps
 
 _LOG: Final = logging.getLogger(__name__)
-#: Maximum tokens of a sequence where no limit is given.
+#: Maximum number of tokens of a sequence, if the runner gives no limit.
 LONGEST: Final = 1 << 22
 
 
 class Runtime:
-    """Captures and edits of one rank.
+    """Captures and edits of one rank: called by the runner adapter around each pass, and by the client.
 
     Args:
         taps: taps of this rank, with their tables.
@@ -139,14 +139,17 @@ class Runtime:
         self._samples = samples
         self._steps = 0
         self._rows_written = 0
-        #: Lock held by a runner's step, and by each answer: the channel answers on a thread of its own.
+        #: Lock held during a runner's step and during each answer; the channel answers on threads of its own.
         self.turn: Final = threading.Lock()
         self._listener: Listener | None = None
 
     # The step, driven by the runner adapter
 
     def register(self, request_id: str, plan_bytes: bytes, sample: int) -> None:
-        """Start following a request with a plan; calls after the first, as after preemption, do nothing."""
+        """Start following a request, once, by its encoded `Plan`; `sample` is the number of the sample among its n.
+
+        Nothing is raised: errors are logged, and the client finds no rows or a failed record.
+        """
         if request_id in self._request_table:
             return
         try:
@@ -192,12 +195,12 @@ class Runtime:
             self.biasing.enter(request_id, steered)
 
     def end_requests(self, request_ids: Collection[str]) -> None:
-        """Stop following requests that have ended; their rows stay until the client releases them."""
+        """Stop following requests that have ended; their captured rows stay until the client releases them."""
         self._request_table.leave(request_ids)
         self.biasing.leave(request_ids)
 
     def begin_step(self, batch: BatchRows) -> None:
-        """Fill the tables for the pass that is about to run."""
+        """Fill the taps' tables for the pass that is about to run, and start the pass's logit biases."""
         self._steps += 1
         if (blocking := self.taps.blocking) is not None:
             self._take_completed(blocking)
@@ -214,25 +217,25 @@ class Runtime:
             self._fail(step.requests[step.kept], reason)
 
     def _fail(self, indices: Ints, reason: str) -> None:
-        """Fail the rows of requests, by their indices in the request table."""
+        """Mark the captured rows of requests as invalid; `indices` are those in the request table."""
         for index in np.unique(indices).tolist():
             if (capture_buffer := self._request_table.at(index).capture_buffer) is not None:
                 capture_buffer.fail(reason)
 
     def end_step(self, error: BaseException | None = None) -> None:
-        """Close the tables after a pass was run, launched or failed, and process the passes completed before it."""
+        """Close the tables after a pass was launched, or failed with `error`; process the passes completed by now."""
         if self.taps.open_step is not None:
             self.taps.close(f"the forward pass failed: {error!r}" if error else None)
         self._take_completed()
 
     def _take_completed(self, through: Step | None = None) -> None:
-        """Process the passes that are known to be completed; wait for those up to `through`, if given."""
+        """Process the passes known to be completed; if `through` is given, wait for all passes up to that one."""
         for steps, report in self.taps.completed(through):
             self._verify(steps, report)
             self._request_table.complete(len(steps))
 
     def _verify(self, steps: Sequence[Step], report: StepReport) -> None:
-        """Take in the report of finished passes: label their rows with token ids, and note which are not finite.
+        """Process the report of finished passes: label rows with the token ids read, and note rows that are not finite.
 
         Requests whose positions, edits or copies differ from a step, or whose edited rows overflowed, fail; all of
         the passes do if the report itself is a failure. Nothing is raised.
@@ -254,7 +257,7 @@ class Runtime:
         self._request_table.label(whole, report.token_ids)
 
     def _refuse(self, step: Step, report: StepReport, wrong: np.ndarray) -> None:
-        """Fail the requests of tokens of a pass that were not computed, edited or copied as its step says."""
+        """Fail the requests of the tokens in `wrong`, bool [tracked], whose report differs from the step."""
         for index in np.unique(step.requests[wrong]).tolist():
             tracked = self._request_table.at(index)
             own = np.flatnonzero(wrong & (step.requests == index))
@@ -266,7 +269,7 @@ class Runtime:
                 self._steering.fail(tracked.steered, reason)
 
     def _difference(self, step: Step, report: StepReport, own: Ints, count: int) -> str:
-        """Describe how the tokens `own` of a request differ from the step."""
+        """Describe how the report on the tokens `own`, of a request with `count` tokens, differs from the step."""
         first = own[0]
         if report.positions[first] != step.positions[first]:
             return f"the runner computes position {report.positions[first]} where {step.positions[first]} was scheduled"
@@ -283,7 +286,7 @@ class Runtime:
         )
 
     def _wait_for(self, wanted: Sequence[Wanted]) -> None:
-        """Wait for the passes that computed the wanted tokens; do not wait for later ones."""
+        """Wait for the passes that computed the wanted tokens, but not for later ones."""
         for item in wanted:
             if (tracked := self._request_table.find(item.owner)) is not None:
                 self._request_table.flush(tracked)
@@ -293,9 +296,9 @@ class Runtime:
     # The client's calls
 
     def answer(self, frame: bytes) -> bytes:
-        """Answer one frame; errors are returned as a frame too, since raising would desynchronise vLLM's replies.
+        """Answer one frame of the client with another; an error becomes a `Failed` frame with its message.
 
-        The client gets the error's message; tracebacks of unexpected errors go to this process's log.
+        Raising would desynchronise vLLM's replies; tracebacks of unexpected errors go to this process's log.
         """
         try:
             call = decode_call(frame)
@@ -354,7 +357,7 @@ class Runtime:
         raise WorkerFailure(f"no answer to {call.question!r}")
 
     def _listen(self) -> str:
-        """Open the channel, once; return its address, "" where there can be none."""
+        """Open the channel unless it is open; return its address, "" if this machine refuses it."""
         if self._listener is None:
             try:
                 self._listener = Listener(self.answer, self.device)
@@ -364,7 +367,7 @@ class Runtime:
         return self._listener.address
 
     def _engage(self, owner: Owner) -> int | None:
-        """Start the edits of a request whose steering was held back; return the first position, None if unknown."""
+        """Start edits of a request that were held back; return the first position that they reach, None if unknown."""
         steered = self._steering.record(owner)
         if steered is None:
             return None
@@ -388,10 +391,10 @@ class Runtime:
         return capture_buffer
 
     def _kept_by(self, owner: Owner, plan: Plan, capture: CapturePlan, arena: Arena, reads: Reads) -> ArenaBuffer:
-        """Return a buffer whose rows stay in the arena, or leave it in chunks.
+        """Create a buffer whose rows stay in the arena, or, if the plan has a window, leave it in chunks.
 
         Raises:
-            WorkerFailure: they were to leave it, and there is no file for them.
+            WorkerFailure: the rows should leave the arena, and there is no file for them or they are reduced.
         """
         if not capture.window:
             return ArenaBuffer(owner, plan, capture, self.taps.layouts, arena, reads)
@@ -405,7 +408,7 @@ class Runtime:
         self._take_completed(pending[-1] if pending else None)
 
     def _summarised(self, wanted: Sequence[Wanted]) -> bool:
-        """Compute a part of the summaries of attention that are wanted; return True if all are written."""
+        """Compute a part of the wanted attention summaries; return True once all are written."""
         found = ((self._kept.get(item.owner), item.total) for item in wanted)
         boxes = ((one.capture_buffer, total) for one, total in found if one is not None)
         return advance({box: total for box, total in boxes if isinstance(box, AttentionBuffer)}, self.device)
@@ -419,7 +422,7 @@ class Runtime:
         return captured_rows
 
     def _look_again(self, tracked: Tracked | None) -> None:
-        """Discard the prediction of a request's next tokens if its reduction or summary has ended."""
+        """Discard the prediction of a request's next tokens if its buffer captures no more."""
         if tracked is not None and tracked.capture_buffer is not None and tracked.capture_buffer.layout == NONE:
             self._request_table.discard_prediction(tracked)
 

@@ -1,9 +1,9 @@
 """Registry of the SAE encoders on this rank, loaded once from memory that the client shares.
 
 An encoder has 30 MB to several GB: through vLLM's broadcast ring it would take hundreds of frames, and the engine
-would stop for each. So the client puts it into anonymous shared memory (`worker.memory`) and sends its path. A
-thread of its own checks the memory against its SHA-256 and copies it to the device, while passes go on; the client
-polls until it is loaded. On CPU nothing is copied at all: the memory lives as long as the encoder.
+would stop for each. So the client puts it into anonymous shared memory (`worker.memory`) and sends the path. A
+thread checks the memory against the encoder's SHA-256 and copies it to the device, while passes go on; the client
+polls until the encoder is loaded. On CPU nothing is copied: the memory lives as long as the encoder.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from steercap.saes.encoder import Encoder, image_bytes
 from steercap.worker.arena import Layouts, Reads
 from steercap.worker.memory import HEADER_BYTES, SharedSegment
 
-#: Key of an encoder: its digest and point.
+#: Key of an encoder: its SHA-256 digest and the index of the point that it reads.
 Key: TypeAlias = tuple[bytes, int]
 
-#: Answers.
+#: Answers: the encoder is loaded, or this rank does not need it; or it is still being loaded.
 HERE: Final = SAEOpened()
 COMING: Final = SAEOpened(coming=True)
 
@@ -33,7 +33,7 @@ class SAEs:
     """SAE encoders on this rank.
 
     Args:
-        layouts: record layouts, which say which points this rank keeps.
+        layouts: record layouts, which know the points that this rank keeps.
         device: device of the model and of the encoders.
     """
 
@@ -52,7 +52,7 @@ class SAEs:
         return sum(encoder.nbytes for encoder in self._all) + sum(one.nbytes for one in self._coming.values())
 
     def reads(self, points: Sequence[int], digests: Sequence[bytes]) -> Reads | None:
-        """Return the encoders for the points that this rank keeps; None if one of these is not loaded."""
+        """Return the encoders, by SHA-256, of those of the points that this rank keeps; None if one is not loaded."""
         kept = set(self._layouts.points(points))
         wanted = [(digest, point) for digest, point in zip(digests, points, strict=True) if point in kept]
         if any(key not in self._held for key in wanted):
@@ -60,7 +60,7 @@ class SAEs:
         return tuple((point, self._held[digest, point]) for digest, point in wanted)
 
     def answer(self, question: OpenSAE | CloseSAE) -> SAEOpened:
-        """Load or free an encoder, as the client's message asks."""
+        """Load an encoder, or report how far its loading is (`OpenSAE`); or free one (`CloseSAE`)."""
         match question:
             case OpenSAE():
                 return self._open(question)
@@ -106,12 +106,12 @@ class SAEs:
 
 
 class _LoadingEncoder:
-    """Encoder that is being loaded on a thread.
+    """SAE encoder that is being loaded by `thread`; then `encoder` is the result, or `reason` says why it failed.
 
     Args:
         message: the client's call, with digest and shape.
-        image: bytes of the encoder, in memory of the client.
-        device: device to load it to.
+        image: bytes of the encoder, in memory that the client shares: uint8 [bytes].
+        device: device to load the encoder to.
 
     Raises:
         torch.OutOfMemoryError: the device has no room for it.

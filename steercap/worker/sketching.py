@@ -1,8 +1,8 @@
-"""Sketches on this rank: statistics of the rows of finished requests, updated on the model's device.
+"""Sketches on this rank: statistics of the captured rows of finished requests, updated on the model's device.
 
 A request is added in two steps, since it must be added on every rank or on none. First it is prepared: its rows are
-checked, and room for their squares is set aside. Then it is committed, which cannot fail for any value of the rows.
-A request is remembered from the first step until it is released, so that it is committed once.
+checked, and room for the sum of their squares is reserved. Then it is committed, which cannot fail for any value of
+the rows. A prepared request is remembered until it is released, so that it is committed only once.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from steercap.worker.capture_buffer import ArenaBuffer
 
 @dataclass(frozen=True)
 class PreparedRows:
-    """Rows of a request that were checked for a sketch.
+    """Rows of a request that were checked for a sketch and are not added yet.
 
     Args:
-        capture_buffer: the rows.
+        capture_buffer: buffer that holds the rows.
         rows: number of rows.
-        squares: sum of the squares of the rows of each point.
+        squares: sum of the squares of all elements of the rows, by the index of the point.
     """
 
     capture_buffer: ArenaBuffer
@@ -47,7 +47,7 @@ class PreparedRows:
 
 @dataclass
 class Held:
-    """Sketch on this rank.
+    """One sketch on this rank, with the requests that were prepared for it or added to it.
 
     Args:
         kind: kind of the sketch.
@@ -66,10 +66,10 @@ class Held:
         return owner in self.prepared or owner in self.committed
 
     def refusal(self, squares: Mapping[int, float]) -> str | None:
-        """Return the reason why rows cannot be added besides all rows that were prepared before; None if they can.
+        """Return the reason why rows cannot be added on top of all prepared rows; None if they can.
 
         Args:
-            squares: sum of the squares of the rows, by the index of their point.
+            squares: sum of the squares of the rows' elements, by the index of their point.
         """
         for point, state in self.states.items():
             promised = sum(other.squares[point] for other in self.prepared.values())
@@ -78,12 +78,12 @@ class Held:
         return None
 
     def take(self, block: Mapping[int, torch.Tensor]) -> None:
-        """Add rows to the state of each point: float32 [rows, width] by the index of the point."""
+        """Add a block of rows to the state of each point: float32 [rows, width] by the index of the point."""
         for point, state in self.states.items():
             self.kind.take(state, block[point])
 
     def mark_committed(self, owner: Owner) -> None:
-        """Record that all rows of a request were added."""
+        """Record that all rows of a prepared request were added, and count the squares of its rows."""
         prepared = self.prepared.pop(owner)
         self.committed[owner] = prepared.rows
         for point, state in self.states.items():
@@ -94,7 +94,7 @@ class Sketches:
     """Sketches on this rank.
 
     Args:
-        layouts: record layouts of this rank, which say which points it keeps.
+        layouts: record layouts of this rank, which know the points that it keeps.
         device: device of the model and of the sketches.
     """
 
@@ -112,7 +112,7 @@ class Sketches:
         return sum(state.nbytes for held in self._held.values() for state in held.states.values())
 
     def answer(self, question: OpenSketch | CommitSketch | ReadSketch | CloseSketch) -> Answer:
-        """Answer a call of the client.
+        """Answer a call of the client: create, commit to, read or close a sketch.
 
         Raises:
             WorkerFailure, UnknownName: there is no such sketch, or no such kind.
@@ -129,7 +129,7 @@ class Sketches:
                 return SketchOpened("")
 
     def open(self, message: OpenSketch) -> str:
-        """Create a sketch, unless there is one of the name; return the reason why it cannot be created, or ""."""
+        """Create a sketch unless one of this name exists; return the reason why it cannot be created, or ""."""
         if message.name in self._held:
             return ""
         kind, points = SKETCHES[message.kind], self._layouts.points(message.points)
@@ -146,7 +146,7 @@ class Sketches:
         return ""
 
     def prepare(self, joining: Joining, capture_buffer: ArenaBuffer) -> str | None:
-        """Check rows and reserve room for them; return the reason why they cannot be added, or None. Idempotent."""
+        """Check a request's rows for sketches and reserve room; return a reason to refuse them, or None. Idempotent."""
         owner = joining.wanted.owner
         if missing := [name for name in joining.sketches if name not in self._held]:
             return f"there is no sketch {missing[0]} here"
@@ -165,7 +165,7 @@ class Sketches:
         return None
 
     def commit(self, joining: Joining) -> int:
-        """Add rows that were prepared, unless they were added before; return their number, or -1 if not prepared."""
+        """Add the rows of a prepared request to its sketches, once; return their number, or -1 if not prepared."""
         owner = joining.wanted.owner
         sketches = [held for name in joining.sketches if (held := self._held.get(name)) and held.knows(owner)]
         if not sketches or len(sketches) != len(joining.sketches):
@@ -183,14 +183,14 @@ class Sketches:
         return sketches[0].committed[owner]
 
     def forget(self, owners: Sequence[Owner]) -> None:
-        """Forget requests whose rows were released."""
+        """Forget prepared and committed requests, whose rows were released."""
         for held in self._held.values():
             for owner in owners:
                 held.prepared.pop(owner, None)
                 held.committed.pop(owner, None)
 
     def read(self, message: ReadSketch) -> SketchPart:
-        """Return a byte range of a sketch's tensors at a point.
+        """Return bytes [start, stop) of a sketch's tensors at a point, joined one after the other.
 
         Raises:
             WorkerFailure: there is no such sketch.

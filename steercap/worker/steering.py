@@ -30,7 +30,7 @@ from steercap.errors import WorkerFailure
 from steercap.worker.bounds import check_configure
 from steercap.worker.taps import Taps
 
-#: Maximum failed identities to remember; from then on, nothing is trusted.
+#: Maximum number of identities with failed steering to remember; once reached, no identity is trusted.
 TAINTS: Final = 65_536
 
 
@@ -40,9 +40,9 @@ class Slot:
 
     Args:
         configuration: the edits.
-        digest: its SHA-256.
-        bank_rows: bank rows of each of its blobs.
-        addends: total biases of logits, by the mask of their scopes; see `worker.biasing`.
+        digest: SHA-256 of the configuration.
+        bank_rows: vector-bank rows of each of the configuration's blobs.
+        addends: cached sums of logit biases, by the bit mask of their scopes; see `worker.biasing`.
     """
 
     configuration: Configuration
@@ -52,13 +52,13 @@ class Slot:
 
 
 class SteeredSample:
-    """State of one sample of a steered request.
+    """Steering state of one sample of a request: the scopes of its tokens, and the positions that were computed.
 
     Args:
         owner: key of the request and number of the sample.
         plan: plan of the request.
         steering: the steering part of the plan.
-        slot: contents of its slot when it was first scheduled, None if there were none.
+        slot: contents of the plan's slot when the request was first scheduled, None if the slot was empty.
     """
 
     def __init__(self, owner: Owner, plan: Plan, steering: SteeringPlan, slot: Slot | None) -> None:
@@ -88,11 +88,11 @@ class SteeredSample:
 
     @property
     def biases(self) -> tuple[Bias, ...]:
-        """Logit biases of its configuration."""
+        """Logit biases of the request's configuration."""
         return () if self.slot is None else self.slot.configuration.biases
 
     def begin(self, start: int, count: int) -> npt.NDArray[np.int32]:
-        """Return the scopes that select the tokens of a pass, int32 [count], and record these tokens as computed.
+        """Record the tokens of a pass as computed; return the bit mask of the scopes that select each: int32 [count].
 
         Args:
             start: position of the request's first token in this pass.
@@ -114,7 +114,7 @@ class SteeredSample:
         self._computed[start:stop] = True
 
     def ahead(self, start: int) -> tuple[int, int]:
-        """Return how far the tokens from `start` on have equal scopes and no replacement, and these scopes.
+        """Return how far the tokens from position `start` on have equal scopes and no replacement, and these scopes.
 
         Returns:
             Position after the last such token, `start` if there is none; and the bit mask of the scopes, 0 if none.
@@ -136,11 +136,11 @@ class SteeredSample:
         return {index: self._replacements[position] for index, position in found if position in self._replacements}
 
     def bias_mask(self, position: int) -> int:
-        """Return the bias scopes that select a position, 0 if its logits are not biased."""
+        """Return the bit mask of the bias scopes that select a position, 0 if its logits are not biased."""
         return int(self._bias_masks[position]) if position < len(self._bias_masks) else 0
 
     def engage(self) -> int:
-        """Start edits that were held back, at the next token; return its position. Idempotent."""
+        """Start edits that were held back, at the next token to be computed; return its position. Idempotent."""
         if self._since is None:
             self._since = self._next
             scopes = self.steering.since(self._since).scopes
@@ -148,7 +148,7 @@ class SteeredSample:
         return self._since
 
     def put(self, position: int, entries: int) -> None:
-        """Record the number of biased logits at a position; after a rejected draft, it is recorded again."""
+        """Record the number of biased logits at a position; after a rejected draft, the new number replaces it."""
         self._entries[position] = entries
 
     def fail(self, reason: str) -> None:
@@ -159,7 +159,7 @@ class SteeredSample:
         """Return the record of the edits of the first `total` inputs; a position neither computed nor cached fails it.
 
         Args:
-            total: number of inputs.
+            total: number of input tokens of the sequence.
             points: indices of the points of this rank at which edited rows are counted.
             primary: True if the rows of this rank count in the receipt.
             samples: True on the last pipeline stage, where logits are computed.
@@ -193,7 +193,7 @@ class Steering:
     """Steering on one rank: the slots and the steered requests.
 
     Args:
-        taps: taps that hold configurations and vectors.
+        taps: taps whose tables hold the configurations and vectors.
         primary: True on rank 0 of a tensor-parallel group, whose rows count in the receipt.
         samples: True on the last pipeline stage, where logits are computed.
     """
@@ -206,8 +206,8 @@ class Steering:
         self._slots: dict[int, Slot] = {}
         self._rows: dict[int, tuple[bytes, int]] = {}  # blob digest and row number of each bank row's contents
         self._records: dict[Owner, SteeredSample] = {}
-        #: Identities under which keys and values were written while steering failed, with the reasons; the client does
-        #: not use them again.
+        #: Identities under which keys and values were written while steering failed, with the reasons. The client does
+        #: not use these identities again.
         self._tainted: dict[bytes, str] = {}
 
     # The client's calls
@@ -260,7 +260,7 @@ class Steering:
         return all(self._rows.get(row) == (digest, at) for at, row in enumerate(bank_rows))
 
     def settle(self, question: GetSteeringRecord) -> SteeringRecords:
-        """Return the records of steered requests, and forget those that have ended."""
+        """Return the records of wanted requests in order, `Unknown` without one; forget those that have ended."""
         if len(question.wanted) != len(question.ended):
             raise WorkerFailure(
                 f"{len(question.wanted)} records are asked for, with {len(question.ended)} flags of whether their "
@@ -278,25 +278,25 @@ class Steering:
         return SteeringRecords(tuple(records))
 
     def _tainting(self, identity: bytes) -> str | None:
-        """Return the reason why data written under an identity cannot be trusted; None if it can."""
+        """Return the reason why KV cache entries written under an identity cannot be trusted; None if they can."""
         if len(self._tainted) >= TAINTS:
             return f"edits failed for {TAINTS} requests or more; start the engine again"
         return self._tainted.get(identity)
 
     def release(self, owners: Iterable[Owner]) -> None:
-        """Forget the records of requests that will not be settled."""
+        """Forget the records of requests, which the client will not ask for."""
         for owner in owners:
             self._records.pop(owner, None)
 
     @property
     def held(self) -> int:
-        """Number of requests whose record is kept."""
+        """Number of requests whose steering record is in memory."""
         return len(self._records)
 
     # The step
 
     def register(self, owner: Owner, plan: Plan, steering: SteeringPlan) -> SteeredSample:
-        """Start the record of a steered request that is scheduled for the first time."""
+        """Create the record of a steered request that is scheduled for the first time."""
         steered = SteeredSample(owner, plan, steering, self._slots.get(steering.slot))
         self._records[owner] = steered
         if steered.failure:
@@ -304,7 +304,7 @@ class Steering:
         return steered
 
     def slot(self, number: int, configuration: bytes) -> Slot | None:
-        """Return the contents of a slot if they are the configuration of this digest, else None."""
+        """Return the contents of a slot if its configuration has this SHA-256 digest, else None."""
         slot = self._slots.get(number)
         return slot if slot is not None and slot.digest == configuration else None
 
@@ -313,7 +313,7 @@ class Steering:
         return self._records.get(owner)
 
     def fail(self, steered: SteeredSample, reason: str) -> None:
-        """Record that edits were not made, so that nothing that the request wrote is ever reused."""
+        """Record that edits of a request were not made, so that no KV cache entry that it wrote is reused."""
         steered.fail(reason)
         self.taint(steered.steering, reason)
 
@@ -327,7 +327,7 @@ class Steering:
 
 
 def _replacements(slot: Slot, steering: SteeringPlan) -> dict[int, Ints]:
-    """Return, by token position, the bank row of each replacement: int64 [replacements], NONE if it skips it."""
+    """Return the bank rows of the replacements by token position: int64 [replacements], NONE if not replaced there."""
     found: dict[int, Ints] = {}
     blobs = {entry.replacement: entry.write for entry in slot.configuration.entries if entry.replacement != NONE}
     for number, positions in enumerate(steering.replaced):

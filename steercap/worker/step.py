@@ -1,4 +1,4 @@
-"""One forward pass: the layout that a runner adapter describes, the work for its tokens, and the proof of it."""
+"""One forward pass: its batch as a runner adapter describes it, the work for its tokens, and the device's report."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ TOKEN, FIRST, LINE, STRIDE, ACCUMULATOR, RAW_LINES, ENCODED, COLUMNS = range(
 
 
 class BatchRows(NamedTuple):
-    """Layout of one forward pass: request by request, tokens of a request consecutive.
+    """Batch of one forward pass: request by request, the tokens of a request consecutive.
 
     Args:
         request_ids: the runner's ids, in batch order.
         starts: position of each request's first token in this pass: integers [requests].
         counts: tokens of each request in this pass, one at least: integers [requests].
-        num_tokens: their sum.
-        token_ids: the ids the model reads, [tokens] at least, on the model's device.
-        positions: the positions the model reads, [tokens] at least, on the model's device.
+        num_tokens: sum of `counts`.
+        token_ids: token ids that the model reads, [num_tokens] or longer, on the model's device.
+        positions: positions that the model reads, [num_tokens] or longer, on the model's device.
     """
 
     request_ids: Sequence[str]
@@ -46,7 +46,7 @@ class BatchRows(NamedTuple):
 
 
 class StepColumn:
-    """Column of a step's table, by its number: int64 [tracked]."""
+    """Descriptor that returns a column of `Step.table`, by its number: int64 [tracked]."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -57,7 +57,7 @@ class StepColumn:
 
 
 class MovingColumn(StepColumn):
-    """Column that grows from pass to pass of a series: by 1, or by the column `growth`."""
+    """Column that grows in each pass of a series, by 1 or by the values of the column numbered `growth`."""
 
     def __init__(self, number: int, growth: int | None = None) -> None:
         super().__init__(number)
@@ -72,14 +72,14 @@ class MovingColumn(StepColumn):
 
 @dataclass
 class Step:
-    """Work for the tracked tokens of one pass, in the order of the batch.
+    """Work of the taps for the tracked tokens of one pass, in the order of the batch.
 
     Args:
-        table: its columns, int64 [COLUMNS, tracked]; in a series those of its first step.
-        replaced: bank row of each replacement, NONE for none, int64 [replacements], by the index of the token in these
-            tables; only for tokens with a replacement.
-        series: identity of the series; its steps differ in positions, firsts and lines alone.
-        ahead: passes since the first step of the series.
+        table: the step's columns, int64 [COLUMNS, tracked]; in a series, those of the series' first step.
+        replaced: bank row of each replacement, NONE for none, int64 [replacements], by the token's index among the
+            tracked; only for tokens with a replacement.
+        series: identity of the series of passes that share `table`; they differ in positions, firsts and lines alone.
+        ahead: number of passes since the first step of the series.
     """
 
     table: Ints
@@ -89,17 +89,17 @@ class Step:
 
     #: Index of each token in the batch.
     tokens = StepColumn(TOKEN)
-    #: Position of the first token of the same request in this pass.
+    #: Position of the first token of the same request in this pass, for each token.
     firsts = MovingColumn(FIRST)
     #: First line of each token's record in the arena, NONE if it has none there.
     lines = MovingColumn(LINE, STRIDE)
-    #: Lines of that record, 0 if it has none there.
+    #: Lines of that record, 0 if the token has none in the arena.
     strides = StepColumn(STRIDE)
     #: Accumulator of the request, NONE if it has none or the token is not kept.
     accumulators = StepColumn(ACCUMULATOR)
     #: Lines of each token's raw record, 0 if it is not kept.
     raw_lines = StepColumn(RAW_LINES)
-    #: 1 where the record in the arena has another form than it is computed in, else 0.
+    #: 1 where the record in the arena is stored in another form than it is computed in, else 0.
     encoded = StepColumn(ENCODED)
     #: Index of each token's request in the request table.
     requests = StepColumn(REQUEST)
@@ -111,18 +111,18 @@ class Step:
     edits = StepColumn(EDITS)
     #: Slot of each token's configuration, NONE if no scope selects it.
     slots = StepColumn(ASKED + SLOT)
-    #: Bits of the scopes that select each token.
+    #: Bit mask of the scopes (token selections) that select each token.
     masks = StepColumn(ASKED + MASK)
     #: Layout of each token's record, NONE if it is not kept.
     layouts = StepColumn(ASKED + LAYOUT)
 
     @staticmethod
     def of(known: Layouts, /, *, replaced: dict[int, Ints] | None = None, **columns: npt.NDArray[np.integer]) -> Step:
-        """Create a step from some of its columns, by their names above; the others follow from the layout.
+        """Create a step from some of its columns, by their names above; the others follow from the layouts.
 
         Args:
             known: record layouts of the rank.
-            replaced: as above.
+            replaced: see the class; None for no replacements.
             **columns: tokens, firsts, lines, accumulators, requests, positions, edits, slots, masks and layouts.
         """
         step = Step(np.full((COLUMNS, len(columns["tokens"])), NONE, dtype=np.int64), replaced or {})
@@ -144,7 +144,7 @@ class Step:
 
     @property
     def kept(self) -> npt.NDArray[np.bool_]:
-        """Mask of the tokens that are kept, in the arena or in a reduction: bool [tracked]."""
+        """Mask of the tokens that are captured, in the arena or in a reduction: bool [tracked]."""
         kept: npt.NDArray[np.bool_] = self.layouts != NONE
         return kept
 
@@ -156,16 +156,16 @@ class Step:
 
     @property
     def changed(self) -> npt.NDArray[np.bool_]:
-        """Mask of the tokens that a scope of their configuration selects: bool [tracked]."""
+        """Mask of the tokens that are edited, since a scope of their configuration selects them: bool [tracked]."""
         changed: npt.NDArray[np.bool_] = self.slots != NONE
         return changed
 
     def following(self) -> Step:
-        """Return the next step of the series: positions plus 1, lines plus those of a record."""
+        """Return the next step of the series: positions grow by 1, arena lines by those of a record."""
         return Step(self.table, self.replaced, self.series, self.ahead + 1)
 
     def keeping_nothing(self) -> Step:
-        """Return a step with the same edits that keeps no rows."""
+        """Return a step with the same edits that captures no rows."""
         step = Step(self.table.copy(), self.replaced, ahead=self.ahead)
         step.table[[LINE, ASKED + LAYOUT]] = NONE
         step.table[[STRIDE, RAW_LINES, ENCODED, COPIES, ASKED + BEFORE]] = 0
@@ -173,7 +173,7 @@ class Step:
 
     @staticmethod
     def compared(steps: Sequence[Step]) -> Step:
-        """Return the first COMPARED columns of consecutive passes, one pass after the other."""
+        """Return a step whose table has the first COMPARED columns of consecutive passes, one pass after the other."""
         parts = []
         for step, ahead in _by_table(steps):
             part = np.tile(step.table[:COMPARED], len(ahead))
@@ -183,10 +183,10 @@ class Step:
 
     @staticmethod
     def records(steps: Sequence[Step]) -> Ints:
-        """Return the first line of each token's record in the arena, and its lines, one pass after the other.
+        """Return the first arena line of each token's record, and its number of lines, one pass after the other.
 
         Returns:
-            NONE and 0 for none: int64 [2, tracked of all passes].
+            int64 [2, tracked of all passes]; NONE and 0 for tokens without a record.
         """
         parts = []
         for step, ahead in _by_table(steps):
@@ -197,7 +197,7 @@ class Step:
 
     @staticmethod
     def joined(parts: Sequence[Step]) -> Step:
-        """Join parts of one pass into one step, its tokens in the order of the batch."""
+        """Join steps of different requests in one pass into one step, its tokens in the order of the batch."""
         if len(parts) == 1:
             return parts[0]
         table = np.concatenate([part.table for part in parts], axis=1)
@@ -213,7 +213,7 @@ class Step:
 
 
 def _by_table(steps: Sequence[Step]) -> Iterator[tuple[Step, Ints]]:
-    """Iterate over runs of consecutive steps that share a table: the first of each, and `ahead` of all, [steps, 1]."""
+    """Yield runs of consecutive steps that share a table: the first step, and `ahead` of all, int64 [steps, 1]."""
     for _, run in groupby(steps, key=lambda step: id(step.table)):
         alike = list(run)
         yield alike[0], np.array([[step.ahead] for step in alike])
@@ -221,15 +221,15 @@ def _by_table(steps: Sequence[Step]) -> Iterator[tuple[Step, Ints]]:
 
 @dataclass(frozen=True)
 class StepReport:
-    """Report on the tracked tokens of consecutive passes, pass by pass, in the order of their steps.
+    """Device's report on the tracked tokens of consecutive passes, pass by pass, in the order of their steps.
 
     Args:
         token_ids: token ids that the model read, int64 [tracked].
         positions: positions that the model read, int64 [tracked].
         edits: checksum of the edits made, int64 [tracked].
         copies: checksum of the copies made, int64 [tracked].
-        overflowed: this rank's first point where an edit left a row that is not finite, NONE for none: int64 [tracked].
-        nonfinite: this rank's first point with a kept row that is not finite, NONE for none: int64 [tracked].
+        overflowed: this rank's index of the first point with a non-finite edited row, NONE for none: int64 [tracked].
+        nonfinite: this rank's index of the first point with a non-finite captured row, NONE for none: int64 [tracked].
         failure: reason why none of the passes can be trusted, or None.
     """
 
@@ -242,5 +242,5 @@ class StepReport:
     failure: str | None = None
 
     def of(self, tokens: slice) -> StepReport:
-        """Return the report on some of the tokens, such as those of one pass."""
+        """Return the report on a slice of the tokens, such as those of one pass."""
         return replace(self, **{one.name: getattr(self, one.name)[tokens] for one in fields(self)[:-1]})

@@ -1,7 +1,8 @@
-"""Interface of a rank's taps, for any device; their tables and rows are in one module for each kind of device.
+"""Interface of a rank's taps, for any device; each kind of device has modules for its tables and rows.
 
-Configurations and vectors are written when the client sends them; a step's tables are opened before the forward pass
-and closed after it. Later the step is completed: the label, edits and copies of every token are known.
+A tap copies and edits the rows at one point (a site of a layer) in each forward pass. Configurations and vectors are
+written when the client sends them; a step's tables are opened before the pass and closed after it. Later the step is
+completed: the label, edits and copies of every token are known.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from steercap.worker.step import BatchRows, Step, StepReport
 
 @dataclass(frozen=True)
 class TapSizes:
-    """Sizes of the tables; fixed before the model is traced.
+    """Sizes of the taps' tables, fixed before the model is traced.
 
     Args:
-        slots: number of configurations held at once.
+        slots: number of steering configurations in use at once.
         bank_rows: number of rows of the vector bank.
         entries: maximum rank-one edits of a point.
         tokens: maximum tokens of a pass, padding included.
-        arena_bytes: device memory for the rows of passes that are being copied to the host; None for what is needed.
-            Unused on CPU, where rows need no copy.
+        arena_bytes: device memory for the rows of passes that are being copied to the host; None for as much as passes
+            need. Unused on CPU, where rows need no copy.
         accumulators: number of reductions that can run at once, each in an accumulator.
         lag: maximum positions that vLLM may compute past the end of a sequence, rejected drafts included.
-        held: maximum rows of a request at once that may turn out not to belong to its sequence.
+        held: maximum rows of a request that are held out of its reduction until their tokens are final.
         graph_tokens: maximum tokens of a pass that runs a CUDA graph; 0 where none does.
         drafts: tokens drafted for a request after a pass, by a model that may share modules with this one.
     """
@@ -58,10 +59,10 @@ class TapSizes:
 
 @dataclass(frozen=True)
 class RowKind:
-    """Schema of a rank's rows at some of its points.
+    """Kind of rows that points of a rank have in common: their schema, and the rank's part of it.
 
     Args:
-        schema: schema of all these points.
+        schema: schema (row shape, dtype, shards) of all these points.
         first: offset of the rank's part of a row, in elements.
     """
 
@@ -84,7 +85,7 @@ class Installed:
         kept: True for the points whose rows this rank keeps; rows that every rank holds whole are kept by the first.
         shard: index of this rank's shard of rows that are split.
         layers: layer of each point; () if unknown.
-        at: tensor with each point's number, by whose address its tap says which one it is; () if unknown.
+        at: tensor per point with its index, int32 [1]; a tap names its point by this tensor's address; () if unknown.
     """
 
     points: tuple[int, ...]
@@ -96,11 +97,11 @@ class Installed:
 
     @property
     def kinds(self) -> tuple[RowKind, ...]:
-        """Distinct kinds of its rows, in the order of the points; `changes_kv` is ignored."""
+        """Distinct kinds of the points' rows, in the order of the points; `changes_kv` is ignored."""
         return tuple(dict.fromkeys(self.kind_of(schema) for schema in self.schemas))
 
     def kind_of(self, schema: PointSchema) -> RowKind:
-        """Return the kind of the rows of points of this schema on this rank."""
+        """Return the kind of this rank's rows at points of a schema."""
         first = self.shard * schema.shard_width if schema.shards > 1 else 0
         return RowKind(structs.replace(schema, changes_kv=True), first)
 
@@ -116,7 +117,7 @@ class Installed:
 
 
 class Taps(ABC):
-    """Taps of one rank: the tables that say which rows to copy and edit, and the steps that do it.
+    """Taps of one rank: tables that say which rows of a pass to copy and edit, and the pending steps.
 
     Args:
         installed: result of `install_taps`.
@@ -135,13 +136,13 @@ class Taps(ABC):
         self.open_step: Step | None = None
 
     def use(self, arena: Arena) -> None:
-        """Write captured rows to `arena` from now on."""
+        """Write captured rows to this arena from now on."""
         self.arena = arena
 
     @property
     @abstractmethod
     def table_bytes(self) -> TableBytes:
-        """Bytes of the tables, the arena not included."""
+        """Sizes in bytes of the taps' tables and of device memory for rows, the arena not included."""
 
     @abstractmethod
     def configure(self, slot: int, configuration: Configuration, bank_rows: Sequence[Sequence[int]]) -> None:
@@ -149,39 +150,39 @@ class Taps(ABC):
 
     @abstractmethod
     def put(self, bank_rows: Sequence[int], vectors: Float[torch.Tensor, "rows width"]) -> None:
-        """Write vectors into the bank; they may be narrower than its rows."""
+        """Write vectors into these rows of the bank; the vectors may be narrower than a bank row."""
 
     @abstractmethod
     def open(self, step: Step, batch: BatchRows, updates: Updates | None) -> str | None:
         """Fill the tables for the pass that is about to run.
 
         Args:
-            step: the tracked tokens of the pass.
-            batch: layout of the whole pass.
+            step: work for the tracked tokens of the pass.
+            batch: description of the whole pass.
             updates: updates of running reductions, None if there are none.
 
         Returns:
-            The reason why the pass's rows cannot be kept (its edits are made all the same), or None.
+            The reason why the pass's rows cannot be captured, or None; edits are made in any case.
         """
 
     @abstractmethod
     def close(self, failure: str | None) -> None:
-        """End the opened pass, run or failed; all taps are idle until the next one."""
+        """End the opened pass; `failure` says why it failed, if it did. All taps are idle until the next `open`."""
 
     def rest(self) -> None:  # noqa: B027 -- taps on a host are idle from `close` on
-        """Make all taps idle, for a pass that is not opened."""
+        """Make all taps idle, before a pass that `open` is not called for."""
 
     @abstractmethod
     def spill(self, accumulator: int, layout: RecordLayout, lines: Ints) -> Any:
-        """Copy a reduction and its held rows to the arena, as the passes closed so far leave them.
+        """Copy a running reduction and its held rows, after all passes closed so far, to the arena.
 
         Args:
             accumulator: index of the accumulator.
-            layout: layout of its rows.
-            lines: first lines of records: the first one for the reduced rows, the last ones for each slot's held row.
+            layout: layout of the request's records.
+            lines: first arena line of each record: the first for the reduction, the last ones for each slot's held row.
 
         Returns:
-            The event that follows the copy.
+            The copy's event, for `wait_for`.
         """
 
     @abstractmethod
@@ -191,11 +192,11 @@ class Taps(ABC):
         Args:
             updates: updates, one per reduction.
             divisors: divisor of each reduction.
-            layouts: layout of the rows of each.
-            lines: first line of each in the arena, for float32 rows.
+            layouts: record layout of each reduction's request.
+            lines: first arena line of each reduction, stored as float32.
 
         Returns:
-            The event that follows the copy.
+            The copy's event, for `wait_for`.
         """
 
     @abstractmethod
@@ -205,7 +206,7 @@ class Taps(ABC):
     @property
     @abstractmethod
     def pending(self) -> Sequence[Step]:
-        """Steps that were closed and are not completed yet, in their order."""
+        """Steps that were closed and are not completed yet, in the order of their passes."""
 
     @property
     def blocking(self) -> Step | None:
@@ -214,13 +215,13 @@ class Taps(ABC):
 
     @abstractmethod
     def completed(self, through: Step | None = None) -> Iterator[tuple[Sequence[Step], StepReport]]:
-        """Iterate over steps whose passes have run and whose rows are in the arena, in their order, each once.
+        """Yield steps whose passes have run and whose rows are in the arena, in order, each once, with their report.
 
         Consecutive steps may come together, with one report. Some may be held back until others can come with them, or
         until they are waited for.
 
         Args:
-            through: wait until this step is among them.
+            through: step to wait for, which is then among those yielded; None to wait for none.
         """
 
     @abstractmethod
@@ -231,7 +232,7 @@ class Taps(ABC):
         point: Int[torch.Tensor, " 1"],
         kind: int,
     ) -> None:
-        """Copy and edit the wanted rows at `point`; called by the operator, once per point and pass.
+        """Copy and edit the open step's rows at a point; called by the tap operator, once per point and pass.
 
         Args:
             hidden, residual, point: as for `kernels.tap.tap`.
@@ -247,6 +248,6 @@ class Taps(ABC):
         epsilon: float,
         kind: int,
     ) -> None:
-        """Call `on_tap`, then add and norm all rows; see `kernels.tap.tap_norm`."""
+        """Call `on_tap`, then add and RMS-norm all rows in place; see `kernels.tap.tap_norm`."""
         self.on_tap(hidden, residual, point, kind)
         add_norm(hidden, residual, weight, epsilon)

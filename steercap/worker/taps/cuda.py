@@ -2,11 +2,11 @@
 
 All tables of the taps are on the device before vLLM traces or captures the model, and their addresses never change;
 where no pass is expected every token's entry is -1, so dummy runs, warm-up and graph capture find idle taps. A pass
-takes one copy to the device on the model's stream; the pass; one kernel that writes each token's report and makes the
-tables idle again. Within a series it leaves the next pass's tables instead, and nothing is copied. Rows wait in a ring
-on the device while a stream of their own copies them into the pinned arena that the client maps; those of a large pass
-leave it layer by layer while the pass runs (`taps.large`). The model's stream never waits for the host, and for a copy
-only when the ring is full.
+consists of one copy to the device on the model's stream, the forward pass, and one kernel that writes each token's
+report and makes the tables idle again. Within a series that kernel writes the next pass's tables instead, and nothing
+is copied. Rows wait in a ring buffer on the device while another stream copies them into the pinned arena that the
+client maps; those of a large pass leave it layer by layer while the pass runs (`taps.large`). The model's stream never
+waits for the host, and for a copy only when the ring is full.
 """
 
 from __future__ import annotations
@@ -48,27 +48,27 @@ from steercap.worker.taps.large import LargePass, LayerRows, RowMemory
 from steercap.worker.taps.passes import Bundle, Pass, Pattern
 from steercap.worker.taps.transfers import GRID_COLUMNS, Ring, Transfers
 
-#: Maximum passes that are running or being copied to the host.
+#: Maximum number of passes that are running or being copied to the host.
 AHEAD: Final = 64
-#: Share of the ring that a pass, or a part of a large one, may have.
+#: Share of the ring that one pass, or one part of a large pass, may use.
 PART: Final = 1 / 8
-#: Failure of a large pass whose taps ran again after their rows had left, or did not say their point.
+#: Failure of a large pass whose taps ran again after their rows had left, or did not identify their point.
 LOST: Final = (
     "taps of this model did not run layer by layer; rows cannot leave the device while a large pass runs, so later "
     "passes must fit in device memory whole"
 )
-#: Maximum vectors that wait to be written to the device.
+#: Maximum number of vector writes that wait to be copied to the device.
 VECTORS: Final = 256
-#: Passes whose reports are read together, and their tokens unless one pass has more; passes that wait until as many can
-#: be read. A call of the client does not wait for them.
+#: Maximum passes, and tokens unless one pass has more, whose reports are read together; and the number of pending
+#: passes from which on they are read without a call of the client.
 TOGETHER, TOKENS_TOGETHER, WAITING = 16, 16_384, 24
-#: Passes, and bytes of rows, whose copies to the host are queued together.
+#: Number of passes, and bytes of rows, from which on copies to the host are queued.
 BUNDLE: Final = 8
 BUNDLE_BYTES: Final = 8 << 20
-#: Maximum bytes of one copy, so that other copies can come in between.
+#: Maximum bytes of one copy, so that other copies can run in between.
 PIECE_BYTES: Final = 32 << 20
-#: Bytes copied to the host beside any pass, plus this share of the bytes that the pass's own tokens can need: the
-#: rows of a large pass do not hold up the small passes after it, and are gone before the ring is full.
+#: Maximum bytes queued for copying beside a pass: a constant, plus this share of the bytes that the pass's own tokens
+#: can need. So rows of a large pass do not delay the small passes after it, and leave before the ring is full.
 BESIDE_BYTES: Final = 64 << 20
 BESIDE_SHARE: Final = 1.25
 
@@ -78,7 +78,7 @@ class CudaTaps(Taps):
 
     Args:
         installed, sizes: see `Taps`.
-        transfers: transfers to and from the device.
+        transfers: copies between host and device.
     """
 
     def __init__(self, installed: Installed, sizes: TapSizes, transfers: Transfers) -> None:
@@ -89,7 +89,7 @@ class CudaTaps(Taps):
         kept = [schema for schema, keeps in zip(self.schemas, installed.kept, strict=True) if keeps]
         record = record_of(kept).lines
         self._record_bytes = record * LINE_BYTES
-        #: First point of each layer, and the number of points; and each point by the address of its number.
+        #: First point of each layer, then the number of points; and each point's index by the address of its `at`.
         self._layers = [*np.unique(installed.layers, return_index=True)[1].tolist(), len(installed.points)]
         self._addresses = {at.data_ptr(): number for number, at in enumerate(installed.at)}
         lines = 1
@@ -131,7 +131,7 @@ class CudaTaps(Taps):
         self._open: Pass | None = None
         self._closed: list[Any] = [None] * AHEAD  # events, by the number of their pass
         self._number = 0
-        #: Last pass, whose tables were left for the next one, and the line of that one's rows.
+        #: Last pass if its tables were left on the device for the next one, and the ring line of that one's rows.
         self._stays: tuple[Pass, int] | None = None
         self._filled = 0  # tokens whose entries on the device may not be idle
         self._dirty: set[int] = set()
@@ -188,7 +188,7 @@ class CudaTaps(Taps):
         return failure
 
     def _large(self, step: Step, pattern: Pattern, updates: Updates | None) -> LargePass | None:
-        """Return the rows of a pass that runs no CUDA graph and needs much of the ring; None for any other pass."""
+        """Return the plan of a pass that runs no CUDA graph and needs much of the ring; None for any other pass."""
         most = int(self._lines.size * PART)
         if not self._addresses or pattern.lines <= most or len(pattern.table) <= self.sizes.graph_tokens:
             return None
@@ -196,7 +196,7 @@ class CudaTaps(Taps):
         return LargePass(self._memory, step, pattern, updates, self.layouts, self._layers, most, arena)
 
     def _place(self, opened: Pass, updates: Updates | None) -> None:
-        """Give the rows of a pass their places in the ring, and fill the tables."""
+        """Reserve places in the ring for the rows of a pass, and fill the tables."""
         step, pattern = opened.step, opened.pattern
         if pattern.lines:
             line, busy = self._lines.reserve(pattern.lines)
@@ -218,7 +218,7 @@ class CudaTaps(Taps):
             sources[encoded] = targets
 
     def _leave(self, done: Pass | LayerRows) -> None:
-        """Make the model's stream wait until rows are copied away."""
+        """Make the model's stream wait until the rows of a pass, or of a part of one, are copied to the host."""
         if isinstance(done, Pass):
             self._copy_away(through=done)
         self._transfers.hold(done.copied)
@@ -273,7 +273,7 @@ class CudaTaps(Taps):
         """Keep the tables of a pass for the next one, if its series is likely to go on.
 
         Returns:
-            Lines by which the next one's rows lie behind; None if the tables are to be idle.
+            Distance in ring lines from the pass's rows to the next pass's; None if the tables are to be idle.
         """
         step, pattern = done.step, done.pattern
         own = step.replaced or done.updates or pattern.encodes or done.large  # more than these tables
@@ -285,7 +285,7 @@ class CudaTaps(Taps):
         return line - done.line
 
     def _bundle(self, through: Pass | None = None) -> None:
-        """Bundle the rows that wait, those of passes after `through` excepted."""
+        """Bundle the copies of waiting passes up to `through`, or of all."""
         count = len(self._waiting) if through is None else self._waiting.index(through) + 1
         passes, self._waiting = self._waiting[:count], self._waiting[count:]
         self._waiting_lines = sum(done.pattern.lines for done in self._waiting)
@@ -308,7 +308,7 @@ class CudaTaps(Taps):
 
         Args:
             most: maximum bytes to queue.
-            through: last pass to copy, which somebody waits for.
+            through: last pass to copy, urgently, since a caller waits for it; None for no such pass.
         """
         while self._bundles and (through is None or through.copied is None):
             bundle = self._bundles[0]
@@ -369,9 +369,9 @@ class CudaTaps(Taps):
             yield steps, StepReport(token_ids, positions, edits, copies, overflowed, nonfinite, last.failure)
 
     def _together(self, through: Step | None) -> Sequence[Pass]:
-        """Return the oldest passes whose reports are read together, none after `through`; one that failed is alone.
+        """Return the oldest passes whose reports are read together, none after `through`; a failed pass comes alone.
 
-        All of them have rows on their way, or none: the event of the last follows those of the others.
+        All of them have rows being copied, or none: the event of the last follows those of the others.
         """
         found, tokens = [self._passed[0]], len(self._passed[0].step)
         for done in islice(self._passed, 1, TOGETHER):
@@ -417,15 +417,15 @@ class CudaTaps(Taps):
         self._launchers[kind].launch_norm(hidden, residual, weight, point, epsilon, idle=self.open_step is None)
 
     def _before(self, point: torch.Tensor) -> None:
-        """Make room for the rows of a point, in a large pass."""
+        """Make room in the ring for the rows of a point whose tap runs next, in a large pass."""
         if self._open is not None and self._open.large is not None:
             self._open.large.before(self._addresses.get(point.data_ptr(), NONE))
 
     def _check(self, hidden: torch.Tensor, residual: torch.Tensor | None, kind: int) -> None:
-        """Check that the rows of a tap are those of its kind.
+        """Check that a tap's tensors have the width of its kind, contiguous rows, and no more rows than the tables.
 
         Raises:
-            ValueError: they have another width, are too many, or do not lie as the kernels read them.
+            ValueError: they do not.
         """
         width = self._kinds[kind].width
         if hidden.shape[-1] != width or hidden.stride(-1) != 1 or len(hidden) > len(self._tokens):
@@ -442,7 +442,7 @@ class CudaTaps(Taps):
         )
 
     def _upload(self, step: Step, pattern: Pattern, sources: Ints) -> None:
-        """Copy the taps' tables of a pass to the device, in one copy."""
+        """Copy the taps' tables of a pass to the device in one copy; `sources` are the ring lines, int64 [tracked]."""
         number, count = self._number % AHEAD, len(pattern.table)
         table = self._tables[number]
         table[:count] = pattern.table
@@ -456,7 +456,7 @@ class CudaTaps(Taps):
         self._filled = count
 
     def _replace(self, step: Step, table: npt.NDArray[np.int32]) -> None:
-        """Write the bank rows of replacements, and the index of each token's first one, to the tables."""
+        """Copy the bank rows of replacements to the device; write the index of each token's first one to `table`."""
         rows = list(step.replaced.values())
         ends = np.cumsum([len(row) for row in rows])
         table[step.tokens[list(step.replaced)], REPLACED] = ends - [len(row) for row in rows]
@@ -492,7 +492,7 @@ class CudaTaps(Taps):
         return self._transfers.to_device(torch.from_numpy(np.ascontiguousarray(values)))
 
     def _pieces(self, passes: Sequence[Pass]) -> tuple[Ints, Ints, Ints]:
-        """Return the copies of passes to the host: target and source addresses, and sizes in bytes."""
+        """Return the copies of passes' rows to the arena: target addresses, source addresses, sizes in bytes."""
         assert self.arena is not None
         records = Step.records([one.step for one in passes])
         head, pattern = self._memory.head, passes[0].pattern

@@ -1,6 +1,6 @@
-"""Rows on the device: those that wait to be copied to the host, merged into few copies, are encoded, or reduced.
+"""Rows on the device: copies to the host merged into few, encoding, and running reductions.
 
-All of them lie in one ring of lines: the raw records of a pass as the model computes them, followed by the encoded
+All rows lie in one ring of lines: the raw records of a pass as the model computes them, followed by the encoded
 records, where a layout has an encoding.
 """
 
@@ -29,17 +29,18 @@ from steercap.worker.step import Step
 from steercap.worker.taps import Installed, RowKind, TapSizes
 from steercap.worker.taps.transfers import Transfers
 
-#: Maximum device memory for the ring of rows, as a share and in bytes, unless a CUDA graph or one layer needs more.
+#: Maximum device memory for the ring of rows, as a share of all and in bytes, unless a CUDA graph or one layer needs
+#: more.
 SHARE: Final = 0.1
 RING_BYTES: Final = 5 << 29
 
 
 def runs(targets: Ints, sources: Ints, records: Ints) -> tuple[Ints, Ints, Ints]:
-    """Merge records that are consecutive on both sides into runs.
+    """Merge records that are consecutive in both source and target into runs.
 
     Args:
-        targets, sources: first target line and first source line of each record.
-        records: lines of each record, one at least.
+        targets, sources: first target line and first source line of each record: int64 [records].
+        records: number of lines of each record, one at least: int64 [records].
 
     Returns:
         First target line, first source line and number of lines of each run.
@@ -50,7 +51,7 @@ def runs(targets: Ints, sources: Ints, records: Ints) -> tuple[Ints, Ints, Ints]
 
 
 def pieces(targets: Ints, sources: Ints, sizes: Ints, most: int) -> tuple[Ints, Ints, Ints]:
-    """Split copies into pieces of at most `most` bytes each, in their order."""
+    """Split copies, given by addresses and sizes in bytes, into pieces of at most `most` bytes each, in order."""
     if not len(sizes) or sizes.max() <= most:
         return targets, sources, sizes
     parts = -(-sizes // most)
@@ -61,7 +62,7 @@ def pieces(targets: Ints, sources: Ints, sizes: Ints, most: int) -> tuple[Ints, 
 
 
 def overlap(targets: Ints, sizes: Ints) -> bool:
-    """Return True if some copies have bytes of their targets in common, so that their order matters."""
+    """Return whether the targets of some copies overlap, so that the copies' order matters; sizes are in bytes."""
     order = np.argsort(targets)
     begins = targets[order]
     return bool((begins[1:] < (begins + sizes[order])[:-1]).any())
@@ -75,7 +76,7 @@ def grids(targets: Ints, sources: Ints, sizes: Ints, target_steps: Ints, source_
         target_steps, source_steps: bytes from each copy to the next one of the same grid, if there is one.
 
     Returns:
-        The grids, as for `Transfers.fetch_grids`.
+        The grids, int64 [grids, GRID_COLUMNS], as for `Transfers.fetch_grids`.
     """
     same = (sizes[1:] == sizes[:-1]) & (targets[1:] - targets[:-1] == target_steps[:-1])
     same &= (sources[1:] - sources[:-1] == source_steps[:-1]) & (target_steps[1:] == target_steps[:-1])
@@ -92,15 +93,15 @@ def typed(memory: torch.Tensor, schema: PointSchema) -> torch.Tensor:
 
 
 class DeviceEncoder:
-    """Encoder of records in the ring, run after the pass.
+    """Encoder of the records in the ring; it runs after the pass.
 
     Args:
         installed: points of the rank.
         programs: contents of the slots.
         bank: vector bank, float32 [vectors, bank width].
-        transfers: transfers to the device.
+        transfers: copies to the device.
         tokens: maximum tokens of a pass.
-        ahead: maximum passes whose tables are in use.
+        ahead: maximum number of passes whose tables are in use.
     """
 
     def __init__(  # noqa: PLR0917 -- the tables of a rank
@@ -131,7 +132,7 @@ class DeviceEncoder:
 
         Args:
             number: number of the pass.
-            layouts: layouts that occur.
+            layouts: the distinct layouts in `of`, by ascending number.
             of: number of each record's layout, int64 [records].
             records: first line of each record in raw form, and in encoded form: int64 [records, 2].
 
@@ -146,19 +147,19 @@ class DeviceEncoder:
         return [(layout, slice(*one)) for layout, *one in zip(layouts, [0, *ends], ends, strict=False)]
 
     def launch(self, ring: torch.Tensor, work: Sequence[tuple[RecordLayout, slice]]) -> None:
-        """Encode the records of a pass that has been launched."""
+        """Launch the encoding of a pass's records in the ring; `work` is the result of `upload`."""
         for layout, records in work:
             reads = [encoder for _, encoder in layout.form.reads]
             self._launch(ring, self._records[records], self._alike(layout), reads)
 
     def encode(self, ring: torch.Tensor, layout: RecordLayout, records: Ints, points: range) -> None:
-        """Encode the rows of some points in records of one layout.
+        """Launch the encoding of the rows of some points in records of one layout.
 
         Args:
             ring: memory with the records.
-            layout: their layout.
+            layout: layout of the records.
             records: first line of each record in raw form, and in encoded form: int64 [records, 2].
-            points: numbers of the points.
+            points: indices of the points on this rank.
         """
         pairs = zip(layout.locals, layout.form.reads, strict=False)
         reads = [encoder for local, (_, encoder) in pairs if local in points]
@@ -174,7 +175,7 @@ class DeviceEncoder:
             ENCODINGS[found.coding.encoding].launch(ring, records, found, vectors)
 
     def _matrix(self, kind: RowKind, coding: Coding) -> torch.Tensor | None:
-        """Return the rank's part of an encoding's own matrix, in the dtype of the rows; None if it has none."""
+        """Return the rank's columns of a seeded codec's matrix, in the dtype of the rows; None for other encodings."""
         encoding = ENCODINGS[coding.encoding]
         if not encoding.seeded:
             return None
@@ -188,7 +189,7 @@ class DeviceEncoder:
         return self._matrices.get((kind, coding), make)
 
     def _alike(self, layout: RecordLayout) -> list[tuple[RowKind, Alike]]:
-        """Return the points of a layout, grouped by equal schemas; cached."""
+        """Return the points of a layout, grouped by equal schemas, for the encoding kernels; cached."""
         known = self._known.get(layout.number)
         if known is None or known[0]() is not layout or known[1] != self._programs.written:
             found = list(self._find_alike(layout, range(len(self._installed.points))))
@@ -210,7 +211,7 @@ class DeviceEncoder:
             yield kind, Alike(kind.schema, layout.form.coding, places, bank_rows)
 
     def _find_read(self, layout: RecordLayout, points: range) -> Iterator[tuple[RowKind, Alike]]:
-        """Return the points of a layout whose rows SAEs read, each by itself, in the order of the SAEs."""
+        """Yield the points of a layout whose rows SAEs read, each by itself, in the order of the SAEs."""
         found = zip(layout.locals, layout.raw.offsets, layout.stored.offsets, strict=True)
         for local, raw, stored in ((local, *both) for local, *both in found if local in points):
             schema = self._installed.schemas[local]
@@ -227,9 +228,9 @@ class _Group:
 
     Args:
         schema: schema of all these points.
-        numbers: the points, ascending.
+        numbers: indices of the points on this rank, ascending.
         points: columns `NUMBER`, `SUM_AT`, `HELD_AT` of `kernels.triton_accumulate`, on the device.
-        sums, held: memory of all sums and of all held rows, as elements.
+        sums, held: memory of all sums, viewed as float32, and of all held rows, viewed in the points' dtype.
     """
 
     schema: PointSchema
@@ -242,15 +243,14 @@ class _Group:
 class DeviceAccumulators:
     """Running reductions of requests, on the device.
 
-    An accumulator has the layout of a record of all points in `kernels.codecs.floats`; a held row, that in
-    `kernels.codecs.floats`.
+    An accumulator is a record of all points in the layout of `kernels.codecs.floats`; a held row is a raw record.
 
     Args:
         installed: points of the rank.
         accumulators: bookkeeping of the accumulators.
-        layouts: line of each point in a record, on the device.
-        transfers: transfers to and from the device.
-        ahead: maximum passes whose tables are in use.
+        layouts: line of each point in a record, by layout: int32 [layouts, points] on the device.
+        transfers: copies between host and device.
+        ahead: maximum number of passes whose tables are in use.
     """
 
     def __init__(
@@ -306,23 +306,23 @@ class DeviceAccumulators:
 
         Args:
             number: number of the pass.
-            step: step of its tracked tokens.
+            step: step of the pass.
             updates: updates of the accumulators.
             sources: first line in the ring of each token's record, int64 [tracked].
-            records: lines from there to the next token's record, int64 [tracked].
+            records: number of lines of each token's record, int64 [tracked].
         """
         buffer = self._uploads[number % len(self._uploads)]
         buffer.numpy()[: len(updates)] = self._table(step, updates, sources, records)
         self._transfers.put(self._updates, buffer, len(updates))
 
     def launch(self, ring: torch.Tensor, updates: int) -> None:
-        """Apply the first `updates` updates of the upload."""
+        """Apply the first `updates` updates of the last upload to the rows in the ring."""
         self._launch(ring, self._updates[:updates])
 
     def update(  # noqa: PLR0917 -- as for `upload`
         self, ring: torch.Tensor, step: Step, updates: Updates, sources: Ints, records: Ints, points: range
     ) -> None:
-        """Apply the updates of a pass at some points; see `upload`."""
+        """Apply the updates of a pass at some points (indices on this rank) at once; for the rest see `upload`."""
         table = self._table(step, updates, sources, records).astype(np.int32)
         self._launch(ring, self._transfers.to_device(torch.from_numpy(table)), points)
 
@@ -335,7 +335,7 @@ class DeviceAccumulators:
                 kernel.launch_accumulate(updates, own, one.schema.shard_width, self._layouts, one.sums, one.held, rows)
 
     def _table(self, step: Step, updates: Updates, sources: Ints, records: Ints) -> Ints:
-        """Return the updates of a pass as a table for the kernel; new reductions wait for copies of earlier ones."""
+        """Return the updates of a pass as a table for the kernel, after earlier copies out of the same accumulators."""
         table = self._table_of(updates, step.layouts[updates.first], 1)
         table[:, kernel.LINE], table[:, kernel.RECORD] = sources[updates.first], records[updates.first]
         table[:, -self._accumulators.held :] = np.where(updates.holds == NONE, NONE, sources[updates.holds])
@@ -355,7 +355,7 @@ class DeviceAccumulators:
         return table
 
     def spill(self, accumulator: int, layout: RecordLayout, lines: Ints, arena: torch.Tensor) -> Any:
-        """Copy an accumulator and its held rows to lines of the arena; see `Taps.spill`."""
+        """Copy an accumulator and its held rows to lines of the arena; return the copy's event; see `Taps.spill`."""
         copies = list(self._sums_of(accumulator, layout, int(lines[0]), arena))
         size = self._held[accumulator][0].nbytes
         for slot, line in enumerate(lines[-self._accumulators.held :].tolist()):
@@ -372,7 +372,7 @@ class DeviceAccumulators:
         lines: Ints,
         arena: torch.Tensor,
     ) -> Any:
-        """Apply updates that add held rows only, divide, and copy the sums to the arena; see `Taps.finish`."""
+        """Add held rows only, divide, and copy the sums to lines of the arena; see `Taps.finish`."""
         # For all points: those that a layout lacks are not copied, and its number may be another layout's by now.
         table = self._table_of(updates, np.full(len(updates), NONE), divisors).astype(np.int32)
         self._launch(ring, self._transfers.to_device(torch.from_numpy(table)))
@@ -400,12 +400,12 @@ class DeviceAccumulators:
 def _copies(
     target: int, source: int, part: RecordShape, record: RecordShape, locals_: Sequence[int]
 ) -> Iterator[tuple[int, int, int]]:
-    """Return copies of some points' rows out of a record of all points: target, source and bytes of each.
+    """Yield the copies of some points' rows out of a record of all points: target address, source address, bytes.
 
     Args:
         target, source: addresses of the two records.
-        part: shape of the record of some points.
-        record: shape of the record of all points.
+        part: shape of the record of some points, the target.
+        record: shape of the record of all points, the source.
         locals_: indices of these points in the record of all.
     """
     if part == record:
@@ -416,12 +416,12 @@ def _copies(
 
 
 def ring_bytes(installed: Installed, sizes: TapSizes, layers: Sequence[int], device: torch.device) -> int:
-    """Return the bytes of the ring of rows: `arena_bytes`, or as many as passes need.
+    """Return the size in bytes of the ring of rows: `arena_bytes`, or as much as passes need.
 
     A pass that runs a CUDA graph has all its rows in the ring, and any other one those of a layer.
 
     Args:
-        layers: first point of each layer, and the number of points; empty if rows cannot leave layer by layer.
+        layers: first point of each layer, then the number of points; empty if rows cannot leave layer by layer.
     """
     if sizes.arena_bytes is not None:
         return sizes.arena_bytes
@@ -435,7 +435,7 @@ def ring_bytes(installed: Installed, sizes: TapSizes, layers: Sequence[int], dev
 
 
 def _token_bytes(installed: Installed, first: int, stop: int) -> int:
-    """Return the bytes of a token's raw rows at some points, and of their encoded form: half as much, 8 bits of 16."""
+    """Return the bytes of a token's raw rows at points [first, stop), and half as many for encoded ones."""
     points = zip(installed.schemas[first:stop], installed.kept[first:stop], strict=True)
     return record_of([schema for schema, keeps in points if keeps]).lines * LINE_BYTES * 3 // 2
 

@@ -1,4 +1,4 @@
-"""Taps on CPU: PyTorch operations on host tensors; rows are written directly into the shared arena.
+"""Taps on CPU: PyTorch operations on host tensors that write captured rows directly into the shared arena.
 
 A step is completed as soon as its pass has run.
 """
@@ -78,7 +78,7 @@ class HostTaps(Taps):
         return None
 
     def _keepers(self, step: Step, chosen: np.ndarray, updates: Updates | None, arena: Arena) -> Iterator[Keeping]:
-        """Create the objects that keep the rows of the chosen tokens."""
+        """Yield the objects that store the rows of the chosen tokens, bool [tracked]: raw, encoded, or reduced."""
         drained, encoded = chosen & step.drained, self.layouts.encoded[step.layouts]
         whole = np.flatnonzero(drained & ~encoded)
         if len(whole):
@@ -128,7 +128,7 @@ class HostTaps(Taps):
         )
 
     def wait_for(self, event: Any) -> None:
-        """Return at once: copies are made before `spill` or `finish` returns."""
+        """Return at once: `spill` and `finish` have copied before they return."""
 
     @property
     def pending(self) -> Sequence[Step]:
@@ -163,7 +163,7 @@ class HostTaps(Taps):
         self._keep(1, hidden, residual, at)
 
     def _keep(self, when: int, hidden: torch.Tensor, residual: torch.Tensor | None, point: int) -> None:
-        """Keep the rows of one point that are wanted before its edits (`when` 0), or after them (1)."""
+        """Store the rows of one point that are captured before its edits (`when` 0), or after them (1)."""
         for keeping in self._keeping[when]:
             self._nonfinite += [(point, tokens) for tokens in keeping.take(hidden, residual, point)]
 

@@ -29,9 +29,9 @@ from steercap.worker.taps import RowKind
 
 
 class Keeping(ABC):
-    """Way of keeping rows of one pass on CPU: copied to the arena, encoded, or added to running reductions.
+    """Abstract way of storing rows of one pass on CPU: raw in the arena, encoded, or added to running reductions.
 
-    It is set up before the pass; at every point of the pass `take` keeps the rows that are wanted there.
+    An object is set up before the pass; `take` is called at every point of it.
     """
 
     @abstractmethod
@@ -41,7 +41,7 @@ class Keeping(ABC):
         residual: Float[torch.Tensor, "n width"] | None,
         point: int,
     ) -> Sequence[torch.Tensor]:
-        """Keep the rows of one point; return the batch indices of rows that are not finite."""
+        """Store captured rows of a point (index on this rank); return batch indices of the non-finite ones."""
 
 
 def _stray(tokens: torch.Tensor, rows: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -50,12 +50,12 @@ def _stray(tokens: torch.Tensor, rows: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 class Copies(Keeping):
-    """Rows that are stored as the model computes them.
+    """Storage of rows in the arena as the model computes them.
 
     Args:
         step: step of the pass.
-        chosen: indices of its tokens that are stored raw.
-        layouts: layouts of their records.
+        chosen: indices, in the step, of the tokens that are stored raw.
+        layouts: record layouts of this rank.
         arena: arena to write to.
         schemas: schemas of the points.
     """
@@ -89,11 +89,11 @@ class Copies(Keeping):
 
 
 class KeepingEncoded(Keeping):
-    """Rows of one layout that are stored in an encoding other than raw.
+    """Storage of rows of one layout in the arena, in an encoding other than raw.
 
     Args:
         step: step of the pass.
-        chosen: indices of its tokens of this layout.
+        chosen: indices, in the step, of the tokens of this layout.
         layout: layout of their records.
         arena: arena to write to.
         schemas: schemas of the points.
@@ -136,7 +136,7 @@ class KeepingEncoded(Keeping):
         return _stray(self._tokens, rows)
 
     def _stored(self, rows: torch.Tensor, point: int) -> torch.Tensor:
-        """Return the rows of a point in their stored form."""
+        """Return rows of a point, [rows, width], encoded: uint8 [rows, bytes]."""
         if (reads := self._reads.get(point)) is not None:
             blocks = rows.split(rows_at_once(reads, rows.shape[1]))
             return torch.cat([read(block, reads, self._coding.k) for block in blocks])
@@ -150,7 +150,7 @@ class KeepingEncoded(Keeping):
 
 
 def write_rows(arena: Arena, lines: Ints, stored: torch.Tensor, offset: int = 0) -> None:
-    """Write encoded rows, uint8 [rows, bytes], to lines of the arena, `offset` bytes behind their start."""
+    """Write encoded rows, uint8 [rows, bytes], to the arena, `offset` bytes behind the start of each row's line."""
     size = stored.shape[1]
     itemsize = next(one for one in (8, 4, 2, 1) if size % one == 0 and offset % one == 0)
     numbers = stored.numpy().view(f"u{itemsize}")
@@ -158,13 +158,13 @@ def write_rows(arena: Arena, lines: Ints, stored: torch.Tensor, offset: int = 0)
 
 
 class KeepingReduced(Keeping):
-    """Rows that a pass adds to running reductions, or holds for later.
+    """Addition of a pass's rows to running reductions; rows whose token is not final are held apart.
 
     Args:
         step: step of the pass.
         updates: updates of the accumulators in this pass.
         chosen: True for the tokens that are handled here: bool [tracked].
-        layouts: layouts of their records.
+        layouts: record layouts of this rank.
         accumulators: accumulators to add to.
     """
 
@@ -196,7 +196,7 @@ class KeepingReduced(Keeping):
         chosen: npt.NDArray[np.bool_],
         layouts: Layouts,
     ) -> None:
-        """Store tokens, targets and wanted points of the rows that are added in one way, or held (`kind` None)."""
+        """Store tokens, targets and points of the rows that one reduction adds, or that are held (`kind` None)."""
         rows, targets = rows[chosen[rows]], targets[chosen[rows]]
         if len(rows):
             there = (layouts.offsets[step.layouts[rows]] != NONE).T
@@ -227,11 +227,11 @@ class KeepingReduced(Keeping):
 
 
 class HostAccumulators:
-    """Running reductions of requests, in host memory.
+    """Running reductions of requests in host memory, for `total` accumulators with `slots` held rows each.
 
     Attributes:
         sums: accumulators of each point, float32 [accumulators, width].
-        held: held rows of each point, [accumulators × slots, width] in its dtype.
+        held: held rows of each point, [accumulators × slots, width] in the point's dtype.
     """
 
     def __init__(self, schemas: Sequence[PointSchema], total: int, slots: int) -> None:
@@ -246,7 +246,7 @@ class HostAccumulators:
         return sum(tensor.nbytes for tensor in (*self.sums, *self.held))
 
     def begin(self, updates: Updates) -> None:
-        """Empty the accumulators that begin, and add the held rows of the others."""
+        """Begin a pass's updates: empty the fresh accumulators, and add the held rows that became final."""
         for kind, empty in ((SUM, 0.0), (MAX, -np.inf), (LAST, 0.0)):
             begun = torch.from_numpy(updates.accumulators[updates.fresh & (updates.kinds == kind)])
             for sums in self.sums if len(begun) else ():
@@ -261,7 +261,7 @@ class HostAccumulators:
 
 
 def add(sums: torch.Tensor, where: torch.Tensor, rows: torch.Tensor, kind: int) -> None:
-    """Add rows to those at `where`; rows with the same target must be consecutive."""
+    """Reduce rows, grouped by target, by `kind` (SUM, MAX or LAST) into the rows `where` of `sums`."""
     ends = ends_of_runs(where.numpy())
     if len(ends) < len(rows):
         runs = [rows[start:end] for start, end in pairwise([0, *ends.tolist()])]

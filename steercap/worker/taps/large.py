@@ -1,12 +1,12 @@
-"""A pass with more rows than the ring should hold: they leave it layer by layer while the pass runs.
+"""Passes with more rows than the ring should hold: rows leave it layer by layer while the pass runs.
 
 Such a pass runs no CUDA graph, so each tap is launched from Python. The rows of a few layers at a time have a part of
-the ring: before the first tap of the next layers the part is encoded, reduced and copied away, and every token's line
-is written anew. The model's stream waits for a copy only when the ring is full.
+the ring: before the first tap of the next layers the part is encoded, reduced and copied to the host, and every token's
+line is rewritten. The model's stream waits for a copy only when the ring is full.
 
-A token's line is where its record would begin if all of its points were in the part, so that offsets in a record stay
-what they are; the ring has a head of unused lines for that. Until the first tap runs, and once a tap runs out of order
-or does not say its point, no token has a line: its rows are missed and its requests fail.
+A token's line is where its record would begin if the part held all of its points, so that offsets within a record
+stay the same; the ring has a head of unused lines for that. Until the first tap runs, and once a tap runs out of order
+or does not identify its point, no token has a line: its rows are missed and its requests fail.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from steercap.worker.taps.transfers import Ring, Transfers
 
 @dataclass(frozen=True)
 class RowMemory:
-    """Rows on the device, and the objects that work on them.
+    """Rows on the device, and the objects that encode, reduce and copy them.
 
     Args:
-        rows: the ring's lines behind `head` unused ones: uint8 [lines, LINE_BYTES].
+        rows: the ring's lines, behind `head` unused ones: uint8 [lines, LINE_BYTES].
         head: number of unused lines.
-        ring: places of the ring.
+        ring: allocator of the ring's lines.
         tokens: table of the pass's tokens, on the device.
-        idle: memory for a kernel that does nothing of use: int32 [1].
+        idle: memory for a kernel that only separates two taps: int32 [1].
         encoder, sums: encoder of records, and running reductions.
-        transfers: transfers to and from the device.
-        wait: function that makes the model's stream wait for a holder of places in the ring.
+        transfers: copies between host and device.
+        wait: function that makes the model's stream wait for a holder of lines in the ring.
     """
 
     rows: torch.Tensor
@@ -61,17 +61,17 @@ class RowMemory:
 
 @dataclass(eq=False)
 class LayerRows:
-    """Rows of the layers whose taps run, per kept token: int64 [kept].
+    """Rows of the consecutive layers whose taps are running; arrays are per captured token: int64 [kept].
 
     Args:
-        points: numbers of their points on this rank.
-        line, lines: first place in the ring, and number of places.
-        records: line at which the raw record would begin.
-        sources: the same of the record that is copied to the arena, which may be an encoded one.
-        raw: lines of the part of a raw record.
-        steps: lines of the part of the record that is copied.
-        begins, sizes: first byte of it in a stored record, and number of bytes.
-        copied: event after its copies.
+        points: indices of the layers' points on this rank.
+        line, lines: first line in the ring, and number of lines.
+        records: line at which the token's raw record would begin.
+        sources: line at which the record that is copied to the arena, raw or encoded, would begin.
+        raw: number of lines of this part of a raw record.
+        steps: number of lines of this part of the copied record.
+        begins, sizes: first byte of this part in a stored record, and number of bytes.
+        copied: event after the copies of this part.
     """
 
     points: range
@@ -87,13 +87,13 @@ class LayerRows:
 
 
 class LargePass:
-    """Rows of one pass, layer by layer.
+    """Pass whose rows leave the ring in parts of a few layers.
 
     Args:
-        memory: rows on the device.
-        step, pattern, updates: as for the taps.
-        layouts: layouts of the records.
-        layers: first point of each layer on this rank, and the number of points.
+        memory: device memory of the rows, and the objects that work on it.
+        step, pattern, updates: work of the pass, its tables, and the updates of running reductions, None for none.
+        layouts: record layouts of this rank.
+        layers: first point of each layer on this rank, then the number of points.
         most: maximum lines of a part of more than one layer.
         arena: memory that rows are copied to, uint8 [lines, LINE_BYTES]; None if there is none yet.
     """
@@ -123,11 +123,11 @@ class LargePass:
         self.lines = max((self._lines(points) for points in self._left), default=0)
         #: Parts with rows for the arena, in their order.
         self.leaving: list[LayerRows] = []
-        #: True once a tap ran out of order, or did not say its point.
+        #: True once a tap ran out of order, or did not identify its point.
         self.lost = False
 
     def _parts(self, layers: Sequence[int], most: int) -> Iterator[range]:
-        """Return the points of the parts: as many whole layers each as go into `most` lines, one at least."""
+        """Yield the points of each part: as many whole layers as fit in `most` lines, one at least."""
         first = 0
         for stop, after in pairwise(layers[1:]):
             if self._lines(range(first, after)) > most:
@@ -136,7 +136,7 @@ class LargePass:
         yield range(first, layers[-1])
 
     def _lines(self, points: range) -> int:
-        """Return the lines that the rows of points need."""
+        """Return the number of lines that the pass's rows need at these points, raw and encoded."""
         total = 0
         counts = np.bincount(self._of, minlength=len(self._layouts))
         coded = np.bincount(self._of[self._encoded], minlength=len(self._layouts))
@@ -146,7 +146,7 @@ class LargePass:
         return total
 
     def before(self, point: int) -> None:
-        """Make room for the rows of a point (NONE if it is unknown) whose tap is launched next.
+        """Make room for the rows of a point (index on this rank, NONE if unknown) whose tap is launched next.
 
         A tap on another CUDA stream than the model's, as in shared experts, waits for the model's stream, and the next
         part waits for the tap.
@@ -175,7 +175,7 @@ class LargePass:
             self._enter(self._left.popleft())
 
     def _enter(self, points: range) -> None:
-        """Give the rows of points a part of the ring, and write every token's line."""
+        """Reserve a part of the ring for the rows of these points, and write every token's line."""
         extents = np.array([_extent(layout, points) for layout in self._layouts], dtype=np.int64)
         first, raw, begins, sizes = extents[self._of].T
         coded = np.where(self._encoded, _lines_of(begins, sizes), 0)
@@ -191,7 +191,7 @@ class LargePass:
         self._write(records)
 
     def _write(self, records: Ints) -> None:
-        """Write the line of each kept token's record."""
+        """Write the line of each captured token's record, int64 [kept], to the device's table."""
         count = len(self._pattern.table)
         column = np.full(count, NONE, dtype=np.int32)
         column[self._step.tokens[self._kept]] = records
@@ -200,7 +200,7 @@ class LargePass:
         self._memory.idle.zero_()
 
     def leave(self) -> None:
-        """Encode, reduce and copy away the rows of the part whose taps have run."""
+        """Encode, reduce and copy to the host the rows of the part whose taps have run."""
         part, self._now, memory = self._now, None, self._memory
         while self._beside:
             with memory.transfers.using(self._beside.popitem()[0]):
@@ -221,7 +221,7 @@ class LargePass:
             self._copy(part, self._arena)
 
     def _copy(self, part: LayerRows, arena: torch.Tensor) -> None:
-        """Queue the copies of a part to the arena, and hold its places until they are made."""
+        """Queue the copies of a part to the arena, and keep its ring lines reserved until they are made."""
         own = self._drained & (part.sizes > 0)
         if not own.any():
             return
@@ -240,7 +240,7 @@ class LargePass:
 
 
 def _extent(layout: RecordLayout, points: range) -> tuple[int, int, int, int]:
-    """Return where a record has the rows of consecutive points.
+    """Return where the rows of consecutive points (indices on this rank) lie in a record.
 
     Returns:
         First line and number of lines in the raw record; first byte and number of bytes in the stored one.
@@ -256,5 +256,5 @@ def _extent(layout: RecordLayout, points: range) -> tuple[int, int, int, int]:
 
 
 def _lines_of(begins: Any, sizes: Any) -> Any:
-    """Return the lines that bytes of a record lie in, whole lines before them left out: numbers or arrays."""
+    """Return the number of lines that `sizes` bytes of a record, from byte `begins` on, touch: numbers or arrays."""
     return -(-(begins + sizes) // LINE_BYTES) - begins // LINE_BYTES

@@ -1,4 +1,4 @@
-"""Passes on a device, and the tables that those of a series share."""
+"""Passes on a CUDA device, and the tables shared by the passes of a series."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from steercap.worker.step import Step
 
 @dataclass
 class Pattern:
-    """Tables shared by all steps of a series; only the lines of rows differ.
+    """Tables shared by all steps of a series; only the ring lines of the rows differ.
 
     Args:
         series: identity of the series.
         table: instructions for each token of the pass, LINE still NONE: int32 [tokens, columns].
-        places: places of the tracked tokens in it: int64 [tracked], or a slice of all.
-        records: first line of each raw record, relative to that of the first, NONE if nothing is kept: int64 [tracked].
-        kept: True for the tracked tokens that are kept: bool [tracked]; None if all are.
+        places: indices of the tracked tokens in `table`: int64 [tracked], or a slice of all.
+        records: first line of each raw record, relative to the first one's, NONE if none is captured: int64 [tracked].
+        kept: True for the tracked tokens that are captured: bool [tracked]; None if all are.
         encoded: True where the record is stored in another form than it is computed in: bool [tracked].
         drains, encodes: True if any record goes to the arena, and if any of those is encoded.
         raw_lines: total lines of the raw records.
@@ -46,7 +46,7 @@ class Pattern:
 
     @staticmethod
     def of(step: Step, num_tokens: int) -> Pattern:
-        """Create the pattern of a step among `num_tokens` tokens, padding not counted."""
+        """Create the pattern of a step in a batch of `num_tokens` tokens, padding not counted."""
         raw, encoded = step.raw_lines, step.encoded
         table = step.asked.T.astype(np.int32, order="C")
         places: Ints | slice = slice(num_tokens)
@@ -64,10 +64,10 @@ class Pattern:
         return Pattern(step.series, table, places, records, kept, encoded != 0, drains, encodes, total, lines)
 
     def sources(self, line: int | Ints) -> Ints:
-        """Return the first line of each raw record, NONE for none: int64 [tracked], or [passes, tracked].
+        """Return the ring line of each token's raw record, NONE for none: int64 [tracked], or [passes, tracked].
 
         Args:
-            line: line of the first raw record, or int64 [passes, 1].
+            line: ring line of the first raw record, or of that of several passes, int64 [passes, 1].
         """
         if not self.raw_lines:
             return self.records
@@ -75,7 +75,7 @@ class Pattern:
         return sources if self.kept is None else np.where(self.kept, sources, NONE)
 
     def targets(self, line: int, strides: Ints) -> Ints:
-        """Return the first line of each encoded record: int64 [encoded].
+        """Return the ring line of each encoded record, behind the raw records: int64 [encoded].
 
         Args:
             line: line of the first raw record.
@@ -88,22 +88,22 @@ class Pattern:
 
 @dataclass(eq=False)
 class Pass:
-    """One pass, from the time its tables are filled until it is completed.
+    """State of one pass, from the time its tables are filled until it is completed.
 
     Args:
-        step: step of its tracked tokens.
-        pattern: tables of its taps.
-        token_ids, positions: the model's inputs.
-        number: index of its reports, and of its buffers, among those of AHEAD passes.
-        line: first line of its rows in the ring.
-        sources: first line in the ring of the rows to copy for each tracked token, NONE if it is not kept: int64
-            [tracked]; None until somebody needs it.
-        updates: number of requests whose accumulators it updates.
+        step: work for the tracked tokens of the pass.
+        pattern: tables of the pass's taps.
+        token_ids, positions: the model's inputs, on the device.
+        number: index of the pass's reports and buffers, among those of AHEAD passes.
+        line: ring line of the first row of the pass.
+        sources: ring line of the record to copy for each tracked token, NONE if it is not captured: int64 [tracked];
+            None until it is computed.
+        updates: number of requests whose accumulators the pass updates.
         encoded: layouts with an encoding, and the slice of the encoder's upload with the records of each.
-        large: its rows as a `LargePass`, if they leave while it runs.
-        failure: reason why it cannot be trusted.
-        closed: event at its end on the device.
-        copied: event after the last copy of its rows to the host; None until all are queued.
+        large: the `LargePass`, if rows leave the ring while the pass runs; else None.
+        failure: reason why the pass cannot be trusted, or None.
+        closed: CUDA event at the end of the pass.
+        copied: CUDA event after the last copy of the pass's rows to the host; None until all copies are queued.
     """
 
     step: Step
@@ -127,7 +127,7 @@ class Bundle:
 
     Args:
         passes: the passes, in their order.
-        copies: targets, sources and sizes of the copies.
+        copies: target addresses, source addresses, and sizes in bytes of the copies: int64 [copies] each.
         queued: number of these copies that are queued.
     """
 

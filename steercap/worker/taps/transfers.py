@@ -1,7 +1,7 @@
-"""Copies between host and device while the model runs, and the ring of places that wait for them.
+"""Copies between host and device while the model runs, and the ring buffer whose rows wait for them.
 
-A pass over hundreds of requests has hundreds of rows to copy to as many places. Since CUDA 12.8 the driver takes such
-a list in one call, which PyTorch does not offer; before that the copies are queued one by one.
+A pass over hundreds of requests has hundreds of rows to copy to as many addresses. Since CUDA 12.8 the driver accepts
+such a list in one call, which PyTorch does not offer; before that the copies are queued one by one.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _IN_STREAM_ORDER: Final = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _BESIDE_COMPUTE: Final = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 _HOST: Final = 1  # CU_MEMORYTYPE_HOST
 _DEVICE: Final = 2  # CU_MEMORYTYPE_DEVICE
-#: Columns of `grids`.
+#: Number of columns of the copies that `fetch_grids` takes.
 GRID_COLUMNS: Final = 6
-#: Maximum bytes of one copy of a grid, so that other copies can come in between.
+#: Maximum bytes of one copy of a grid, so that other copies can run in between.
 GRID_BYTES: Final = 32 << 20
 
 
@@ -66,26 +66,26 @@ class _Grid(ctypes.Structure):
 
 
 class Transfers(Protocol):
-    """Copies between host and device beside a running model; events mark their progress."""
+    """Interface for copies between host and device beside a running model; events mark the copies' progress."""
 
     device: torch.device
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate host memory that the device can access directly."""
+        """Allocate pinned host memory, which the device can access directly; uninitialised."""
 
     def to_device(self, values: torch.Tensor) -> torch.Tensor:
-        """Copy host values to the device, for the next work on the model's stream."""
+        """Copy host values to the device asynchronously, before the next work on the model's stream."""
 
     def put(self, target: torch.Tensor, source: torch.Tensor, rows: int) -> None:
-        """Copy the first rows of pinned memory to the device, before the next work on the model's stream.
+        """Copy the first `rows` rows of pinned memory to the device, before the next work on the model's stream.
 
         Args:
-            target, source: contiguous, of one shape and dtype.
+            target, source: contiguous tensors of one shape and dtype.
             rows: number of rows, one at least.
         """
 
     def now(self, again: Any = None) -> Any:
-        """Return an event after all work on the model's stream so far: `again`, no longer waited for, or a new one."""
+        """Record an event after all work on the model's stream so far; `again` is an event to reuse, or None."""
 
     def fetch(self, after: Any, targets: Ints, sources: Ints, sizes: Ints, *, urgent: bool) -> Any:
         """Copy `sizes` bytes from addresses on the device to pinned addresses, once `after` was reached.
@@ -93,7 +93,7 @@ class Transfers(Protocol):
         Args:
             after: an event on the model's stream.
             targets, sources, sizes: int64 [copies] each.
-            urgent: True if somebody waits for it; else the runner's own copies go first.
+            urgent: True if a caller waits for the copies; else the runner's own copies go first.
 
         Returns:
             The event after these copies.
@@ -104,18 +104,17 @@ class Transfers(Protocol):
 
         Args:
             after: an event on the model's stream.
-            copies: target, source, bytes of a row, rows, and bytes from row to row of target and source: int64 [copies,
-                GRID_COLUMNS].
+            copies: int64 [copies, GRID_COLUMNS]: target, source, row bytes, rows, row strides of target and source.
 
         Returns:
             The event after these copies.
         """
 
     def current(self) -> Any:
-        """Return the stream that work is queued on."""
+        """Return the stream that work is queued on: the current one."""
 
     def using(self, stream: Any) -> AbstractContextManager[Any]:
-        """Queue the work of a block on a stream, as if it were the model's."""
+        """Return a context manager in which work is queued on `stream`, as if it were the model's."""
 
     def done(self, event: Any) -> bool:
         """Return whether the device has reached an event."""
@@ -128,10 +127,10 @@ class Transfers(Protocol):
 
 
 class CudaTransfers:
-    """Transfers on a CUDA device: copies to the host on a stream of their own, many in one call of the driver.
+    """Transfers on a CUDA device: copies to the host on a separate stream, many in one call of the driver.
 
     A device has one engine for copies to the host. The runner's copies, the sampled tokens that its scheduler
-    waits for, go first.
+    waits for, go first. `WorkerFailure` is raised if the driver refuses a copy.
 
     Args:
         device: the model's device.
@@ -174,7 +173,7 @@ class CudaTransfers:
         return event
 
     def current(self) -> torch.cuda.Stream:
-        """Return the current stream, its object reused: making a new one takes longer than queueing a copy."""
+        """Return the current stream; the object is reused, since making a new one takes longer than queueing a copy."""
         if stream_handle(self._model_stream.device) != self._model_stream.cuda_stream:
             self._model_stream = torch.cuda.current_stream(self.device)
         return self._model_stream
@@ -246,7 +245,7 @@ Holder = TypeVar("Holder")
 
 
 class Ring(Generic[Holder]):
-    """Ring buffer of the places 0 to `size`."""
+    """Allocator of a ring buffer of `size` places, in which holders keep consecutive places until they free them."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -255,14 +254,14 @@ class Ring(Generic[Holder]):
 
     @property
     def taken(self) -> int:
-        """Number of places that are taken."""
+        """Number of places that holders keep."""
         return sum(stop - first for first, stop, _ in self._taken)
 
     def reserve(self, count: int) -> tuple[int, list[Holder]]:
-        """Choose consecutive places for one pass, and drop their old holders from the ring.
+        """Reserve consecutive places, dropping the oldest holders that are in the way.
 
         Returns:
-            The first place, and the old holders, which must be waited for.
+            The first place, and the dropped holders, which must be waited for before the places are written.
 
         Raises:
             ValueError: `count` exceeds the size of the ring.
@@ -275,7 +274,7 @@ class Ring(Generic[Holder]):
         return first, waiting
 
     def next(self, count: int) -> int | None:
-        """Reserve consecutive places for one pass, if nobody must be waited for; return the first, else None."""
+        """Reserve `count` consecutive places if no holder is in the way; return the first, else None."""
         first = self._next if self._next + count <= self.size else 0
         if count > self.size or self._overlaps(first, first + count):
             return None
@@ -283,15 +282,15 @@ class Ring(Generic[Holder]):
         return first
 
     def hold(self, first: int, count: int, holder: Holder) -> None:
-        """Mark places as taken until `holder` frees them."""
+        """Record that `holder` keeps places [first, first + count) until it is freed."""
         if count:
             self._taken.append((first, first + count, holder))
 
     def _overlaps(self, first: int, stop: int) -> bool:
-        """Return whether any holder has places from `first` up to `stop`."""
+        """Return whether any holder keeps a place in [first, stop)."""
         return any(start < stop and first < end for start, end, _ in self._taken)
 
     def free(self, holder: Holder) -> None:
-        """Free the places of the oldest holder, if it is this one."""
+        """Free all places of a holder, if it is the oldest; else do nothing."""
         while self._taken and self._taken[0][2] is holder:
             self._taken.popleft()
