@@ -94,7 +94,7 @@ class Admission:
         self._settle(self.budget.release(reservation))
 
     def look_again(self) -> None:
-        """Admit waiting requests that fit now; call it after rows have been moved to disk."""
+        """Admit waiting requests that fit now, and begin to move rows to disk for the others; called by `Spilling`."""
         self._settle(self.budget.admit())
 
     def close(self) -> None:

@@ -87,9 +87,8 @@ def require_reachable(name: str) -> None:
     """Check that a model is on this machine or its hub can be connected to; blocks for at most 10 s after DNS.
 
     The hub's library tries six times and vLLM calls it repeatedly after a long import, so that their own error would
-    come
-    minutes later. Only a connection to the hub, or to the proxy before it, is checked; errors behind a proxy and other
-    hubs are left to those libraries.
+    come minutes later. Only a connection to the hub, or to the proxy before it, is checked; errors behind a proxy and
+    other hubs are left to those libraries.
 
     Raises:
         ModelNotLoaded: it is not on this machine, and there is no connection or HF_HUB_OFFLINE forbids one.

@@ -70,8 +70,7 @@ class Configurations:
         """Occupy a slot per configuration in the block; yield the grants once all workers have the configurations.
 
         Requests are served in order of arrival and get all slots at once: one that held a slot and waited for another
-        could
-        deadlock with one that does the same.
+        could deadlock with one that does the same.
 
         Raises:
             TooManyEdits: the request needs more slots or vectors than the engine has in all.

@@ -217,7 +217,7 @@ class Engine:
             await finished(ending)
 
     async def _wind_up(self) -> None:
-        """Close all objects that belong to the event loop of the engine."""
+        """Close what needs the engine's event loop: queues, spilling, sketches, SAEs and the workers' connection."""
         self.admission.close()
         if self.spilling is not None:
             await self.spilling.aclose()
@@ -228,7 +228,7 @@ class Engine:
         await self.vllm.quiesce()
 
     def _end(self) -> None:
-        """Free the resources that need no event loop, from any thread, and end vLLM."""
+        """Free what needs no event loop: files, threads, sockets and shared memory; then end vLLM. For any thread."""
         try:
             if self.spilling is not None:
                 self.spilling.end()
@@ -253,8 +253,7 @@ class Engine:
         """Return the plan with a window, rows that are in memory at once, if its rows do not all fit in the arena.
 
         Rows outside the window move to disk while the request runs. This needs overflow="spill", and the rows of one
-        forward
-        pass must fit; else the plan is returned unchanged, and refused when it claims memory.
+        forward pass must fit; else the plan is returned unchanged, and refused when it claims memory.
 
         Args:
             plan: plan of the rows of one sample.

@@ -155,7 +155,7 @@ class Dictionaries:
         return True
 
     async def _close(self, key: Key) -> None:
-        """Free an encoder on the workers."""
+        """Free an encoder on the workers, and forget its entry if no request uses it."""
         entry = self._entries[key]
         entry.there = False
         await self._workers.ask(CloseSAE(*key), SAEOpened)

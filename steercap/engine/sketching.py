@@ -146,7 +146,7 @@ class Sketching:
                 await self._workers.ask(CloseSketch(record.name), SketchOpened)
 
     async def prepare(self, joining: Joining) -> Found:
-        """Prepare a finished sample for its sketches; return each worker's rows of it. See `PrepareSketch`."""
+        """Prepare a finished sample for its sketches; return each capturing worker's answer. See `PrepareSketch`."""
         return await self._preparing.ask(joining)
 
     async def commit(self, samples: Sequence[Joining], records: Sequence[SketchRecord]) -> int:
@@ -205,8 +205,7 @@ class Sketching:
         """Count a request in its sketches' records, and return its number of rows; -1 if no engine added any.
 
         One engine's workers must all have added equally many rows of each sample, and all others none; otherwise the
-        records
-        are marked as broken, and nothing is raised.
+        records are marked as broken, and nothing is raised.
 
         Args:
             records: records of the request's sketches.

@@ -233,7 +233,7 @@ class Spilling:
         self._settle()
 
     def _dropped(self) -> None:
-        """Free the disk space of dropped rows on a thread, then admit requests that fit."""
+        """Start freeing the disk space of rows that nothing refers to any more, on the writing thread."""
         if self._closed or self._sweeping is not None:
             return
         with contextlib.suppress(RuntimeError):  # the pool has ended
@@ -249,7 +249,7 @@ class Spilling:
                 self._dropped()
 
     async def _on(self, pool: ThreadPoolExecutor, work: Callable[[], Value]) -> Value:
-        """Run `work` on a thread of the pool and return its result; cancelling the caller unqueues it."""
+        """Run `work` on a thread of the pool and return its result; if the caller is cancelled, it may not be begun."""
         try:
             if self._closed:
                 raise ModelClosed(_CLOSED)

@@ -64,7 +64,7 @@ Result = TypeVar("Result")
 
 
 class Batcher(Generic[Item, Result]):
-    """Batcher of concurrent questions: those asked while a call runs are sent together in the next.
+    """Batcher of concurrent questions: those asked while a call of `send` runs are sent together in the next.
 
     Args:
         send: coroutine function that sends several questions and returns their answers in the same order.
@@ -366,7 +366,7 @@ class Workers:
         return answers[0]
 
     async def get_stats(self) -> list[list[Counted]]:
-        """Return the resources in use on each capturing worker, engine by engine."""
+        """Return the memory and other resources in use on each capturing worker, engine by engine."""
         return await self.ask(GetStats(), Counted)
 
     def line_source(self, engine: int, rank: int) -> Callable[[tuple[LineRange, ...]], Awaitable[bytes]]:
@@ -433,7 +433,7 @@ class Workers:
             answers = iter(asked.result())
         except ConnectionError as error:
             self._close_channels()
-            await self._vllm.rpc(encode(Call((), GetStats())))  # which says what has died
+            await self._vllm.rpc(encode(Call((), GetStats())))  # raises the error of an engine that has died
             # Not asked again: a worker that has answered may have forgotten what it was asked for.
             raise WorkerFailure(f"a worker closed its channel during a call: {error}") from error
         finally:
