@@ -70,7 +70,7 @@ _READ: Final[Mapping[str, Any]] = {"max_tokens": 1, "temperature": 0.0}
 
 @dataclass(frozen=True)
 class PromptOfCall:
-    """One prompt of a call, with what the call asks for it.
+    """One prompt of a call to `generate` or a similar method, with its own parameters and specs.
 
     Args:
         prompt: text, token ids or prompt dict.

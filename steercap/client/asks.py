@@ -93,13 +93,7 @@ def steering_json(spec: SteeringSpec) -> dict[str, Any]:
 
 
 async def sent_steering(spec: SteeringSpec, uploads: Uploads, names: AsyncExitStack) -> Any:
-    """Return a steering spec as JSON values, or upload it and return its name if it must be.
-
-    Args:
-        spec: the steering spec.
-        uploads: uploads of the connection.
-        names: exit stack that keeps the upload on the server until it is closed.
-    """
+    """Return a steering spec as JSON values, or upload it until `names` is closed and return its name."""
     try:
         return steering_json(spec)
     except NotAsJSON:

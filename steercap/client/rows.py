@@ -35,7 +35,7 @@ _AT_ONCE: Final = 8
 
 @dataclass(frozen=True)
 class RemoteRows:
-    """Captured rows of one request's sample that wait at a server, in a file.
+    """Source of a capture handle's rows: one sample's file that waits at a server.
 
     Args:
         connection: connection to the server.
@@ -125,7 +125,7 @@ _PATH: Final = "/v1/steercap/sketches"
 
 @dataclass(frozen=True)
 class ServerSketch:
-    """Source of the statistics of one sketch at a server.
+    """Statistics of one sketch at a server, from which `RunningSketch.fetch` reads.
 
     Args:
         connection: connection to the server.
