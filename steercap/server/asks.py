@@ -30,7 +30,7 @@ from steercap.steering.spec import LogitBias, SteeringSpec
 
 Made = TypeVar("Made")
 
-#: Fields of `capture`: those of CaptureSpec that JSON can express; `project` and `sae` are names of uploads.
+#: Fields of `capture`: those of CaptureSpec that JSON can express; `project` and `sae` are names on the server.
 CAPTURE: Final = (
     "layers",
     "sites",

@@ -196,8 +196,7 @@ def described(handle: CaptureHandle, place: Mapping[str, Any]) -> dict[str, Any]
     """Describe a fetched capture as the field `capture` of a result, for msgspec's JSON.
 
     The description has the points with shapes and dtypes, numbers of rows and tokens, the file's header without the
-    text
-    (the answer has it) and `place`, the fields that locate the file.
+    text (the answer has it) and `place`, the fields that locate the file.
     """
     saved, receipt = handle.as_saved(), handle.receipt
     return {

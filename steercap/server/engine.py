@@ -155,7 +155,7 @@ class ServedEngine:
     async def _translating(
         self, call: SteercapRequest, outputs: AsyncGenerator[RequestOutput, None]
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield outputs; raise steercap errors as those for which vLLM's server answers the right status."""
+        """Yield outputs; convert steercap errors to those that vLLM's server answers with the right HTTP status."""
         try:
             async with aclosing(outputs):
                 async for output in outputs:

@@ -133,13 +133,7 @@ class InspectRoutes:
         return {"tokens": tokens, "rest": texts_of(tokenizer, [one for one in rest if one not in special])}
 
     def _named(self, token_ids: torch.Tensor, log_probs: torch.Tensor, rows: int) -> list[list[list[Any]]]:
-        """Return the likeliest tokens, each as text and probability, nested by layer and row.
-
-        Args:
-            token_ids: int64 [layers * rows, top].
-            log_probs: log probabilities, of the same shape.
-            rows: number of rows per layer.
-        """
+        """Return the likeliest tokens as [text, probability], by layer and row, from tensors [layers * rows, top]."""
         distinct = token_ids.unique().tolist()
         texts = dict(zip(distinct, texts_of(self._model.tokenizer, distinct), strict=True))
         said = [

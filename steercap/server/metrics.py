@@ -1,8 +1,7 @@
 """steercap's metrics in `/metrics`, after vLLM's, in the same format and by Prometheus's conventions.
 
 They are appended to the answer of vLLM's route, rather than registered with its registry, which all servers of a
-process
-share. `IdleClock` measures how long the server has been idle.
+process share. `IdleClock` measures how long the server has been idle.
 """
 
 from __future__ import annotations
@@ -169,7 +168,7 @@ class IdleClock:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the last request ended; 0 while one runs."""
+        """Seconds since the last counted request ended, or since the start; 0 while one runs."""
         return 0.0 if self._running else time.monotonic() - self._since
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:

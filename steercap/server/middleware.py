@@ -294,14 +294,10 @@ async def body_of(scope: Message, receive: Receive, send: Send, most: int) -> by
 
 
 def decoded(body: bytes) -> tuple[Any, bool]:
-    """Decode a body as vLLM's server does.
+    """Decode a body as vLLM's server does; return the value, None if invalid, and whether all its strings are text.
 
     vLLM uses Python's json, which accepts NaN, encodings other than UTF-8 and lone surrogates. If fewer bodies were
-    decoded
-    here, vLLM could answer requests for steercap without it.
-
-    Returns:
-        The decoded value, None if it is invalid; and True if all its strings are valid text.
+    decoded here, vLLM could answer requests for steercap without it.
     """
     try:
         return msgspec.json.decode(body), True

@@ -45,7 +45,7 @@ class NotThereError(Exception):
 
 
 def answering(handler: Handler) -> Handler:
-    """Wrap a route's handler so that the steercap errors it raises become error answers."""
+    """Return a handler that calls `handler` and turns the steercap errors it raises into HTTP error answers."""
 
     async def answered(request: Request) -> Response:
         try:
@@ -106,7 +106,7 @@ def _status_of(error: SteercapError) -> int:
 
 
 def as_json(said: Mapping[str, Any]) -> Response:
-    """Return an answer with a value encoded by msgspec as JSON."""
+    """Return an HTTP answer whose body is a value encoded by msgspec as JSON."""
     return Response(msgspec.json.encode(said), media_type="application/json")
 
 

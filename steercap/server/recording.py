@@ -209,7 +209,7 @@ class Recorder:
             _LOG.exception("old recordings cannot be removed from %s", self.folder.path)
 
     def _write_request(self, ended: _Ended) -> tuple[str, Exception | None]:
-        """Write a request to the folder; return the reason ("" if written) and the error why it cannot be."""
+        """Write a request to the folder; return ("", None), or a reason of `DROPPED` and the error why it cannot be."""
         rows = sum(ended.rows or [len(handle.receipt.positions) for handle in ended.handles])
         codecs, prompts = self.settings.codecs, self.settings.prompts
         try:
@@ -257,7 +257,7 @@ class Recorder:
         return self
 
     async def __aexit__(self, *_error: object) -> None:
-        """Fetch and write the queued requests, each for at most `END_SECONDS`; drop and log the others."""
+        """Wait at most `END_SECONDS` each until queued requests are fetched and written; drop and log the others."""
         self._closed = True
         if self._fetching is not None:
             await asyncio.wait([self._fetching], timeout=END_SECONDS)

@@ -50,7 +50,7 @@ class SketchRoutes:
 
     @property
     def routes(self) -> list[Route]:
-        """All routes of this class."""
+        """Starlette routes of this class's methods."""
         return [
             Route("/v1/steercap/sketches", computing(self.open), methods=["POST"]),
             Route("/v1/steercap/sketches/{name}", computing(self.sketch), methods=["GET"]),
@@ -58,7 +58,7 @@ class SketchRoutes:
         ]
 
     async def open(self, request: Request) -> Response:
-        """Answer a POST by opening a sketch: `{"kind": "moments", "size", "layers", "sites", "tokens"}` or parts."""
+        """Answer a POST by opening a sketch, with 201 and its id; body: `{"kind": "moments", "layers": [4]}`."""
         given, owner = await read_body(request, ("kind", "size", *ROWS)), _owner(request)
         rows = {name: given[name] for name in ROWS if name in given}
         spec = capture_of({**rows, "codec": "raw"}, self._library, owner)
@@ -88,13 +88,7 @@ class SketchRoutes:
 
 
 class _SketchFile(StreamingResponse):
-    """Answer that sends a file.
-
-    Args:
-        file: open file.
-        size: bytes of the file.
-        held: exit stack that is closed however the sending ends; it closes the file.
-    """
+    """Answer that sends an open file of `size` bytes; `held` is closed however the sending ends, and then the file."""
 
     def __init__(self, file: IO[bytes], size: int, held: AsyncExitStack) -> None:
         super().__init__(iter(lambda: file.read(_PART), b""), 200, {"content-length": str(size)})
@@ -176,7 +170,7 @@ class FeaturesOfRows:
 
     @property
     def routes(self) -> list[Route]:
-        """All routes of this class."""
+        """Starlette routes of this class's methods."""
         return [
             Route("/v1/steercap/saes", self.list_saes, methods=["GET"]),
             Route("/v1/steercap/captures/{name}/features", computing(self.features), methods=["POST"]),
