@@ -150,7 +150,7 @@ class DirectionSet(Mapping[str, LayerVectors]):
             return rows.to(device="cpu", dtype=torch.float32) @ units.T
 
     def marks(self, layer: int) -> tuple[Mark, ...]:
-        """Return the fingerprints of the directions of one layer, in the order of the names; see `marks_of`."""
+        """Return the fingerprints of one layer's directions, four numbers each, in the order of the names."""
         return marks_of(self.units(layer))
 
     def cosines(self, layer: int) -> Float[torch.Tensor, "names names"]:
@@ -159,7 +159,7 @@ class DirectionSet(Mapping[str, LayerVectors]):
         return (units @ units.T).clamp(-1, 1)
 
     def select(self, names: str | Iterable[str]) -> DirectionSet:
-        """Return a set of some of the directions, in the order given; the provenance is unchanged.
+        """Return a set of some of the directions, in the order of `names`; the provenance is unchanged.
 
         Raises:
             UnknownName: there is no direction of a name.

@@ -41,16 +41,16 @@ class LayerVectors(Mapping[int, torch.Tensor]):
             returns another copy, so vectors that were compiled or projected on cannot change.
         name: meaning of the vectors, such as "joy"; "" if unnamed.
         model: model that the vectors were made for, "" if unknown.
-        site: place in the layer, a name in `steercap.architectures.sites`; vectors for `z` have heads ×
-            head_dim numbers.
+        site: place in the layer, a name in `steercap.architectures.sites`; vectors for `z` have heads × head_dim
+            numbers.
 
     Raises:
         InvalidSpec: no vector, a layer that is not an index from 0, or a label that is not text.
         UnknownName: a site that does not exist.
         InvalidVector: a vector that holds NaN or inf, is not [hidden], or is of another width than the first.
 
-    Two are equal if labels, layers and values (bit for bit) are. `a + b`, `a - b`, `2 * a`, `a / 2` and `-a` work
-    layer by layer; the result's name is "", see `named`.
+    Two are equal if labels, layers and values (bit for bit) are. `a + b`, `a - b`, `2 * a`, `a / 2` and `-a` work layer
+    by layer; the result's name is "", see `named`.
     """
 
     vectors: Mapping[int, Vector]
@@ -92,7 +92,7 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         return other
 
     def at_layers(self, layers: Iterable[int]) -> LayerVectors:
-        """Return the vectors of some layers only, with the same labels.
+        """Return the vectors of some layers only, with the same name, model and site.
 
         Raises:
             InvalidSpec: `layers` is empty or not a list.
@@ -110,7 +110,7 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         return {layer: float(vector.double().norm()) for layer, vector in self.items()}
 
     def unit(self) -> LayerVectors:
-        """Return the vectors scaled to norm 1, with the same labels.
+        """Return the vectors scaled to norm 1, with the same name, model and site.
 
         Raises:
             InvalidVector: a vector is zero.
@@ -214,12 +214,12 @@ class LayerVectors(Mapping[int, torch.Tensor]):
             raise InvalidSpec(f"{self!r} has layers {list(self)}, {other!r} has {list(other)}; take those of both")
 
     def save(self, path: str | Path) -> Path:
-        """Write vectors and labels to one safetensors file, and return its path; see `steercap.files.native`."""
+        """Write vectors, name, model and site to one safetensors file; return its path. See `steercap.files.native`."""
         return native.save(self, path, _kind(), model=self.model)
 
     @staticmethod
     def load(path: str | Path) -> LayerVectors:
-        """Read a file that `save` wrote.
+        """Return the vectors in a file that `save` wrote, with name, model and site.
 
         Raises:
             InvalidFile: the file is truncated, changed, of another kind, or of a newer version.

@@ -311,11 +311,7 @@ class _Biasing:
 
 
 def _check_vocabulary(edit: LogitBias, vocabulary: int | None) -> None:
-    """Check that the model's vocabulary has the tokens that a bias names.
-
-    Raises:
-        InvalidSpec: it does not.
-    """
+    """Raise InvalidSpec if a bias names tokens that the model's vocabulary does not have."""
     if vocabulary is None:
         return
     if edit.vocabulary not in {None, vocabulary}:
@@ -325,12 +321,7 @@ def _check_vocabulary(edit: LogitBias, vocabulary: int | None) -> None:
 
 
 def biased_by(lowered: Lowered, prompt_len: int, limit: int) -> tuple[tuple[Range, ...], ...]:
-    """Return the positions of each scope of logit biases.
-
-    Args:
-        lowered: compiled spec.
-        prompt_len: number of prompt tokens.
-        limit: maximum number of input tokens of the sample.
+    """Return the positions of each scope of logit biases; `limit` is the maximum number of input tokens of the sample.
 
     Raises:
         InvalidSelection, EmptySelection: a selection that does not fit the prompt, or has no position with logits.
@@ -350,12 +341,7 @@ def biased_by(lowered: Lowered, prompt_len: int, limit: int) -> tuple[tuple[Rang
 def scopes_of(
     lowered: Lowered, prompt_len: int, limit: int
 ) -> tuple[tuple[tuple[Range, ...], ...], tuple[tuple[int, ...], ...]]:
-    """Return the ranges of positions of each scope of edits, and the positions of each `Replace`.
-
-    Args:
-        lowered: compiled spec.
-        prompt_len: number of prompt tokens.
-        limit: maximum number of input tokens of the sample.
+    """Return the positions of each scope of edits and of each `Replace`; arguments as for `biased_by`.
 
     Raises:
         InvalidSelection, EmptySelection: a selection that does not fit the prompt.
@@ -420,12 +406,7 @@ def _within(edit: RankOne, start: int, width: int) -> RankOne:
 
 
 def _check_fits(edit: Edit, part: RankOne, point: Point, schema: PointSchema, *, keeps_norm: bool) -> None:
-    """Check that one rank-one part of an edit can be applied at a point.
-
-    Raises:
-        InvalidVector, InvalidSpec: a wrong width, a point that cannot be written, or split rows where whole ones are
-            needed.
-    """
+    """Raise InvalidVector or InvalidSpec if one rank-one part of an edit cannot be applied at a point."""
     for vector in (part.write, part.read):
         if vector is not None and vector.shape[-1] != schema.width:
             several = len(schema.shape) > 1 and vector.shape[-1] == prod(schema.shape[1:])

@@ -33,12 +33,10 @@ class Monitor:
     """Probe with a threshold that watches a request: it fires at each row h with h·probe + bias beyond the threshold.
 
     A row is scored when the model has read its token, which is when the next token has been sampled. The last token of
-    a
-    text is never read, and has no score.
+    a text is never read, and has no score.
 
     A score is computed from float32 products on the worker, or in float64 if the request captures the rows too; so
-    rounding
-    decides for a score that equals the threshold.
+    rounding decides for a score that equals the threshold.
 
     Args:
         probe: [hidden], used without normalisation, such as the weights of a linear probe.
@@ -50,11 +48,9 @@ class Monitor:
         bias: bias of the probe, added to the score.
         tokens: tokens whose rows are scored, as for `CaptureSpec`.
         do: "annotate" reports where it fires; "stop" ends the text with the token at which it first fires, for
-            generated
-            tokens only; "steer" starts `steering`, which then stays on.
+            generated tokens only; "steer" starts `steering`, which then stays on.
         steering: steering that starts where it first fires, with the next token that the model has not begun to read;
-            the
-            report says which. From there on it edits the tokens that its edits select.
+            the report says which. From there on it edits the tokens that its edits select.
         name: name in reports; "" for its number among the monitors of its request.
         model: model that the probe was made for, as for edits.
 
@@ -143,7 +139,7 @@ class Monitor:
         return cast("TokenSelection", self.tokens)
 
     def fires(self, score: float) -> bool:
-        """Return True if a score lies beyond the threshold."""
+        """Return True if a score is above the threshold, or with above=False below it."""
         return score > self.threshold if self.above else score < self.threshold
 
     def point(self, num_layers: int) -> Point:

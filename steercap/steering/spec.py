@@ -117,8 +117,8 @@ class SteeringSpec:
         preserve_norm: True to rescale each row, at each point, to the norm it had before these edits.
 
     Raises:
-        InvalidSpec: no edit, something that is not an edit, `preserve_norm` inside `preserve_norm`, or around biases
-            of logits alone.
+        InvalidSpec: no edit, something that is not an edit, `preserve_norm` inside `preserve_norm`, or around biases of
+            logits alone.
 
     `a + b` is a spec with the edits of a, then those of b.
     """
@@ -184,7 +184,7 @@ class SteeringSpec:
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of the spec's content in hexadecimal, equal for specs with the same edits."""
+        """SHA-256 of the spec's content, in hexadecimal; specs with the same digest have the same edits."""
         return native.sha256_of(self, _kind())
 
     @property
@@ -200,7 +200,7 @@ class SteeringSpec:
 
         Yields:
             The edit, and the indices that lead to that spec, None if there is none; a spec that occurs twice has two
-                paths.
+            paths.
         """
         for place, edit in enumerate(self.edits):
             if not isinstance(edit, SteeringSpec):

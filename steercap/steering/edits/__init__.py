@@ -1,7 +1,7 @@
 """Edits of rows: base class and registry. To add one, add a class to the `MEMBERS` of a file in this folder.
 
-An edit is a change to rows, its scope, and its lowering to rank-one edits. Its arguments are checked
-when it is made; whether it fits the model is checked when it is used.
+An edit is a change to rows, its scope, and its lowering to rank-one edits. Its arguments are checked when it is made;
+whether it fits the model is checked when it is used.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class RankOne(NamedTuple):
     """Rank-one edit of a row h, `h <- h + f(u·h + b) w`, or replacement of rows.
 
     Args:
-        write: w, float32 [1, width]; for a replacement the new rows, float32 [rows, width], with `HOLE` for
-            elements that are kept.
+        write: w, float32 [1, width]; for a replacement the new rows, float32 [rows, width], with `HOLE` for elements
+            that are kept.
         response: function f and bias b.
         read: u, float32 [1, width], or None for a response that needs no projection.
         joined: True to compute u·h from the row as it was before the preceding rank-one part of the same edit.

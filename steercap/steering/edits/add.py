@@ -96,7 +96,7 @@ MAX_RANK: Final = 16
 class LowRank(Edit):
     """Edit that adds a low-rank affine function of each row h: h <- h + scale Wᵀ(U h + b).
 
-    All k projections are read from the same row. LoReFT's `h + Rᵀ(W h + b - R h)` is
+    All k projections are of the same row. LoReFT's `h + Rᵀ(W h + b - R h)` is
     `LowRank(read=W - R, write=R, bias=b)`.
 
     Args:

@@ -33,8 +33,8 @@ class Replace(Edit):
         positions: one position or several, all different; negative counts from the end of the prompt. Or a mask, with a
             truth value for each prompt token or for each of prompt + `max_tokens` - 1 positions: the first row goes to
             the first that is true.
-        elements: elements of each row that are replaced; the others keep their values: a slice, a range,
-            indices, or a mask with a truth value for each. None for all of them.
+        elements: elements of each row that are replaced; the others keep their values: a slice, a range, indices, or a
+            mask with a truth value for each. None for all of them.
         layer, layers, site, part, model: see `Edit`; with `part` a row is that of a part, such as a head of `z`.
         tokens: not given; `positions` selects the tokens.
     """
@@ -151,7 +151,7 @@ class Ablate(Edit):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Cap(Edit):
-    """Edit that clamps the projection of rows on a vector; rows within the bounds are unchanged.
+    """Edit that clamps the projection of rows on a vector to bounds; rows within the bounds are unchanged.
 
     h <- h + (clamp(p, low, high) - p) v̂ with p = h·v̂, v̂ = v/‖v‖.
 

@@ -47,7 +47,7 @@ def load_layers_pt(
     Args:
         path: the file.
         base: the row of layer 0: 1 for persona vectors, whose row 0 is the embeddings.
-        name, model, site: labels of the result, which the file does not have.
+        name, model, site: attributes of the result, which the file does not have.
 
     Raises:
         InvalidSpec: `base` is neither 0 nor 1.
