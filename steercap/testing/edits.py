@@ -46,7 +46,7 @@ def edited(spec: SteeringSpec, point: Point, rows: Rows, prompt_len: int, num_la
 
 
 def _parted(edit: Edit, rows: Rows, prompt_len: int) -> Rows:
-    """Return rows after one edit of `edit.part`, of each part in turn, or of whole rows."""
+    """Return rows after one edit of the part of each row that `edit.part` names, of each part, or of whole rows."""
     if edit.part is None:
         return _one(edit, rows, prompt_len)
     width = max(len(one.write[0]) for one in edit.lower())

@@ -97,8 +97,8 @@ class Reference:
         Args:
             token_ids: the sequence, without its last sampled token.
             points: points to read.
-            inputs: rows [tokens, hidden] that replace the inputs of these layers. A 16-bit model drifts
-                from layer to layer; given the rows captured before it, each layer is compared by itself.
+            inputs: rows [tokens, hidden] that replace the inputs of these layers. A 16-bit model drifts from layer to
+                layer; given the rows captured before it, each layer is compared by itself.
             given: rows [tokens, width] that replace those of these points, after the points' own rows have been read.
             chosen: experts and weights that replace the router's choice, by layer.
             steering: edits to make at their points, in float64, before the rows are read.
