@@ -59,10 +59,10 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         codec: codec of captured rows for a `CaptureSpec` without one; "raw" by default. This and the following
             arguments are taken from the environment if left out (`STEERCAP_CODEC`, ...), or else from `Settings`.
         codec_k, codec_seed: default `k` and `seed` of codecs that have these parameters.
-        capture_bytes: maximum shared memory for captured rows on each capturing worker, in bytes; allocated when
-            it is used, on CUDA pinned at the start.
-        overflow: action of a request without room or a free slot: "wait" for its turn, or "error"; with "spill"
-            it waits while rows that nobody has fetched yet go to disk, from where `fetch` brings them back.
+        capture_bytes: maximum shared memory for captured rows on each capturing worker, in bytes; allocated when it is
+            used, on CUDA pinned at the start.
+        overflow: action of a request without room or a free slot: "wait" for its turn, or "error"; with "spill" it
+            waits while rows that nobody has fetched yet go to disk, from where `fetch` brings them back.
         overflow_timeout: seconds that requests wait while no request runs that could make room.
         spill_folder: folder for rows moved to disk; `TMPDIR` or /var/tmp by default. No file can be left there.
         spill_bytes: maximum bytes of rows on disk.
@@ -161,8 +161,7 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
             url: address of the server, such as "http://127.0.0.1:8000", or "unix:" and the path of its Unix socket. If
                 left out, the warm engine that `steercap up` started: the only one running, or the one of `model`.
             api_key: API key, if the server requires one.
-            model: name of a model, adapter or preset ("smollm2+calm") that the server lists; the first one if
-                left out.
+            model: name of a model, adapter or preset ("smollm2+calm") that the server lists; the first one if left out.
             timeout: maximum seconds of the server's silence before an answer; None for no limit.
 
         Returns:
@@ -170,8 +169,8 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
 
         Raises:
             InvalidSetting: `url` is not an address of these forms.
-            InvalidRequest: `url` is left out, and there is no warm engine, or several, or it runs another version
-                of steercap, or the model's files have changed since its start.
+            InvalidRequest: `url` is left out, and there is no warm engine, or several, or it runs another version of
+                steercap, or the model's files have changed since its start.
         """
         from steercap.client import RemoteModel
         from steercap.files import warm
@@ -188,8 +187,8 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
     async def start(self) -> SteerModel:
         """Start the engine and prove that its taps work; takes half a minute or more.
 
-        In a terminal and in a notebook, one line on stderr shows the progress; not with `STEERCAP_PROGRESS=0`, nor
-        if vLLM logs at level INFO or DEBUG.
+        In a terminal and in a notebook, one line on stderr shows the progress; not with `STEERCAP_PROGRESS=0`, nor if
+        vLLM logs at level INFO or DEBUG.
 
         Raises:
             MainGuardMissing: the script lacks `if __name__ == "__main__":`; vLLM's processes would start engines too.
@@ -241,8 +240,8 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
     async def steered(self, steering: SteeringSpec | Edit | LogitBias) -> AsyncIterator[SteeringSpec]:
         """Steer every call inside that does not pass `steering=` itself: `async with model.steered(spec): ...`.
 
-        When nested, its edits come after the outer spec's. Tasks started inside inherit the steering; other tasks
-        are not steered.
+        When nested, its edits come after the outer spec's. Tasks started inside inherit the steering; other tasks are
+        not steered.
 
         Args:
             steering: a SteeringSpec, one edit, or a LogitBias.
@@ -305,8 +304,8 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         """Return the token ids of a prompt as the model reads it.
 
         Args:
-            text: a str, token ids, which are returned, or a conversation of {"role", "content"} dicts, put through
-                the chat template.
+            text: a str, token ids, which are returned, or a conversation of {"role", "content"} dicts, put through the
+                chat template.
             add_special_tokens: True to add the tokenizer's special tokens to a str.
 
         Raises:

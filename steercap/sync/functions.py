@@ -504,8 +504,8 @@ def extract(
             models is an attention sink: its row is a hundred times as long as the others and would dominate a mean.
         reduce: reduction of a text's rows to one, in the workers, so that one row per text and layer is sent. None
             sends all rows and averages them here.
-        groups: group of each positive text, such as its question; by default its index. The texts of a group are
-            held out together, and paired.
+        groups: group of each positive text, such as its question; by default its index. The texts of a group are held
+            out together, and paired.
         negative_groups: the same for the negative texts; `groups` by default.
         held_out: fraction of the groups to hold out for testing the direction: `provenance.auc`.
         seed: seed of the held-out split, and of methods that draw at random.

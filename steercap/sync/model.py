@@ -728,10 +728,10 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
         codec: codec of captured rows for a `CaptureSpec` without one; "raw" by default. This and the following
             arguments are taken from the environment if left out (`STEERCAP_CODEC`, ...), or else from `Settings`.
         codec_k, codec_seed: default `k` and `seed` of codecs that have these parameters.
-        capture_bytes: maximum shared memory for captured rows on each capturing worker, in bytes; allocated when
-            it is used, on CUDA pinned at the start.
-        overflow: action of a request without room or a free slot: "wait" for its turn, or "error"; with "spill"
-            it waits while rows that nobody has fetched yet go to disk, from where `fetch` brings them back.
+        capture_bytes: maximum shared memory for captured rows on each capturing worker, in bytes; allocated when it is
+            used, on CUDA pinned at the start.
+        overflow: action of a request without room or a free slot: "wait" for its turn, or "error"; with "spill" it
+            waits while rows that nobody has fetched yet go to disk, from where `fetch` brings them back.
         overflow_timeout: seconds that requests wait while no request runs that could make room.
         spill_folder: folder for rows moved to disk; `TMPDIR` or /var/tmp by default. No file can be left there.
         spill_bytes: maximum bytes of rows on disk.
@@ -1319,8 +1319,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
             url: address of the server, such as "http://127.0.0.1:8000", or "unix:" and the path of its Unix socket. If
                 left out, the warm engine that `steercap up` started: the only one running, or the one of `model`.
             api_key: API key, if the server requires one.
-            model: name of a model, adapter or preset ("smollm2+calm") that the server lists; the first one if
-                left out.
+            model: name of a model, adapter or preset ("smollm2+calm") that the server lists; the first one if left out.
             timeout: maximum seconds of the server's silence before an answer; None for no limit.
 
         Returns:
@@ -1328,8 +1327,8 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
 
         Raises:
             InvalidSetting: `url` is not an address of these forms.
-            InvalidRequest: `url` is left out, and there is no warm engine, or several, or it runs another version
-                of steercap, or the model's files have changed since its start.
+            InvalidRequest: `url` is left out, and there is no warm engine, or several, or it runs another version of
+                steercap, or the model's files have changed since its start.
         """
         return RemoteModel.around(AwaitedSteerModel.connect(url, api_key=api_key, model=model, timeout=timeout))
 
@@ -1374,8 +1373,8 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
         """Return the token ids of a prompt as the model reads it.
 
         Args:
-            text: a str, token ids, which are returned, or a conversation of {"role", "content"} dicts, put through
-                the chat template.
+            text: a str, token ids, which are returned, or a conversation of {"role", "content"} dicts, put through the
+                chat template.
             add_special_tokens: True to add the tokenizer's special tokens to a str.
 
         Raises:
