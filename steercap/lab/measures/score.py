@@ -30,7 +30,7 @@ class Score(Measure):
     Raises:
         UnknownName: there is no trait or scorer of this name.
         InvalidSetting: the scorer needs arguments, such as the judge; construct it yourself.
-        InvalidSpec: the trait or the scorer is of the wrong type.
+        InvalidSpec: the trait or the scorer is of another type.
     """
 
     axis = "trait score, 0 to 100"

@@ -76,7 +76,7 @@ def cluster_means(values: Sequence[Sequence[float]], *, log: bool = False) -> Fl
 
 
 def estimate(means: Floats, *, seed: int = 0, log: bool = False) -> Estimate:
-    """Estimate the mean of clusters with a bootstrap interval.
+    """Return the mean of clusters with a bootstrap confidence interval.
 
     Clusters are drawn with replacement. Percentiles of the draws are too narrow where clusters are few, by
     sqrt((n - 1) / n) and by t against the normal; so they are taken further out, at
@@ -136,7 +136,7 @@ def difference(ours: Floats, theirs: Floats, *, log: bool = False) -> Difference
 
 
 def sign_flip(apart: Floats) -> float:
-    """Return the two-sided p-value of the clusters' mean difference, by the sign-flip test.
+    """Return the two-sided p-value of the mean of clusters' differences, float64 [clusters], by the sign-flip test.
 
     With n clusters no p is below 2 / 2^n: 0.0005 with 12, 0.06 with 5. Source: Fisher (1935), The Design of
     Experiments, section 21. For more than `EXACT` clusters, signs are drawn with a fixed seed. NaN for fewer than two.
@@ -154,23 +154,23 @@ def sign_flip(apart: Floats) -> float:
 
 
 def holm(p: Sequence[float]) -> Floats:
-    """Return p-values adjusted by Holm's method, which bounds the probability of any false discovery.
+    """Return p-values adjusted by Holm's method, which bounds the probability of any false discovery: float64 [p].
 
     Source: Holm (1979), A Simple Sequentially Rejective Multiple Test Procedure.
 
     Args:
-        p: p of each comparison.
+        p: p-value of each comparison; NaN is ignored and stays.
     """
     return _adjusted(p, lambda ranked: np.maximum.accumulate(ranked * np.arange(len(ranked), 0, -1)))
 
 
 def benjamini_hochberg(p: Sequence[float]) -> Floats:
-    """Return p-values adjusted by Benjamini and Hochberg's method, which bounds the fraction of false discoveries.
+    """Return p-values adjusted by Benjamini and Hochberg's method, which bounds the false discovery rate: float64 [p].
 
     Source: Benjamini and Hochberg (1995), Controlling the False Discovery Rate.
 
     Args:
-        p: p of each comparison.
+        p: p-value of each comparison; NaN is ignored and stays.
     """
 
     def raised(ranked: Floats) -> Floats:

@@ -71,8 +71,8 @@ class Refusal(Measure):
 class Repetition(Measure):
     """Measure: fraction of repeated n-grams of generated tokens, 1 - distinct n-grams / n-grams: 0 to 1.
 
-    It is 0 for an answer of fewer than n tokens. Source: seq-rep-n of Welleck et al. 2019, Neural Text
-    Generation with Unlikelihood Training, arXiv:1908.04319.
+    It is 0 for an answer of fewer than n tokens. Source: seq-rep-n of Welleck et al. 2019, Neural Text Generation with
+    Unlikelihood Training, arXiv:1908.04319.
 
     Args:
         n: number of tokens of an n-gram.
@@ -109,8 +109,7 @@ class Matches(Measure):
 
     Args:
         name: name of the measure.
-        pattern: expression for Python's `re`, searched anywhere; flags are set in the pattern:
-            "(?im)^dear".
+        pattern: expression for Python's `re`, searched anywhere; flags are set in the pattern: "(?im)^dear".
         per_words: True to count matches per 100 words; NaN for an answer without a word.
 
     Raises:
@@ -159,8 +158,8 @@ class Perplexity(Measure):
     """Measure: perplexity of an answer under the unsteered model, exp of the mean negative log-likelihood per token.
 
     Each token is predicted from the prompt and the answer before it (teacher forcing); the token that ended the answer
-    counts. NaN for an answer without tokens. If prompt and answer fill the context, the last token is left
-    out, since vLLM reads only sequences with room for one more token.
+    counts. NaN for an answer without tokens. If prompt and answer fill the context, the last token is left out, since
+    vLLM reads only sequences with room for one more token.
     """
 
     log = True

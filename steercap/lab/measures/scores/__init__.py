@@ -46,8 +46,8 @@ class Trait(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Args:
         name: one word of letters, digits, _ and -.
         description: one sentence.
-        positive, negative: system prompts that ask for the trait and for its opposite; one at least; those of one
-            index form a pair.
+        positive, negative: system prompts that ask for the trait and for its opposite; one at least; those of one index
+            form a pair.
         questions: everyday questions whose answers may show the trait or not.
         examples: sentences for the scorer "minilm"; four pairs at least.
         keywords: words and phrases that show the trait, for the scorer "keywords".

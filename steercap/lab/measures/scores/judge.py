@@ -61,11 +61,10 @@ class Judgement(msgspec.Struct, frozen=True):
 class Judge(Scorer):
     """Scorer by a judging model: the mean of the numbers 0 to 100 under its probabilities for its reply's first token.
 
-    Source: Chen et al., Persona Vectors. Probabilities count only if the reply begins with a whole number in one
-    token. If not ("8" and "5" are two tokens of 85), or if the server gives no probabilities, the score is the
-    one number in the reply, alone or before "/100", "%", "out of 100"; the scale itself ("0-100", "0 to 100")
-    does not count. None if there is no number, several ("8/10"), one outside 0 to 100, or
-    the reply is REFUSAL, as a rubric may ask for.
+    Source: Chen et al., Persona Vectors. Probabilities count only if the reply begins with a whole number in one token.
+    If not ("8" and "5" are two tokens of 85), or if the server gives no probabilities, the score is the one number in
+    the reply, alone or before "/100", "%", "out of 100"; the scale itself ("0-100", "0 to 100") does not count. None if
+    there is no number, several ("8/10"), one outside 0 to 100, or the reply is REFUSAL, as a rubric may ask for.
 
     Args:
         base_url: URL of the endpoint, such as "https://api.openai.com/v1".

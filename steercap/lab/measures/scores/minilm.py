@@ -38,9 +38,9 @@ class MiniLM(Scorer):
     neither the question nor the answer as a whole. None for an answer without a sentence.
 
     Args:
-        sentences: False to embed the whole answer at once, its first 256 tokens, which blurs its tone with its
-            subject. On 240 answers of SmolLM2-135M to six questions of each shipped trait under opposite prompts, the
-            mean AUC over traits of the score for the kind of prompt is 0.67 by sentences and 0.64 whole.
+        sentences: False to embed the whole answer at once, its first 256 tokens, which blurs its tone with its subject.
+            On 240 answers of SmolLM2-135M to six questions of each shipped trait under opposite prompts, the mean AUC
+            over traits of the score for the kind of prompt is 0.67 by sentences and 0.64 whole.
 
     Raises:
         InvalidSetting: `sentences` is neither true nor false.
