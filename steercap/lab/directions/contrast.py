@@ -228,8 +228,7 @@ def separability(vectors: LayerVectors, contrast: Contrast, layers: Sequence[int
 
 
 def area(positive: Float[torch.Tensor, " p"], negative: Float[torch.Tensor, " n"]) -> float:
-    """Return the area under the ROC curve of values of two classes: the fraction of pairs with the positive value
-    above, ties counted half.
+    """Return the area under the ROC curve of two classes' values: the fraction of pairs in order, ties counted half.
 
     Source: Hanley and McNeil (1982), The meaning and use of the area under a receiver operating characteristic curve.
 
@@ -246,8 +245,8 @@ def area(positive: Float[torch.Tensor, " p"], negative: Float[torch.Tensor, " n"
 def random_like(vectors: LayerVectors, index: int, seed: int, layers: Iterable[int] | None = None) -> LayerVectors:
     """Return a random vector for each layer, with the norm of the given one, as a control.
 
-    Directions are uniform on the sphere. Each depends on seed, name of the vectors, index and layer
-    alone, and not on the other layers or controls that are drawn.
+    Directions are uniform on the sphere. Each depends on seed, name of the vectors, index and layer alone, and not on
+    the other layers or controls that are drawn.
 
     Args:
         vectors: vectors to match.

@@ -94,8 +94,8 @@ async def extract(
             models is an attention sink: its row is a hundred times as long as the others and would dominate a mean.
         reduce: reduction of a text's rows to one, in the workers, so that one row per text and layer is sent. None
             sends all rows and averages them here.
-        groups: group of each positive text, such as its question; by default its index. The texts of a group are
-            held out together, and paired.
+        groups: group of each positive text, such as its question; by default its index. The texts of a group are held
+            out together, and paired.
         negative_groups: the same for the negative texts; `groups` by default.
         held_out: fraction of the groups to hold out for testing the direction: `provenance.auc`.
         seed: seed of the held-out split, and of methods that draw at random.
@@ -199,7 +199,7 @@ async def mean_rows(
 
 
 def check_texts(*several: Sequence[Text]) -> None:
-    """Check that each argument is a sequence of texts and not a single text, which would be read letter by letter.
+    """Check that each argument is a sequence of texts; a single text would be read character by character.
 
     Raises:
         InvalidSpec: an argument is not a sequence of texts.
@@ -210,11 +210,11 @@ def check_texts(*several: Sequence[Text]) -> None:
 
 
 def labelled(found: DirectionSet, model: ReadingModel, **known: Any) -> DirectionSet:
-    """Return directions with the model's name and origin, and further provenance, added.
+    """Return directions with model name and provenance filled in: the model's revision and dtype, and `known`.
 
     Args:
         found: directions returned by `directions_of`.
-        model: model of the rows.
+        model: open model that the rows are of.
         known: further fields of `Provenance`.
     """
     known |= model.origin
@@ -232,7 +232,7 @@ def digest_of(prompts: Sequence[bytes]) -> str:
 
 
 def sha_of(ids: Sequence[int]) -> bytes:
-    """Return the SHA-256 of a text's token ids, as little-endian int64."""
+    """Return the SHA-256 of a text's token ids, taken as the bytes of an int64 array."""
     return hashlib.sha256(torch.tensor(ids, dtype=torch.int64).numpy().tobytes()).digest()
 
 
@@ -242,7 +242,7 @@ async def prompts_and_rows(
     """Return for each text, in order, the token ids to read and the selection of tokens whose rows are used.
 
     Args:
-        model: model whose tokenizer is used.
+        model: open model, whose tokenizer is used.
         texts: texts to read.
         selection: selection for a text that is not an Exchange; of an Exchange, the response is selected.
         special: True to add the tokenizer's special tokens to a str; None too, with a warning for texts that have them.

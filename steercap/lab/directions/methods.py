@@ -30,7 +30,7 @@ C: Final = 0.01
 
 
 class Method(ABC):
-    """Method of computing a direction from the rows of one layer."""
+    """Method of computing a direction from the rows of one layer; abstract base class."""
 
     #: True if row i of both kinds is a pair, so that there must be equally many of each.
     paired: bool = False
@@ -173,8 +173,8 @@ def suggested_layer(directions: DirectionSet, name: str) -> Suggestion | None:
         name: name of the direction.
 
     Returns:
-        The suggestion, with its AUC, the chance range and the layers that tie; None if no texts of one kind were
-        held out, or there is no direction of the name.
+        The suggestion, with its AUC, the chance range and the layers that tie; None if no texts of one kind were held
+        out, or there is no direction of the name.
     """
     known = directions.provenance
     auc, held_out = known.auc.get(name), known.held_out.get(name, (0, 0))
@@ -240,7 +240,7 @@ def _ways(positive: int, negative: int) -> list[int]:
 
 
 def runs_of(layers: Sequence[int]) -> str:
-    """Format layers compactly, runs of neighbours as their ends: "0 to 11, 14, 20 to 29"."""
+    """Return layer indices as a short text, in which three neighbours or more are a range: "0 to 11, 14, 20 to 29"."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and layer == runs[-1][-1] + 1:
