@@ -1,4 +1,4 @@
-"""steercap: read and steer what a language model computes while vLLM serves it.
+"""steercap: read and steer the activations of a language model while vLLM serves it.
 
 Importing it loads neither vLLM nor torch; the public names load what they need when first used.
 """
@@ -80,7 +80,7 @@ _HOMES = {
     "save_run": "captures.saving",
     "stack": "captures.stacking",
 }
-#: Packages that `import steercap` makes reachable, each loaded when it is first named.
+#: Subpackages that are attributes of `steercap`, each imported when it is first accessed.
 _PACKAGES = frozenset({"architectures", "captures", "client", "errors", "lab", "saes", "steering", "sync", "testing"})
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""`steercap`, or `python -m steercap`: the command."""
+"""Entry point of `python -m steercap` and of the command `steercap`."""
 
 import sys
 
@@ -6,7 +6,7 @@ from steercap.errors import MissingExtra
 
 
 def main() -> None:
-    """Entry point of the command `steercap`."""
+    """Run the command `steercap` on this process's arguments; exit with a message if an extra is not installed."""
     try:
         from steercap.cli import main as command
     except MissingExtra as error:

@@ -1,4 +1,4 @@
-"""The class `SteerModel`, through which users open a model."""
+"""The class `SteerModel`, by which users open a model."""
 
 from __future__ import annotations
 
@@ -54,25 +54,25 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         preset: "cpu" for engine arguments that suit a small model on a CPU: `dtype="float32"`, `enforce_eager=True`,
             `max_model_len=1024`, `kv_cache_memory_bytes=256 MiB`, `use_tqdm_on_load=False`. Those given beside it take
             precedence. It does not choose the device: vLLM does.
-        sites: sites to arm, one name or several: those of `steercap.architectures.sites`.
-        layers: layers to arm them at; all by default.
-        codec: default codec of stored rows, for a `CaptureSpec` without one; "raw" by default. This and the following
+        sites: sites to arm, that is, to give taps: one name or several of `steercap.architectures.sites`.
+        layers: layers at which the sites are armed; all by default.
+        codec: codec of captured rows for a `CaptureSpec` without one; "raw" by default. This and the following
             arguments are taken from the environment if left out (`STEERCAP_CODEC`, ...), or else from `Settings`.
-        codec_k, codec_seed: its default `k` and `seed`, for codecs that have them.
-        capture_bytes: maximum shared memory for captured rows on each capturing worker, in bytes; allocated when
-            it is used, on CUDA pinned at the start.
-        overflow: action of a request that finds no room, or no slot: "wait" for its turn, or "error"; with "spill"
-            it waits while rows that nobody has fetched yet go to disk, from where `fetch` brings them back.
+        codec_k, codec_seed: default `k` and `seed` of codecs that have these parameters.
+        capture_bytes: maximum shared memory for captured rows on each capturing worker, in bytes; allocated when it is
+            used, on CUDA pinned at the start.
+        overflow: action of a request without room or a free slot: "wait" for its turn, or "error"; with "spill" it
+            waits while rows that nobody has fetched yet go to disk, from where `fetch` brings them back.
         overflow_timeout: seconds that requests wait while no request runs that could make room.
-        spill_folder: folder on disk that rows spill to; `TMPDIR` or /var/tmp by default. No file can be left there.
-        spill_bytes: maximum bytes there.
-        transport: transport of rows to this process: "auto", "shared" or "wire".
-        steering_slots: different steering configurations in use at once; a request that brings one more waits.
+        spill_folder: folder for rows moved to disk; `TMPDIR` or /var/tmp by default. No file can be left there.
+        spill_bytes: maximum bytes of rows on disk.
+        transport: transport of rows to this process: "shared" memory, "wire" (RPC), or "auto" for the best possible.
+        steering_slots: maximum number of distinct steering configurations in use at once; see `overflow`.
         vector_bytes: memory for the vectors of all configurations on each worker, in bytes, float32.
-        edits_per_point: rank-one edits that one spec may have at one layer and site.
+        edits_per_point: maximum number of rank-one edits of a spec at one layer and site.
         arena_bytes: on CUDA, device memory on each capturing worker for rows on their way to shared memory; see
             `Settings`.
-        reduce_bytes: maximum device memory on each capturing worker for reductions that run along with their requests,
+        reduce_bytes: maximum device memory on each capturing worker for the running reductions of `reduce=` requests,
             in bytes; see `Settings`.
         sketch_bytes: maximum device memory on each capturing worker for sketches, in bytes; see `Settings`.
         sae_bytes: maximum device memory on each capturing worker for SAEs, in bytes; see `Settings`.
@@ -154,24 +154,23 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
     def connect(
         url: str | None = None, *, api_key: str | None = None, model: str | None = None, timeout: float | None = None
     ) -> RemoteModel:
-        """Return a client of a model that `steercap serve` or `steercap up` has open, with the same methods as a local
+        """Return a client of a model that `steercap serve` or `steercap up` has open, with the methods of a local
         one.
 
         Args:
             url: address of the server, such as "http://127.0.0.1:8000", or "unix:" and the path of its Unix socket. If
-                left out, the warm engine that `steercap up` started: the only one, or the one of `model`.
-            api_key: the key, if the server wants one.
-            model: its name for the server, an adapter or a preset such as "smollm2+calm"; the first that it lists if
-                left out.
-            timeout: seconds that the server may be silent for before an answer; None for any.
+                left out, the warm engine that `steercap up` started: the only one running, or the one of `model`.
+            api_key: API key, if the server requires one.
+            model: name of a model, adapter or preset ("smollm2+calm") that the server lists; the first one if left out.
+            timeout: maximum seconds of the server's silence before an answer; None for no limit.
 
         Returns:
-            A `RemoteModel`, not started: a context manager, as a `SteerModel` is.
+            A `RemoteModel` that is not started: an async context manager like a `SteerModel`.
 
         Raises:
-            InvalidSetting: the url is none.
-            InvalidRequest: it is left out, and there is no warm engine, there are several, or it runs another version
-                of steercap, or the model's files have changed since its start.
+            InvalidSetting: `url` is not an address of these forms.
+            InvalidRequest: `url` is left out, and there is no warm engine, or several, or it runs another version of
+                steercap, or the model's files have changed since its start.
         """
         from steercap.client import RemoteModel
         from steercap.files import warm
@@ -188,14 +187,14 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
     async def start(self) -> SteerModel:
         """Start the engine and prove that its taps work; takes half a minute or more.
 
-        In a terminal and in a notebook, one line on stderr says how far it is; not with `STEERCAP_PROGRESS=0`, nor
-        where vLLM's log says it, at the levels INFO and DEBUG.
+        In a terminal and in a notebook, one line on stderr shows the progress; not with `STEERCAP_PROGRESS=0`, nor if
+        vLLM logs at level INFO or DEBUG.
 
         Raises:
-            MainGuardMissing: the script would start engine after engine.
+            MainGuardMissing: the script lacks `if __name__ == "__main__":`; vLLM's processes would start engines too.
             MissingExtra: vLLM is not installed.
             ModelNotLoaded, UnsupportedModel, UnsupportedRunner: the model cannot be served with taps.
-            ModelTooLarge: its weights alone need more memory than is free.
+            ModelTooLarge: the model's weights alone need more memory than is free.
             TapsNotInstalled: a tap does not read, or its edits have no effect.
             ModelClosed: the model was closed, before or meanwhile.
             WrongEventLoop: it was started, or is being started, in another event loop.
@@ -205,7 +204,7 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         return self
 
     async def aclose(self) -> None:
-        """Cancel running calls and a start, free what is held, and stop the engine, in a few seconds. Idempotent.
+        """Cancel running calls or a start, free memory and files, and stop the engine, in a few seconds. Idempotent.
 
         It may be called from any event loop, also after the one that the model was started in has ended.
         """
@@ -241,8 +240,8 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
     async def steered(self, steering: SteeringSpec | Edit | LogitBias) -> AsyncIterator[SteeringSpec]:
         """Steer every call inside that does not pass `steering=` itself: `async with model.steered(spec): ...`.
 
-        When nested, its edits come after those of the outer one. Tasks started inside inherit it; other tasks
-        do not see it.
+        When nested, its edits come after the outer spec's. Tasks started inside inherit the steering; other tasks are
+        not steered.
 
         Args:
             steering: a SteeringSpec, one edit, or a LogitBias.
@@ -268,50 +267,50 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         full: bool = False,
         max_bytes: int = MOST_BYTES,
     ) -> Lens:
-        """Return next-token predictions of stream rows, by the model's own final norm and unembedding on its workers.
+        """Return next-token predictions for rows of the residual stream, by the model's final norm and unembedding.
 
         Args:
             rows: [rows, hidden], of any floating-point dtype; they are rounded to the model's.
-            normed: True if the rows are from behind the final norm, as those of "final_norm".
-            top: number of most probable tokens to return.
-            ids: tokens whose log probabilities to return.
+            normed: True if the final norm has been applied to the rows, as to those of the site "final_norm".
+            top: number of most probable tokens to return for each row.
+            ids: ids of tokens whose log probabilities to return.
             full: True to return the logits of all tokens.
             max_bytes: maximum size of these logits in bytes.
 
         Raises:
-            InvalidRequest: something that is not such rows, numbers or tokens, or logits beyond `max_bytes`.
+            InvalidRequest: an argument of another type, shape or range, or logits larger than `max_bytes`.
             EngineFailure: the engine has died or was closed.
         """
         asked: Any = {"normed": normed, "top": top, "ids": ids, "full": full, "max_bytes": max_bytes}
         return await self.serving.with_restart(lambda engine: unembed(engine, rows, **asked))
 
     async def fetch_captures_batch(self, handles: Sequence[Any]) -> None:
-        """Fetch many handles at once. Nested lists and None are allowed; handles already fetched are left alone.
+        """Fetch many handles' rows at once, into the handles. Nested lists and None are allowed; fetched ones stay.
 
         Raises:
             CaptureIncomplete: some rows are missing or wrong; the other handles are still fetched.
-            CaptureReleased: one of the handles was released.
+            CaptureReleased: a handle was released.
         """
         await fetch_all([handle.lifecycle for handle in flat(handles)])
 
     @property
     def factory(self) -> Callable[[], SteerModel]:
-        """Function that makes a model with the same arguments, not started, in any process and on any machine."""
+        """Function that returns a new `SteerModel` with the same arguments, not started; it can be pickled."""
         serving = self.serving
         model = str(Path(self.model).resolve()) if Path(self.model).exists() else self.model
         return partial(_alike, model, self.settings, serving.engine_args, serving.cut)
 
     async def token_ids(self, text: Any, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokenise a prompt as the model reads it.
+        """Return the token ids of a prompt as the model reads it.
 
         Args:
-            text: a str, token ids, which stay as they are, or a conversation of {"role", "content"} dicts, put through
-                the chat template.
+            text: a str, token ids, which are returned, or a conversation of {"role", "content"} dicts, put through the
+                chat template.
             add_special_tokens: True to add the tokenizer's special tokens to a str.
 
         Raises:
-            InvalidSpec: something else.
-            InvalidRequest: no chat template, or one that refuses the conversation.
+            InvalidSpec: `text` is of another type.
+            InvalidRequest: the model has no chat template, or the template refuses the conversation.
         """
         return tokens_of(self.tokenizer, text, special=add_special_tokens)
 
@@ -322,28 +321,28 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
             spec: the capture spec.
 
         Returns:
-            The points that it captures, ascending.
+            The points that it captures, by ascending layer.
 
         Raises:
-            InvalidSpec, LayerOutOfRange, UnknownName, PointNotArmed: it does not fit.
+            InvalidSpec, LayerOutOfRange, UnknownName, PointNotArmed: the spec does not fit the model.
             ModelClosed: the model was never started, or is closed.
             WrongEventLoop: it was started in another event loop, whose requests compile specs too.
         """
         return self.serving.here().compiler.captured(spec)[0]
 
     def check_memory(self) -> MemoryNeed:
-        """Compare the memory that the model needs with what is free; nothing is started.
+        """Compare the memory that the model needs with the free memory, without starting an engine.
 
         Returns:
-            Bytes needed and available, None where they are unknown, as those of a model that is not on this machine.
+            Bytes needed and available, None where unknown, such as for a model that is not on this machine.
 
         Raises:
-            ModelTooLarge: it does not fit in its dtype.
+            ModelTooLarge: the model does not fit in the dtype asked for.
         """
         return check_memory(self.model, self.serving.engine_args)
 
     def identity(self) -> dict[str, str]:
-        """Return everything that the model's answers depend on; a resumed run must find the same.
+        """Return everything that the model's answers depend on, which must be equal when a run is resumed.
 
         Returns:
             Strings by name, "" where something is not set: name, revision, dtype, quantization; weights, a commit of
@@ -354,19 +353,19 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         return {**found, "kv_cache_dtype": str(config.cache_config.cache_dtype)}
 
     async def stats(self) -> Stats:
-        """Return the present use of the model's memory and slots, and its limits."""
+        """Return the current use of the model's memory and slots, and the limits."""
         return await self.serving.with_restart(lambda engine: stats_of(engine, self.serving.restarts))
 
     # Attributes
 
     @property
     def engine(self) -> AsyncLLM:
-        """Engine that serves the model, vLLM's own `AsyncLLM`."""
+        """vLLM's `AsyncLLM` that runs the model."""
         return self.serving.opened().vllm.llm
 
     @property
     def tokenizer(self) -> Any:
-        """Tokenizer of the model."""
+        """Tokenizer of the model, a transformers tokenizer or the class that vLLM has for it."""
         return self.serving.opened().vllm.tokenizer
 
     @property
@@ -410,25 +409,25 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
 
     @property
     def layers(self) -> Mapping[str, str]:
-        """Classes of the decoder layers that were loaded, and a fingerprint of the code of each one's `forward`."""
+        """Fingerprint of the code of `forward`, by class name of the decoder layers that were loaded."""
         return self.serving.opened().loaded.code
 
     @property
     def verified(self) -> bool:
-        """True if rows of layers with exactly this code were compared with transformers'; see `steercap models`.
+        """True if layers with exactly this code were compared row by row with transformers'; see `steercap models`.
 
-        If False, only the proof at start supports them.
+        If False, only the proof at start shows that rows are right.
         """
         return self.serving.opened().verified
 
     @property
     def proof(self) -> tuple[Claim, ...]:
-        """Claims about rows and edits that were proved when this engine started, with their errors."""
+        """Claims about rows and edits that the start tested, each with the numerical error that was measured."""
         return self.serving.proof
 
     @property
     def refused(self) -> Mapping[str, str]:
-        """Reasons, by site, why layers of a class that no family knows lack the site, or a model its "final_norm"."""
+        """Reasons, by site name, why a model of no known family lacks a site, or a model of any family "final_norm"."""
         return self.serving.opened().refused
 
     @property
@@ -438,7 +437,7 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
 
 
 def _alike(model: str, settings: Settings, engine_args: Mapping[str, Any], cut: bool) -> SteerModel:
-    """Return a model that is not started, with another one's settings."""
+    """Return a model that is not started, with the given settings and vLLM arguments; see `SteerModel.factory`."""
     found = SteerModel(model)
     found.settings = settings
     found.serving = Serving(model, settings, engine_args, cut=cut)

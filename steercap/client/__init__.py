@@ -1,4 +1,4 @@
-"""Client of a model that `steercap serve` has open elsewhere, with the methods of a local model.
+"""Client of a model that `steercap serve` has open in another process, with the methods of a local model.
 
     from steercap import CaptureSpec, SteerModel
 

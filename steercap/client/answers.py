@@ -1,4 +1,4 @@
-"""Calls on a server: each prompt is one request to it, and its choices become a `Generation`."""
+"""Calls on a server: each prompt is one HTTP request, whose choices become a `Generation`."""
 
 from __future__ import annotations
 
@@ -62,23 +62,23 @@ from steercap.steering.spec import spec_of
 _COMPLETIONS: Final = "/v1/completions"
 _ENCODE: Final = "/v1/steercap/encode"
 _PROMPT: Final = ("prompt", "prompt_token_ids")
-#: Maximum number of special tokens around a text; the text itself has at most one token for each of its bytes.
+#: Assumed maximum number of special tokens around a text, which itself has at most one token per byte.
 _MARKS: Final = 16
-#: Sampling parameters of `read`: vLLM runs no prompt without sampling one token, which has no row.
+#: Sampling parameters of `read`: vLLM samples at least one token per prompt; it has no row.
 _READ: Final[Mapping[str, Any]] = {"max_tokens": 1, "temperature": 0.0}
 
 
 @dataclass(frozen=True)
 class PromptOfCall:
-    """One prompt of a call, with its parameters.
+    """One prompt of a call to `generate` or a similar method, with its own parameters and specs.
 
     Args:
-        prompt: the prompt in the form of `listed`.
-        params: sampling parameters.
-        spec: its capture spec.
-        steering: its steering: a spec, an edit, or the name of one on the server.
+        prompt: text, token ids or prompt dict.
+        params: its sampling or pooling parameters.
+        spec: its capture spec, or None.
+        steering: its steering: a spec, an edit, the name of one on the server, or None.
         call: arguments of the whole call.
-        spans: positions of its messages.
+        spans: token positions of its messages, if it is a conversation.
     """
 
     prompt: Any
@@ -91,16 +91,22 @@ class PromptOfCall:
 
 @dataclass(frozen=True)
 class RemoteAnswers:
-    """Implementation of the calls of `Calls` on a server."""
+    """The calls of `Calls` (`generate`, `chat`, `read` and others) on a server.
+
+    Args:
+        connection: connection to the server.
+        uploads: uploads of the connection.
+    """
 
     connection: Connection
     uploads: Uploads
 
     async def run(self, prompts: Sequence[Any], call: CallArguments) -> list[Generation]:
-        """Run prompts and conversations; return their results in order.
+        """Run prompts and conversations concurrently; return their results in order.
 
         Raises:
             InvalidRequest: the call is for pooling models and the server's model generates, or the other way round.
+            The errors of `Connection.ask` and of the specs' checks.
         """
         pools = self._require_kind(call)
         if pools and call.name == "read":
@@ -129,13 +135,13 @@ class RemoteAnswers:
             raise
 
     async def open_sketch(self, kind: str, size: Any, spec: CaptureSpec) -> RunningSketch:
-        """Open a sketch at the server."""
+        """Open a sketch at the server; see `client.rows.open_sketch`."""
         return await open_sketch(self.connection, kind, size, spec)
 
     async def _rendered(
         self, prompts: Sequence[Any], call: CallArguments
     ) -> Sequence[tuple[Any, tuple[MessageSpan, ...]]]:
-        """Return prompts with the spans of their messages: conversations as token ids, others as they are."""
+        """Return the prompts in order, each with its messages' spans: conversations as token ids, others unchanged."""
         if not any(map(is_conversation, prompts)):
             return [(prompt, ()) for prompt in prompts]
         for prompt in filter(is_conversation, prompts):
@@ -153,7 +159,7 @@ class RemoteAnswers:
         return await self.connection.run(lambda: each_of(prompts, render, AT_ONCE))
 
     async def streamed(self, prompt: Any, call: CallArguments) -> AsyncGenerator[Chunk, None]:
-        """Yield the chunks of `RemoteModel.stream`."""
+        """Run one prompt and yield its chunks as `RemoteModel.stream` does; the last has the rows and receipts."""
         self._require_kind(call)
         asked = PromptOfCall(one_to_stream(prompt, call), call.sampling_params, call.spec, call.steering, call)
         require_one_sample(sampling_json(asked.params).get("n", 1))
@@ -178,7 +184,7 @@ class RemoteAnswers:
         yield await self._last(done, sample)
 
     async def _last(self, done: Generation, sample: Streamed) -> Chunk:
-        """Return the last chunk of a stream: all of its rows, its steering receipt, and the monitors' reports."""
+        """Return the last chunk of a stream: the rows (fetched here), steering receipt and monitors' reports."""
         last = Chunk(
             "",
             (),
@@ -196,10 +202,10 @@ class RemoteAnswers:
         return replace(last, captures=handle.captures, positions=handle.positions, token_types=handle.token_types)
 
     async def _events(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events of a stream, to its end.
+        """Yield the decoded events of a streamed answer, to its end.
 
         Raises:
-            SteercapError: it ends in an error, or before its end.
+            SteercapError: the server sends an error, or the stream breaks off.
         """
         failed: Any = None
         async with self.connection.answer("POST", _COMPLETIONS, json=body) as found:
@@ -224,10 +230,10 @@ class RemoteAnswers:
             raise self.connection.error_from_answer(failed.get("code") or 500, {"error": failed}, "")
 
     def _require_kind(self, call: CallArguments) -> bool:
-        """Check that the server's model can serve a call; return whether it pools.
+        """Check that the server's model can serve a call; return whether it is a pooling model.
 
         Raises:
-            InvalidRequest: it cannot.
+            InvalidRequest: the call is for the other kind of model.
         """
         engine: Any = self.connection.here().engine
         if engine is None and call.encoding:
@@ -241,7 +247,7 @@ class RemoteAnswers:
         """Warn once per call about doubled special tokens, and about a `max_tokens` beyond the context length.
 
         Args:
-            read: the prompts, each with the token ids that were read.
+            read: the prompts, each with the token ids that the model read.
         """
         texts = repeating((one.prompt, ids) for one, ids in read)
         if texts and read[0][0].call.add_special_tokens is None:
@@ -274,7 +280,7 @@ class RemoteAnswers:
                 return self._done(item, await self.connection.ask("POST", _COMPLETIONS, json=body))
 
     async def _encoded(self, item: PromptOfCall) -> Generation:
-        """Run one prompt of `encode`, or of `read` with a pooling model; the `output` is an `Encoded`."""
+        """Run one prompt of `encode`, or of `read` with a pooling model; the result's `output` is an `Encoded`."""
         options, given = _options_json(item.call), _prompt_json(item.prompt)
         body = {"model": self.connection.here().name, "prompt": given, **options, **_salt(item.prompt)}
         body |= {"pooling": pooling_json(item.params), "add_special_tokens": item.call.add_special_tokens}
@@ -292,7 +298,7 @@ class RemoteAnswers:
 
     @asynccontextmanager
     async def _body(self, item: PromptOfCall) -> AsyncIterator[dict[str, Any]]:
-        """Yield the body of a request; files that it names stay on the server while the block runs."""
+        """Yield the body of a completion request; uploads that it names stay on the server while the block runs."""
         require_specs(item.spec)
         sampling, options = sampling_json(item.params), _options_json(item.call)
         given = _prompt_json(item.prompt)
@@ -318,7 +324,7 @@ class RemoteAnswers:
             yield {**body, "steercap": field} if field else body
 
     async def _field(self, item: PromptOfCall, names: AsyncExitStack) -> dict[str, Any]:
-        """Return the field `steercap` of a body; files that it names stay on the server until `names` ends."""
+        """Return the field `steercap` of a body; uploads that it names stay on the server until `names` is closed."""
         field: dict[str, Any] = {}
         for sketch in item.call.sketches:
             sketch.record.require()
@@ -338,9 +344,9 @@ class RemoteAnswers:
         return field
 
     async def _within(self, prompt: str | list[int], max_tokens: Any) -> tuple[str | list[int], Any]:
-        """Return a prompt and its `max_tokens`, reduced to the room in the context; None becomes all the room.
+        """Return a prompt and its `max_tokens`, reduced to the rest of the context; None becomes the whole rest.
 
-        A server refuses a number that is too large, and takes None for 16.
+        A server refuses a number that is too large, and reads None as 16. The prompt may come back as token ids.
         """
         context = self.connection.here().context
         if context is None or not (max_tokens is None or isinstance(max_tokens, int)):
@@ -355,11 +361,11 @@ class RemoteAnswers:
     # Results
 
     def _done(self, item: PromptOfCall, document: Mapping[str, Any]) -> Generation:
-        """Return the result that an answer holds, checked; its `output` is the answer itself.
+        """Return the result in a server's answer, after checking it; its `output` is the answer itself.
 
         Raises:
             SteeringNotApplied: edits were asked for, and the server does not confirm that they were made.
-            ServerFailure: the answer is not what it must be.
+            ServerFailure: the answer does not have the expected form.
         """
         with self.connection.answering():
             choices = sorted(document["choices"], key=lambda choice: choice["index"])
@@ -429,7 +435,7 @@ def _prompt_json(prompt: Any) -> str | list[int]:
     """Return a prompt as a text or token ids.
 
     Raises:
-        InvalidPrompt: a prompt dict with more than these, or values of other types.
+        InvalidPrompt: a prompt dict with other fields, or values of other types.
     """
     if isinstance(prompt, str):
         return require_text(prompt)
@@ -448,13 +454,13 @@ def _prompt_json(prompt: Any) -> str | list[int]:
 
 
 def _salt(prompt: Any) -> dict[str, Any]:
-    """Return the `cache_salt` of a prompt dict, {} if it has none or an empty one."""
+    """Return the field `cache_salt` of a prompt dict; {} if it has none or an empty one."""
     salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
     return {"cache_salt": salt} if salt else {}
 
 
 def _ids_read(output: Any) -> Sequence[int]:
-    """Return the token ids of the prompt of an answer, or of an `Encoded`."""
+    """Return the prompt's token ids in an answer or `Encoded`."""
     if isinstance(output, Encoded):
         return output.prompt_token_ids
     return output["choices"][0].get("prompt_token_ids") or ()
@@ -471,7 +477,7 @@ def _options_json(call: CallArguments) -> dict[str, Any]:
 
 
 def _completion(document: Mapping[str, Any]) -> Any:
-    """Return an answer as OpenAI's own client makes it, which passes words that its types do not know."""
+    """Return an answer as the `Completion` of OpenAI's client, unknown fields included."""
     with extra("client"):
         from openai.types import Completion
 

@@ -1,6 +1,6 @@
-"""Requests as JSON, specs and monitors as `steercap.server.asks` reads them, and streams of events from JSON.
+"""Requests as JSON: specs and monitors as `steercap.server.asks` reads them; and events of a stream, parsed.
 
-Specs that JSON cannot hold are uploaded, see `client.uploads`.
+Specs that JSON cannot represent are uploaded, see `client.uploads`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from steercap.steering.layers import LayerVectors
 from steercap.steering.monitor import Monitor, labels_of
 from steercap.steering.spec import LogitBias, SteeringSpec
 
-#: Maximum numbers of vectors in a request's body: as text they take 20 bytes each. More of them are uploaded, once.
+#: Maximum number of vector elements in a request's body, where each takes 20 bytes. Larger vectors are uploaded, once.
 MOST_NUMBERS: Final = 4096
 #: Fields of a CaptureSpec that a server does not support, with advice.
 _REFUSED: Final[Mapping[str, str]] = {
@@ -38,14 +38,14 @@ _REFUSED: Final[Mapping[str, str]] = {
 
 
 class NotAsJSON(Exception):
-    """Signal that a spec does not fit into JSON and must be uploaded."""
+    """Signal that JSON cannot represent a spec, or only at length, so that it must be uploaded."""
 
 
 def require_specs(spec: Any) -> None:
-    """Check that the capture spec of one prompt, if it has any, can be sent to a server.
+    """Check that one prompt's capture spec can be sent to a server; None is accepted.
 
     Raises:
-        InvalidSpec: something else than a CaptureSpec.
+        InvalidSpec: it is of another type.
         InvalidRequest: it has a field that a server does not support.
     """
     if spec is None:
@@ -59,11 +59,11 @@ def require_specs(spec: Any) -> None:
 
 
 def capture_json(spec: CaptureSpec, project: str | None) -> dict[str, Any]:
-    """Return a capture spec as JSON, without fields that have their default.
+    """Return a capture spec as JSON values, without fields at their defaults.
 
     Args:
         spec: the capture spec.
-        project: name, on the server, of the directions that its rows are projected on.
+        project: name of the uploaded directions of `spec.project` on the server, or None.
     """
     plain = CaptureSpec()
     asked: dict[str, Any] = {} if project is None else {"project": project}
@@ -79,10 +79,10 @@ def capture_json(spec: CaptureSpec, project: str | None) -> dict[str, Any]:
 
 
 def steering_json(spec: SteeringSpec) -> dict[str, Any]:
-    """Return a steering spec as JSON.
+    """Return a steering spec as JSON values.
 
     Raises:
-        NotAsJSON: its vectors are long, a spec within it preserves norms by itself, or a number of it is infinite.
+        NotAsJSON: its vectors are long, a nested spec preserves norms by itself, or a number is not finite.
     """
     if any(isinstance(edit, SteeringSpec) and edit.keeps_norm for edit in spec.edits):
         raise NotAsJSON
@@ -93,7 +93,7 @@ def steering_json(spec: SteeringSpec) -> dict[str, Any]:
 
 
 async def sent_steering(spec: SteeringSpec, uploads: Uploads, names: AsyncExitStack) -> Any:
-    """Return a steering spec as JSON, or the name under which it is uploaded if JSON does not hold it."""
+    """Return a steering spec as JSON values, or upload it until `names` is closed and return its name."""
     try:
         return steering_json(spec)
     except NotAsJSON:
@@ -117,10 +117,10 @@ def _edit_json(edit: Edit | LogitBias) -> dict[str, Any]:
 
 
 def value_json(value: Any) -> Any:
-    """Return a field's value as JSON, without loss.
+    """Return the value of a spec's field as JSON values, without loss.
 
     Raises:
-        NotAsJSON: JSON does not hold it.
+        NotAsJSON: JSON cannot represent it.
     """
     found: Any
     match value:
@@ -154,18 +154,18 @@ def _numbers(edit: Edit | LogitBias) -> int:
     return sum(value.numel() for value in values if isinstance(value, torch.Tensor))
 
 
-#: Report of one monitor for a sample, as JSON.
+#: Decoded JSON object, such as one monitor's report for a sample.
 JSONObject = Mapping[str, Any]
 
 
 async def monitors_json(
     monitors: Sequence[Monitor], num_layers: int, uploads: Uploads, names: AsyncExitStack
 ) -> list[dict[str, Any]]:
-    """Return the field `monitors` of a request's body, and upload long probes and steering.
+    """Return the field `monitors` of a request's body; long probes and steering are uploaded.
 
     Args:
         monitors: the monitors.
-        num_layers: decoder layers of the model.
+        num_layers: number of decoder layers of the model.
         uploads: uploads of the connection.
         names: exit stack that keeps the uploads on the server until it is closed.
 
@@ -199,10 +199,10 @@ async def _monitor_json(monitor: Monitor, num_layers: int, uploads: Uploads, nam
 
 
 def reports_of(monitors: Sequence[Monitor], reports: Sequence[JSONObject] | None) -> tuple[MonitorReport, ...]:
-    """Return the reports of all monitors for one sample.
+    """Parse the monitors' reports for one sample, in the order of `monitors`.
 
     Raises:
-        ServerFailure: the server says nothing of one that it was asked for.
+        ServerFailure: the server does not report exactly these monitors.
     """
     found = msgspec.convert(list(reports or ()), tuple[MonitorReport, ...])
     if tuple(one.monitor for one in found) != labels_of(monitors):
@@ -213,15 +213,15 @@ def reports_of(monitors: Sequence[Monitor], reports: Sequence[JSONObject] | None
 
 
 def crossings_of(crossings: Iterable[JSONObject]) -> tuple[Crossing, ...]:
-    """Return the crossings of an event of a stream."""
+    """Parse the crossings (tokens at which monitors fired) of a stream's event."""
     found = ({name: value for name, value in one.items() if name != "choice"} for one in crossings)
     return msgspec.convert(list(found), tuple[Crossing, ...])
 
 
 async def lines_of(parts: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
-    """Yield the lines of a stream of events, which only a line feed ends.
+    """Yield the lines of a stream of bytes, which only a line feed ends, without it.
 
-    httpx's `aiter_lines` also ends lines at U+2028, U+0085 and the like, which JSON text may hold as they are.
+    httpx's `aiter_lines` also ends lines at U+2028, U+0085 and the like, which JSON text may contain unescaped.
     """
     held = b""
     async for part in parts:
@@ -233,12 +233,12 @@ async def lines_of(parts: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
 
 
 class Streamed:
-    """Sample of a stream, as its events have described it so far.
+    """One streamed sample, accumulated from its events.
 
     Attributes:
-        document: the answer that a request without a stream would have got.
-        crossings: tokens at which monitors fired, since the last chunk.
-        finish_reason: the reason why the text ended.
+        document: the answer so far, in the form of an answer without streaming.
+        crossings: tokens at which monitors fired since the last chunk.
+        finish_reason: reason why the text ended, None before.
     """
 
     def __init__(self) -> None:
@@ -249,11 +249,11 @@ class Streamed:
 
     @property
     def reads_prompt(self) -> bool:
-        """True once the token ids of the prompt have come."""
+        """True once the token ids of the prompt have been received."""
         return bool(self._choice.get("prompt_token_ids"))
 
     def take(self, event: Mapping[str, Any]) -> Chunk | None:
-        """Add an event and return its chunk; None if it brings no text or tokens."""
+        """Add an event; return its chunk of text and token ids, or None if it has neither."""
         said = event.get("steercap") or {}
         self.crossings += crossings_of(said.get("crossings", ()))
         if "results" in said:

@@ -1,4 +1,4 @@
-"""Token ids of texts and conversations from the server's tokenizer and chat template, and the positions of messages."""
+"""Token ids of texts and conversations, and positions of messages, from the server's tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from steercap.core.extras import extra
 from steercap.errors import InvalidRequest, ServerFailure
 from steercap.files.fingerprint import template_digest, tokenizer_digest
 
-#: Arguments of a template that vLLM's server takes beside the others.
+#: Arguments of chat rendering that vLLM's server takes as fields of the body, not in `chat_template_kwargs`.
 _BESIDE: Final = ("add_generation_prompt", "continue_final_message", "chat_template", "add_special_tokens", "tools")
 
 
-#: Bytes as vocabularies of bytes write them: those that print as themselves, the others in order from U+0100.
+#: Bytes that byte-level vocabularies write as themselves; the others are written in order from U+0100.
 _PRINTED: Final = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _BYTES: Final = {chr(byte): byte for byte in _PRINTED} | {
     chr(0x100 + at): byte for at, byte in enumerate(byte for byte in range(0x100) if byte not in _PRINTED)
@@ -27,11 +27,11 @@ _BYTES: Final = {chr(byte): byte for byte in _PRINTED} | {
 
 
 class RenderedChat(NamedTuple):
-    """Conversation as the model reads it.
+    """A conversation as the model reads it.
 
     Args:
         ids: token ids.
-        texts: bytes of each token, decoded as Latin-1: one character for each byte.
+        texts: each token's bytes, decoded as Latin-1: one character per byte.
     """
 
     ids: list[int]
@@ -39,27 +39,27 @@ class RenderedChat(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Bytes of the whole conversation, decoded as Latin-1."""
+        """The whole conversation's bytes, decoded as Latin-1."""
         return "".join(self.texts)
 
     @property
     def offsets(self) -> list[tuple[int, int]]:
-        """Start and end of each token in the text."""
+        """Start and end of each token in `text`."""
         ends = [0, *itertools.accumulate(map(len, self.texts))]
         return list(itertools.pairwise(ends))
 
 
 def spelled(text: str) -> str:
-    """Return a text's UTF-8 bytes decoded as Latin-1, since a token may end inside a character of several bytes."""
+    """Return a text's UTF-8 bytes decoded as Latin-1, since a token may end inside a character."""
     return text.encode(errors="surrogatepass").decode("latin-1")
 
 
 def token_text(token: str, *, in_bytes: bool) -> str:
-    """Return the bytes of a token, decoded as Latin-1.
+    """Return a token's bytes, decoded as Latin-1.
 
     Args:
         token: the token as the vocabulary writes it.
-        in_bytes: True for a vocabulary of bytes (as GPT-2's), False for one of text with "▁" for spaces
+        in_bytes: True for a byte-level vocabulary (as GPT-2's), False for one of text with "▁" for spaces
             (SentencePiece).
     """
     if in_bytes and all(one in _BYTES for one in token):
@@ -70,7 +70,7 @@ def token_text(token: str, *, in_bytes: bool) -> str:
 
 
 async def tokenised(connection: Connection, text: str, *, special: bool = True) -> list[int]:
-    """Return the token ids of a text, as the server reads it for a prompt, or without the special tokens around it.
+    """Return the token ids of a text from the server's tokenizer; `special` adds special tokens, as for a prompt.
 
     Raises:
         The errors of `Connection.ask`.
@@ -84,17 +84,16 @@ async def tokenised(connection: Connection, text: str, *, special: bool = True) 
 async def templated(
     connection: Connection, conversation: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], *, spans: bool
 ) -> tuple[list[int], tuple[MessageSpan, ...]]:
-    """Return the token ids of a conversation that invites a reply, and the positions of its messages' contents.
+    """Return a conversation's token ids, up to where the reply begins, and the positions of its messages' contents.
 
     Args:
         connection: connection to the server, which renders it.
         conversation: {"role", "content"} dicts.
         arguments: further arguments of the chat template.
-        spans: True to locate the messages, which takes one rendering each, and more where the template's output
-            depends on a message's content.
+        spans: True to locate the messages, which takes at least one rendering each; False for no positions, ().
 
     Raises:
-        InvalidRequest: the server has no chat template, or it refuses the conversation.
+        InvalidRequest: the model has no chat template, or the template refuses the conversation.
         The errors of `Connection.ask`.
     """
     in_bytes = spans and await _in_bytes(connection)
@@ -121,7 +120,7 @@ async def _placed(
     index: int,
     render: Callable[[Sequence[Mapping[str, Any]]], Awaitable[RenderedChat]],
 ) -> list[Region] | str:
-    """Return the regions of a message's content, or the reason why there are none."""
+    """Return the character regions of message `index`'s content in `whole.text`, or the reason why there are none."""
     steps = place(whole.text, conversation, index, spelled)
     try:
         changed = next(steps)
@@ -135,7 +134,7 @@ async def _placed(
 
 
 async def _in_bytes(connection: Connection) -> bool:
-    """Return True if the server's vocabulary is one of bytes."""
+    """Return True if the server's vocabulary is byte-level."""
     body = {"model": connection.here().name, "prompt": "é", "return_token_strs": True}
     answer = await connection.ask("POST", "/tokenize", json=body)
     with connection.answering():
@@ -161,14 +160,14 @@ async def _rendered(
 
 
 def tokenizer_here(description: Mapping[str, str], url: str) -> Any:
-    """Return the tokenizer that a server says it has, from its files on this machine.
+    """Load the server's tokenizer from files on this machine.
 
     Args:
-        description: its name or path, revision, digest, and that of its chat template.
+        description: name or path, revision and digest of the tokenizer, and digest of its chat template.
         url: address of the server, for messages.
 
     Raises:
-        ServerFailure: the server says of none, the files are not here, or they make another tokenizer.
+        ServerFailure: the server names none, its files are not on this machine, or they make another tokenizer.
     """
     if not description:
         raise ServerFailure(f"{url} names no tokenizer; give token ids")

@@ -1,7 +1,7 @@
-"""Compilation of specs for a server's engine, from the server's description of it, as the engine compiles them.
+"""Compilation of specs on a client for the engine of a server, from the server's description of it.
 
-A `RemoteEngine` has the names of `Engine` that functions over an open model read: those that plan captures and digest
-steering. The server compiles each request again, and its answer counts.
+A `RemoteEngine` has those attributes of `Engine` that planning a capture and digesting steering read. The server
+compiles each request again, and its result counts.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from steercap.files.fingerprint import template_digest, tokenizer_digest
 if TYPE_CHECKING:
     from steercap.engine.engine import Engine
 
-#: Fields of `Settings` that compilation reads.
+#: Names of the fields of `Settings` that compilation reads.
 SETTINGS: Final = ("codec", "codec_k", "codec_seed", "edits_per_point")
 
 
 def engine_description(engine: Engine) -> dict[str, Any]:
-    """Describe an engine, as JSON values, to clients that compile specs themselves; its points are sent separately."""
+    """Describe an engine to clients, as JSON values by which they compile specs; its points are sent separately."""
     return {
         "generation_config": dict(engine.vllm.llm.model_config.try_get_generation_config()),
         "tokenizer": _tokenizer(engine),
@@ -35,9 +35,7 @@ def engine_description(engine: Engine) -> dict[str, Any]:
 
 
 def _described(engine: Engine) -> dict[str, Any]:
-    """Return what a `RemoteEngine` is made from, as JSON values; points are in the order in which the server sends
-    them.
-    """
+    """Return the JSON values that a `RemoteEngine` is made from; armed indices are in the order of the points sent."""
     vllm = engine.vllm
     return {
         "armed": list(engine.armed.values()),
@@ -59,7 +57,7 @@ def _described(engine: Engine) -> dict[str, Any]:
 
 
 def _tokenizer(engine: Engine) -> dict[str, str]:
-    """Return the name, revision and digests by which a client finds the tokenizer; {} if the engine has none."""
+    """Return the name, revision and digests that identify the engine's tokenizer; {} if it has none."""
     if not engine.vllm.tokenizes:
         return {}
     config, found = engine.vllm.llm.model_config, engine.vllm.tokenizer
@@ -69,7 +67,7 @@ def _tokenizer(engine: Engine) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class RemoteVllm:
-    """Facts about a server's vLLM, with the names of `VllmEngine`."""
+    """Facts about a server's vLLM, under the names of `VllmEngine`'s attributes; see there."""
 
     model_name: str
     names: tuple[str, ...]
@@ -80,15 +78,15 @@ class RemoteVllm:
     tokenizes: bool
     held_bytes: int
     pools: bool = False
-    #: Sampling parameters of a request whose text nobody reads: a server makes the text in any case.
+    #: Sampling parameters to add if a request's text is not read: none, since a server detokenises in any case.
     without_text: Mapping[str, Any] = field(default_factory=dict)
 
     def sampling(self, params: Any) -> Any:
-        """Return sampling parameters as far as they can be asked of a server; errors as of `sampling_json`."""
+        """Return sampling parameters as an object with attributes; raises the errors of `sampling_json`."""
         return SimpleNamespace(**sampling_json(params))
 
     def limit(self, prompt_len: int, params: Any) -> int:
-        """Return the maximum number of tokens that become inputs of the model: prompt + generated - 1."""
+        """Return the maximum number of input tokens of a request: prompt + generated - 1, within the context length."""
         longest = self.max_model_len if params.max_tokens is None else prompt_len + params.max_tokens
         return min(longest, self.max_model_len) - 1
 
@@ -98,8 +96,8 @@ class RemoteEngine:
 
     Args:
         description: "compiling" of `engine_description`.
-        schemas: schema of every armed point, in the server's order.
-        held_bytes: maximum bytes of rows that may wait at the server.
+        schemas: shape and dtype of the rows at every armed point, in the server's order.
+        held_bytes: maximum bytes of captured rows that may wait at the server.
     """
 
     def __init__(self, description: Mapping[str, Any], schemas: Mapping[Point, PointSchema], held_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Connection to a server: requests and answers, with the server's errors raised as the library's own."""
+"""HTTP connection to a server: requests and answers, with the server's errors raised as the library's own."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
-#: Seconds until a server must have accepted a connection, and for deletions on the server at the end.
+#: Maximum seconds for opening a connection, and for deletions on the server when the connection is closed.
 CONNECT_SECONDS: Final = 10.0
 CLOSE_SECONDS: Final = 5.0
-#: Seconds for which an unused connection is kept: well below the five after which uvicorn closes it, or a request could
+#: Seconds for which an idle TCP connection is kept: well below the five after which uvicorn closes it; a request could
 #: be sent in that very moment.
 IDLE_SECONDS: Final = 2.0
-#: Maximum number of requests at the server at once; further ones wait here, in order.
+#: Maximum number of concurrent requests of a call; further ones wait on the client, in order.
 AT_ONCE: Final = 256
-#: Header of an answer with the name of the steercap error class.
+#: Header of an error answer that has the name of the steercap error class.
 ERROR_HEADER: Final = "x-steercap-error"
-#: Host that requests over a Unix socket name.
+#: Base URL of requests over a Unix socket, whose host is ignored.
 BY_SOCKET: Final = "http://localhost"
 _BY_STATUS: Final[Mapping[int, type[SteercapError]]] = {
     400: InvalidRequest,
@@ -49,15 +49,15 @@ _BY_STATUS: Final[Mapping[int, type[SteercapError]]] = {
 
 @dataclass(frozen=True)
 class Described:
-    """Description of the server's model.
+    """The server's description of its model.
 
     Args:
-        name: name of the model in requests, as asked for, or the first that the server lists.
-        model: its path, or name on the hub.
-        context: tokens that a prompt and its reply may have together, None if the server does not say.
+        name: name of the model in requests: the one asked for, or the first that the server lists.
+        model: path of the model, or name on the hub.
+        context: maximum number of tokens of a prompt and its reply together, None if the server does not report it.
         num_layers, hidden_size, points, origin, identity, generation_config: as of `SteerModel`.
-        tokenizer: name, revision and digests of its tokenizer, see `chats.tokenizer_here`.
-        engine: what its engine compiles specs by, None if the server does not say it.
+        tokenizer: name, revision and digests of the tokenizer, see `chats.tokenizer_here`.
+        engine: engine properties that specs are compiled with, None if the server does not report them.
     """
 
     name: str
@@ -77,20 +77,20 @@ class Connection:
     """Connection to one server, used in one event loop.
 
     Args:
-        url: address of the server, with or without "/v1"; of a Unix socket "unix:" and its path, or the path.
-        api_key: the key, if it wants one.
-        name: name of the model in requests, None for the first that the server names.
-        timeout: seconds that the server may be silent for; None for any.
-        transport: httpx transport, in place of the network.
+        url: address of the server, with or without "/v1"; for a Unix socket "unix:" and its path, or the path.
+        api_key: API key, or None.
+        name: name of the model in requests, None for the first that the server lists.
+        timeout: maximum seconds of the server's silence; None for no limit.
+        transport: httpx transport to use instead of the network, or None.
 
     Attributes:
-        url: without "/v1".
+        url: address of the server, without "/v1".
         socket: path of the server's Unix socket, "" if it has none.
-        running: tasks that run on it; cancelled when it is closed.
-        call_style: style in which messages show code.
+        running: tasks that use the connection; cancelled when it is closed.
+        call_style: async or sync style of the code that error messages show.
 
     Raises:
-        InvalidSetting: the url or the timeout is none.
+        InvalidSetting: `url` has none of these forms.
     """
 
     def __init__(self, url: str, api_key: str | None, name: str | None, timeout: float | None, transport: Any) -> None:
@@ -120,12 +120,14 @@ class Connection:
     # Life
 
     async def start(self) -> None:
-        """Open the connection and ask the server for its models.
+        """Open the connection and ask the server for its models. Idempotent.
 
         Raises:
             MissingExtra: httpx is not installed.
-            ServerFailure: it cannot be reached, refuses the key, or is not `steercap serve`.
-            InvalidRequest: it has no model of the name.
+            ServerFailure: the server cannot be reached, refuses the key, or is not `steercap serve`.
+            InvalidRequest: the server has no model of that name.
+            ModelClosed: the connection was closed.
+            WrongEventLoop: it was started in another event loop.
         """
         self._require_not_closed()
         self._home = self._home or OwnerLoop("this connection")
@@ -136,7 +138,7 @@ class Connection:
                 await within(self.running, self._open, self._ended)
 
     async def _open(self) -> None:
-        """Open the connection and describe the server; if that fails, close it."""
+        """Open the HTTP client and ask the server for its description; if that fails, close the client."""
         with extra("client"):
             import httpx
 
@@ -163,7 +165,11 @@ class Connection:
             raise
 
     def _require_own_socket(self) -> None:
-        """Check that the server's socket is this user's: prompts are not sent to another user's process."""
+        """Check that this user owns the server's socket, so that prompts are not sent to another user's process.
+
+        Raises:
+            ServerFailure: the socket does not exist, or another user owns it.
+        """
         try:
             owner = Path(self.socket).stat().st_uid
         except OSError as error:
@@ -211,7 +217,7 @@ class Connection:
             )
 
     async def aclose(self) -> None:
-        """Cancel running tasks, let the server free what it holds for this connection, and close it. Idempotent."""
+        """Cancel running tasks, delete this connection's resources on the server, and disconnect. Idempotent."""
         first, self._closed = not self._closed, True
         if self._home is None or not first:
             return
@@ -235,7 +241,7 @@ class Connection:
         """Return the description of the server's model.
 
         Raises:
-            ModelClosed: it was never asked, or the connection is closed.
+            ModelClosed: the connection was never started, or is closed.
         """
         self._require_not_closed()
         if self._described is None:
@@ -246,7 +252,7 @@ class Connection:
         return self._described
 
     def here(self) -> Described:
-        """Return the description of the server's model, in the connection's own event loop.
+        """Return the description of the server's model, after checking that this is the connection's event loop.
 
         Raises:
             ModelClosed: as for `opened`.
@@ -258,7 +264,7 @@ class Connection:
         return described
 
     async def run(self, work: Callable[[], Awaitable[Value]]) -> Value:
-        """Await `work()` in this event loop, as a task that closing the connection cancels.
+        """Run `work` in this event loop as a task that closing the connection cancels, and return its result.
 
         Args:
             work: function that returns the awaitable, usually requests to the server.
@@ -287,11 +293,15 @@ class Connection:
     # Requests
 
     async def ask(self, method: str, path: str, **content: Any) -> Any:
-        """Send a request and return the JSON of the answer.
+        """Send an HTTP request and return the decoded JSON of the answer.
+
+        Args:
+            method, path: HTTP method, and path on the server.
+            **content: arguments of httpx for the body, such as `json=`.
 
         Raises:
-            ServerFailure: it cannot be reached, or does not answer as it should.
-            SteercapError: its error, of the class that it says.
+            ServerFailure: the server cannot be reached, or the answer is malformed.
+            SteercapError: the server's error, of the class that it names.
         """
 
         async def exchange() -> Any:
@@ -304,7 +314,10 @@ class Connection:
 
     @contextlib.asynccontextmanager
     async def answer(self, method: str, path: str, **content: Any) -> AsyncIterator[httpx.Response]:
-        """Send a request and yield the answer, to be read as it comes; use it in `scoped` or `scoped_steps`.
+        """Send an HTTP request and yield the response, its body unread; enter it in `scoped` or `scoped_steps`.
+
+        Args:
+            method, path, **content: as for `ask`.
 
         Raises:
             The errors of `ask`.
@@ -333,10 +346,10 @@ class Connection:
             ) from error
 
     async def stepped(self, steps: AsyncGenerator[Value, None]) -> AsyncGenerator[Value, None]:
-        """Yield what a generator makes of an answer, each step `scoped`; closing the connection closes it.
+        """Yield the values of a generator that reads an answer, each step in `scoped`; closing the connection ends it.
 
         Raises:
-            ModelClosed: the connection was closed before the last step was taken.
+            ModelClosed: the connection was closed before the last value.
         """
         found = scoped_steps(steps)
         self._streams.add(found)
@@ -352,10 +365,10 @@ class Connection:
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """Turn errors in parsing an answer inside the block into `ServerFailure`.
+        """Raise `ServerFailure` in place of errors in parsing an answer inside the block.
 
         Raises:
-            ServerFailure: it is not what `steercap serve` says.
+            ServerFailure: the answer does not have the fields that this version of steercap expects.
         """
         try:
             yield
@@ -379,8 +392,8 @@ class Connection:
 
         Args:
             status: HTTP status.
-            body: body of the answer.
-            name: name of the steercap error class, if the server gave one.
+            body: decoded body of the answer.
+            name: name of the steercap error class, "" if the server gave none.
         """
         said = body.get("error", body.get("detail", body)) if isinstance(body, Mapping) else body
         message = str(said.get("message", said) if isinstance(said, Mapping) else said)
@@ -399,11 +412,11 @@ class Connection:
     # Resources on the server
 
     def hold(self, path: str) -> None:
-        """Remember a resource on the server, to be deleted later."""
+        """Register the path of a resource on the server, to be deleted at the latest when the connection is closed."""
         self._held.add(path)
 
     def let_go(self, path: str) -> None:
-        """Schedule the deletion of a resource, from any thread at any moment, without waiting for it."""
+        """Schedule the deletion of a registered resource; safe from any thread, at any moment, and does not wait."""
         if self._home is not None and path in self._held:
             self._home.call(lambda: self._free_soon(path))
 
@@ -423,7 +436,7 @@ class Connection:
             await self.ask("DELETE", path)
 
     async def free(self, path: str) -> None:
-        """Delete a resource, and wait until it is."""
+        """Delete a registered resource, and wait for the server's answer."""
         if path in self._held:
             self._held.discard(path)
             await self._free(path)
@@ -437,12 +450,12 @@ class Connection:
 
 @dataclass(frozen=True)
 class RemoteServing:
-    """Part of `Serving` that functions over an open model use, for a model at a server."""
+    """The connection and the client's copy of the server's engine, in place of a local model's `Serving`."""
 
     connection: Connection
 
     def here(self) -> RemoteEngine:
-        """Return the same as `opened`, for work in the connection's own event loop.
+        """Return what `opened` returns, after checking that this is the connection's event loop.
 
         Raises:
             WrongEventLoop: it was started in another event loop.
@@ -464,5 +477,5 @@ class RemoteServing:
         return engine
 
     async def run(self, work: Callable[[], Awaitable[Value]]) -> Value:
-        """See `Connection.run`."""
+        """Run `work` as a task that closing the connection cancels; see `Connection.run`."""
         return await self.connection.run(work)

@@ -1,4 +1,4 @@
-"""The class `RemoteModel`: a model that a server has open."""
+"""The class `RemoteModel`: client of a model that a server has open."""
 
 from __future__ import annotations
 
@@ -56,22 +56,22 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
     that a server does not support is refused by name. Sampling uses vLLM's own defaults, as there, not those of the
     server's configuration. Differences:
 
-    - Rows wait at the server until they are fetched, but no longer than its `--captures-seconds`.
-    - `stream` gives texts and crossings of monitors as they come, and all rows with the last chunk.
-    - `run` gives as `output` OpenAI's `Completion`; its log probabilities name tokens by id, "token_id:7", as several
+    - Captured rows wait at the server until they are fetched, but no longer than its `--captures-seconds`.
+    - `stream` yields texts and crossings of monitors as they come, and all rows with the last chunk.
+    - `run` returns OpenAI's `Completion` as `output`; its log probabilities name tokens by id, "token_id:7", as several
       tokens may have one text.
     - `steering=` may be the name of vectors or of steering on the server.
 
     Args:
         url: address of the server, such as "http://127.0.0.1:8000", or "unix:" and the path of its Unix socket.
-        api_key: the key, if the server wants one.
-        model: its name for the server, an adapter or a preset such as "smollm2+calm"; the first that it lists if left
+        api_key: API key, if the server requires one.
+        model: name of a model, adapter or preset ("smollm2+calm") that the server lists; the first of these if left
             out.
-        timeout: seconds that the server may be silent for before an answer; None for any.
-        transport: httpx transport, in place of the network.
+        timeout: maximum seconds of the server's silence before an answer; None for no limit.
+        transport: httpx transport to use instead of the network, as in tests.
 
     Raises:
-        InvalidSetting: the url is none.
+        InvalidSetting: `url` is not an address of these forms.
 
     Use it as an async context manager, or `await start()` and `await aclose()`. Calls may run concurrently.
     """
@@ -99,8 +99,8 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
 
         Raises:
             MissingExtra: httpx is not installed: `pip install 'steercap[client]'`.
-            ServerFailure: it cannot be reached, refuses the key, or is no server of steercap's.
-            InvalidRequest: it has no such model.
+            ServerFailure: the server cannot be reached, refuses the key, or is not `steercap serve`.
+            InvalidRequest: the server has no such model.
             ModelClosed: the connection was closed.
             WrongEventLoop: it was started in another event loop.
         """
@@ -108,7 +108,7 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         return self
 
     async def aclose(self) -> None:
-        """Cancel running calls, let the server free what it holds for this connection, and close it. Idempotent."""
+        """Cancel running calls, delete this connection's captures and uploads, and disconnect. Idempotent."""
         await self.connection.aclose()
 
     async def __aenter__(self) -> RemoteModel:
@@ -123,7 +123,7 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
     async def steered(self, steering: SteeringSpec | Edit | LogitBias) -> AsyncIterator[SteeringSpec]:
         """Steer every call inside that does not pass `steering=` itself: `async with model.steered(spec): ...`.
 
-        When nested, its edits come after those of the outer one. The first call checks that it fits the model.
+        When nested, its edits come after the outer spec's. The first call inside checks that the spec fits the model.
 
         Args:
             steering: a SteeringSpec, one edit, or a LogitBias.
@@ -139,26 +139,26 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
             yield spec
 
     async def fetch_captures_batch(self, handles: Sequence[Any]) -> None:
-        """Fetch many handles, several at a time.
+        """Fetch the rows of many handles, several at a time, into the handles.
 
         Nested lists and None are allowed; handles already fetched are left alone.
 
         Raises:
-            CaptureReleased: one of the handles was released, or its time at the server is over; the others are fetched.
+            CaptureReleased: a handle was released, or the server no longer has its rows; the others are fetched.
             ServerFailure: the server cannot be reached.
         """
         await fetch_all([handle.lifecycle for handle in flat(handles)])
 
     async def token_ids(self, text: Any, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokenise a prompt as the model reads it, by the server's tokenizer.
+        """Return the token ids of a prompt as the model reads it, from the server's tokenizer.
 
         Args:
             text, add_special_tokens: as for `SteerModel.token_ids`.
 
         Raises:
             InvalidSpec: neither text, token ids nor a conversation.
-            InvalidPrompt: a str that is no text.
-            InvalidRequest: the server has no chat template, or it refuses the conversation.
+            InvalidPrompt: a str that cannot be encoded in UTF-8.
+            InvalidRequest: the model has no chat template, or the template refuses the conversation.
         """
         if isinstance(text, str):
             words = require_text(text)
@@ -168,13 +168,13 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         return ids_of_text(text)
 
     async def stats(self) -> Stats:
-        """Return the present use of the server's model, by all its clients, and its limits."""
+        """Return the current use of memory and slots of the server's model, by all clients, and the limits."""
         said = await self.connection.run(lambda: self.connection.ask("GET", "/v1/steercap/model"))
         with self.connection.answering():
             return Stats(**said["engine"])
 
     def identity(self) -> dict[str, str]:
-        """Return everything that the model's answers depend on, as `SteerModel.identity` does where it is open.
+        """Return everything that the model's answers depend on, as `SteerModel.identity` does on the server.
 
         Returns:
             Strings by name, "" where something is not set.
@@ -182,18 +182,18 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         return dict(self.connection.opened().identity)
 
     async def upload_vectors(self, name: str, content: LayerVectors | DirectionSet | SteeringSpec) -> Mapping[str, Any]:
-        """Upload vectors, directions or steering under a name, replacing its former content; they stay on the server.
+        """Upload vectors, directions or steering under a name, replacing what has this name; they stay on the server.
 
         Args:
             name: letters, digits, dots, dashes and underscores.
             content: the vectors, directions or steering; `steering=name` then steers by it.
 
         Returns:
-            The server's description of it: its kind, layers, norms, bytes.
+            The server's description of the upload: kind, layers, norms, bytes.
 
         Raises:
-            InvalidSpec: not a name, or not such content.
-            CaptureMemoryFull: the server keeps no more of this key.
+            InvalidSpec: `name` is not such a name, or `content` is of another type.
+            CaptureMemoryFull: the server has no more room for uploads of this API key.
         """
         _check_name(name)
         data = encoded(content)
@@ -201,34 +201,34 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         return found
 
     async def list_vectors(self) -> list[Mapping[str, Any]]:
-        """Return descriptions of the named content on the server: this key's own, and the operator's."""
+        """Return the server's descriptions of named vectors and steering: this API key's, and the operator's."""
         said = await self.connection.run(lambda: self.connection.ask("GET", VECTORS))
         with self.connection.answering():
             return list(said["data"])
 
     async def delete_vectors(self, name: str) -> None:
-        """Remove something that this key uploaded from the server.
+        """Delete an upload of this API key from the server.
 
         Args:
             name: name of the upload.
 
         Raises:
-            InvalidRequest: nothing of this key has the name.
+            InvalidRequest: this API key has no upload of that name.
         """
         _check_name(name)
         await self.connection.run(lambda: self.connection.ask("DELETE", f"{VECTORS}/{name}"))
 
     def check_capture(self, spec: CaptureSpec) -> tuple[Point, ...]:
-        """Check a capture spec against the server's model, by what the server said of it; see `SteerModel`.
+        """Check a capture spec against the server's model, without a request; see `SteerModel.check_capture`.
 
         Args:
             spec: the capture spec.
 
         Returns:
-            The points that it captures, ascending.
+            The points that it captures, by ascending layer.
 
         Raises:
-            InvalidSpec, LayerOutOfRange, UnknownName, PointNotArmed: it does not fit.
+            InvalidSpec, LayerOutOfRange, UnknownName, PointNotArmed: the spec does not fit the model.
             ModelClosed: the connection was never started, or is closed.
         """
         return self.serving.opened().compiler.captured(spec)[0]
@@ -237,15 +237,15 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
 
     @property
     def serving(self) -> RemoteServing:
-        """Engine of the server, by which requests to it are planned here, and a runner of such work."""
+        """Client's copy of the server's engine, which plans requests, with the means to run work on the connection."""
         return RemoteServing(self.connection)
 
     @property
     def tokenizer(self) -> Any:
-        """Tokenizer of the model, read from its files here or in the hub's cache, and shown to be the server's.
+        """Tokenizer of the model, read from files on this machine and compared with the digest of the server's.
 
         Raises:
-            ServerFailure: the files are not on this machine, or make another tokenizer than the server's.
+            ServerFailure: the files are not on this machine, or differ from the server's tokenizer.
         """
         said = self.connection.opened().tokenizer
         if self._tokenizer is None:
@@ -259,7 +259,7 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
 
     @property
     def openai(self) -> AsyncOpenAI:
-        """OpenAI's own client of the same server, for its other functions: tools, log probabilities, embeddings.
+        """OpenAI's own client for the same server, for its other functions: tools, log probabilities, embeddings.
 
         Each access makes a new one, which the caller must close.
         """
@@ -274,14 +274,14 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
 
     @property
     def openai_arguments(self) -> dict[str, Any]:
-        """Arguments of OpenAI's clients for this server; one on a Unix socket also needs an `http_client` for it."""
+        """Arguments of OpenAI's clients for this server; on a Unix socket add an `http_client` that uses it."""
         self.connection.opened()
         key, host = self.connection.api_key or "none", BY_SOCKET if self.connection.socket else self.url
         return {"base_url": f"{host}/v1", "api_key": key, "max_retries": 0, "timeout": None}
 
     @property
     def url(self) -> str:
-        """Address of the server, without "/v1"; of one on a Unix socket "unix:" and its path."""
+        """Address of the server, without "/v1"; for a Unix socket, "unix:" and its path."""
         return self.connection.url
 
     @property
@@ -291,7 +291,7 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
 
     @property
     def served_name(self) -> str:
-        """Name of the model in requests."""
+        """Name of the model in HTTP requests to the server."""
         return self.connection.opened().name
 
     @property
@@ -301,7 +301,7 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
 
     @property
     def max_model_len(self) -> int | None:
-        """Maximum number of tokens of prompt and answer together; None if not known."""
+        """Maximum number of tokens of prompt and answer together; None if the server does not report it."""
         return self.connection.opened().context
 
     @property

@@ -1,4 +1,4 @@
-"""Captured rows and sketches that wait at a server: the origin of a handle's rows, and a sketch that requests join."""
+"""Captured rows and sketches that wait at a server: the source of a handle's rows, and a sketch that requests enter."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ _AT_ONCE: Final = 8
 
 @dataclass(frozen=True)
 class RemoteRows:
-    """Rows of one capture that waits at a server.
+    """Source of a capture handle's rows: one sample's file that waits at a server.
 
     Args:
         connection: connection to the server.
-        path: path of the file there.
-        size: its size in bytes.
-        request: the name of the request.
-        points: points that it must hold.
-        tokens: prompt and generated token ids of the request.
+        path: URL path of the file.
+        size: bytes of the file.
+        request: id of the request that the file must name.
+        points: points that the file must contain.
+        tokens: prompt and generated token ids that the file must contain.
     """
 
     connection: Connection
@@ -68,11 +68,11 @@ class RemoteRows:
         return await self.connection.run(lambda: each_of(origins, _fetched, _AT_ONCE))
 
     def checked(self, delivery: Any) -> Found:
-        """Return the rows of a fetched file, checked to be that of this request; see `Origin.checked`.
+        """Return the rows of a fetched file after checking that it is this request's; see `Origin.checked`.
 
         Raises:
-            CaptureIncomplete: it is not.
-            CaptureReleased: the server has it no more.
+            CaptureIncomplete: it is another request's, or incomplete.
+            CaptureReleased: the server no longer has it.
         """
         if isinstance(delivery, SteercapError):
             raise delivery
@@ -90,7 +90,7 @@ class RemoteRows:
 
 
 async def _fetched(remote: RemoteRows) -> CaptureHandle | SteercapError:
-    """Download a capture file and load it; return the error of one that is gone, so that others still come."""
+    """Download a capture file and load it; an error of this file is returned, so that other downloads go on."""
     with tempfile.TemporaryDirectory(prefix="steercap-fetch-") as folder:
         path = Path(folder, "rows.safetensors")
         try:
@@ -106,7 +106,7 @@ async def _fetched(remote: RemoteRows) -> CaptureHandle | SteercapError:
 
 
 async def downloaded(connection: Connection, address: str, path: Path) -> int:
-    """Write a file of the server to a path, and return its size.
+    """Download the server's file at URL path `address` to `path`, and return its number of bytes.
 
     Raises:
         The errors of `Connection.ask`.
@@ -125,12 +125,12 @@ _PATH: Final = "/v1/steercap/sketches"
 
 @dataclass(frozen=True)
 class ServerSketch:
-    """Source of one sketch that is at a server.
+    """Statistics of one sketch at a server, from which `RunningSketch.fetch` reads.
 
     Args:
         connection: connection to the server.
-        path: path of the sketch there.
-        turn: lock held while its file is fetched: the server sends one at a time.
+        path: URL path of the sketch.
+        turn: lock held while its file is downloaded: the server sends one at a time.
     """
 
     connection: Connection
@@ -176,7 +176,7 @@ class ServerSketch:
 
 
 async def open_sketch(connection: Connection, kind: str, size: Any, spec: CaptureSpec) -> RunningSketch:
-    """Open a sketch at a server.
+    """Open a sketch (running statistics of captured rows) at a server; arguments as for `SteerModel.sketch`.
 
     Raises:
         UnknownName, InvalidSpec, PointNotArmed: an argument is wrong.
@@ -200,9 +200,10 @@ async def open_sketch(connection: Connection, kind: str, size: Any, spec: Captur
 
 @contextmanager
 def entering(sketches: Sequence[RunningSketch]) -> Iterator[None]:
-    """Note where a request that joined these fails on its way: the server may have its rows or not.
+    """Count a request inside the block as `unsure` in these sketches if it fails without an answer of the server.
 
-    An error that the server answers with says that the rows did not enter, or that the sketch cannot be trusted.
+    Its rows may then have entered or not. An error that the server answers means that they did not, or that the server
+    refuses the sketch from then on.
     """
     try:
         yield
@@ -214,7 +215,12 @@ def entering(sketches: Sequence[RunningSketch]) -> Iterator[None]:
 
 
 def count(sketches: Sequence[RunningSketch], results: Sequence[Mapping[str, Any]], url: str) -> None:
-    """Take over the counts of sketches from the results of a request that joined them.
+    """Add a request's results to the counts of the sketches that it entered.
+
+    Args:
+        sketches: the sketches.
+        results: for each sample, its entry in the server's answer.
+        url: address of the server, for messages.
 
     Raises:
         SketchIncomplete: the server does not confirm that the request has entered each of them.

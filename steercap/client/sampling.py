@@ -1,4 +1,4 @@
-"""Sampling parameters in the body of a request.
+"""Sampling and pooling parameters as fields of an HTTP request's body.
 
 A parameter left out gets vLLM's default, as in a local request, and not that of the server's own configuration.
 """
@@ -15,7 +15,7 @@ import numpy as np
 from steercap.core.values import choices, number_of, shown
 from steercap.errors import InvalidRequest
 
-#: Defaults of vLLM's SamplingParams that a server may have others for.
+#: Defaults of vLLM's SamplingParams that are always sent, since a server's configuration may change them.
 DEFAULTS: Final[Mapping[str, Any]] = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -26,7 +26,7 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "frequency_penalty": 0.0,
     "max_tokens": 16,
 }
-#: All sampling parameters that the body of a completion may hold.
+#: Names of all sampling parameters that can be sent in a completion request.
 KNOWN: Final = (
     *DEFAULTS,
     "n",
@@ -48,21 +48,21 @@ KNOWN: Final = (
     "thinking_token_budget",
     "watermarking",
 )
-#: Greatest `logit_bias` of vLLM's server, which bounds greater ones without a word; a model in this process does not.
+#: Greatest absolute `logit_bias` of vLLM's server, which clips greater ones silently; a local model does not clip.
 MOST_BIAS: Final = 100
-#: Parameters that the server sets itself, or that have no visible effect through it.
+#: Parameters that the server sets itself, or that have no visible effect in its answers.
 _ITS_OWN: Final = ("output_kind", "skip_clone", "output_text_buffer_length", "stream_interval")
 
 
 def sampling_json(given: Any) -> dict[str, Any]:
-    """Return sampling parameters as fields of a request's body.
+    """Return sampling parameters as fields of a request's body, vLLM's defaults included.
 
     Args:
         given: vLLM's SamplingParams, a dict of their fields, or None.
 
     Raises:
-        InvalidRequest: something else, a name that does not exist, or one that a server cannot be asked; a bias that
-            the server would change.
+        InvalidRequest: `given` is of another type, has a parameter that cannot be sent to a server, or a bias beyond
+            `MOST_BIAS`, which the server would change.
     """
     asked = dict(DEFAULTS)
     for name, value in _fields(given, "sampling_params", "SamplingParams").items():
@@ -85,13 +85,13 @@ def sampling_json(given: Any) -> dict[str, Any]:
 
 
 def pooling_json(given: Any) -> dict[str, Any]:
-    """Return pooling parameters as JSON; the server checks them.
+    """Return pooling parameters as JSON values; the server checks them.
 
     Args:
         given: vLLM's PoolingParams, a dict of their fields, or None.
 
     Raises:
-        InvalidRequest: something else, or a value that JSON cannot hold.
+        InvalidRequest: `given` is of another type, or a value cannot be written as JSON.
     """
     asked = {name: _plain(value) for name, value in _fields(given, "pooling", "PoolingParams").items()}
     for name, value in asked.items():
@@ -103,7 +103,7 @@ def pooling_json(given: Any) -> dict[str, Any]:
 
 
 def _fields(given: Any, argument: str, kind: str) -> dict[str, Any]:
-    """Return the given fields, for vLLM's own parameters those that differ from their default."""
+    """Return the given parameters as a dict; of vLLM's own `kind`, those fields that differ from their defaults."""
     if given is None:
         return {}
     if isinstance(given, Mapping):

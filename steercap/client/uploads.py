@@ -1,4 +1,4 @@
-"""Uploads of vectors and steering that are too large for a request's body: sent once, named by their digest."""
+"""Uploads of vectors and steering that are too large for a request's body: sent once, then named in requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from steercap.steering.directions import DirectionSet
 from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec
 
-#: Maximum number of files kept at the server while no request needs them.
+#: Maximum number of uploads kept on the server while no request needs them.
 _UNUSED: Final = 32
 VECTORS: Final = "/v1/steercap/vectors"
 
@@ -30,7 +30,7 @@ class Upload:
     """One uploaded file.
 
     Args:
-        name: its name on the server, unique to the connection and the file.
+        name: name of the file on the server, unique to the connection and the content.
         users: number of running requests that need it.
         there: True if the server has it.
         turn: lock held during the upload.
@@ -43,7 +43,7 @@ class Upload:
 
 
 class Uploads:
-    """Uploaded files of one connection."""
+    """Cache of the files that one connection has uploaded, by their content."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -53,10 +53,10 @@ class Uploads:
 
     @asynccontextmanager
     async def named(self, content: LayerVectors | DirectionSet | SteeringSpec) -> AsyncIterator[str]:
-        """Upload content if it is not on the server yet, and yield its name; it stays there while the block runs.
+        """Upload content unless the server has it, and yield its name there; it is not deleted while the block runs.
 
         Raises:
-            CaptureMemoryFull: the server has no more room for uploads of this key.
+            CaptureMemoryFull: the server has no more room for uploads of this API key.
             The errors of `Connection.ask`.
         """
         data = await asyncio.to_thread(encoded, content)
@@ -80,7 +80,7 @@ class Uploads:
             self._drop_unused()
 
     async def put(self, name: str, data: bytes) -> Any:
-        """Send a file, and return the server's description of it."""
+        """Upload a file's bytes under a name, and return the server's description of it."""
         return await self._connection.ask("PUT", f"{VECTORS}/{name}", content=data)
 
     def _drop_unused(self) -> None:
@@ -90,10 +90,10 @@ class Uploads:
 
 
 def encoded(content: Any) -> bytes:
-    """Return content as the bytes of its file.
+    """Return vectors, directions or steering as the bytes of their safetensors file.
 
     Raises:
-        InvalidSpec: something else than vectors, directions or steering.
+        InvalidSpec: `content` is of another type.
     """
     if not isinstance(content, (LayerVectors, DirectionSet, SteeringSpec)):
         raise InvalidSpec(f"{shown(content)} cannot be uploaded; give LayerVectors, a DirectionSet or a SteeringSpec")

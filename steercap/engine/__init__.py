@@ -1,1 +1,1 @@
-"""One engine's life on the client: what it has room for, what its workers hold, and how rows are fetched."""
+"""One engine's life on the client: admission, compilation, calls of the workers, and fetching and spilling of rows."""

@@ -1,4 +1,4 @@
-"""Queue of capturing requests, which wait until the arena has room for their rows.
+"""Queue of capturing requests, which wait until the arena, the memory of captured rows, has room for theirs.
 
 This module awaits; `core.budget` decides.
 """
@@ -29,14 +29,14 @@ _ENDED: Final = (
 
 
 class Admission:
-    """Queue before the arenas.
+    """Queue of capturing requests before the arenas, the memory of captured rows.
 
     Args:
-        pages: pages of each engine's arena, the smallest where they differ.
+        pages: number of pages of each engine's arena, the smallest where they differ.
         page_bytes: bytes of a page.
-        settings: settings with the policy for a full arena.
-        engines: number of engines, each with an arena of its own.
-        reductions: number of reductions that can run along at once in each engine.
+        settings: settings with `overflow`, the policy for a full arena, and `overflow_timeout`, in seconds.
+        engines: number of engines, each with its own arena.
+        reductions: number of requests with `reduce=` that can run at once in each engine.
     """
 
     def __init__(self, pages: int, page_bytes: int, settings: Settings, engines: int = 1, reductions: int = 0) -> None:
@@ -45,20 +45,20 @@ class Admission:
         self._settings = settings
         self._waiting: dict[Reservation, asyncio.Future[None]] = {}
         self._watch: asyncio.TimerHandle | None = None
-        #: Object that makes room with overflow="spill", else None.
+        #: Mover of rows to disk with overflow="spill", else None.
         self.relief: Spilling | None = None
 
     async def claim(self, pages: int, call: object, engine: int | None = None, reductions: int = 0) -> Reservation:
-        """Reserve pages, in order of arrival; the returned reservation names the engine.
+        """Reserve arena pages for a request, in order of arrival; the returned reservation names the engine to run it.
 
         Args:
             pages: number of pages of the arena.
-            call: the `generate` call it is for.
-            engine: index of the engine that must run the request, or None.
-            reductions: number of reductions that run along with it.
+            call: the `generate` call that the request belongs to.
+            engine: index of the engine that must run the request, or None for any.
+            reductions: number of reductions (`reduce=`) that run in the request, one per sample.
 
         Raises:
-            CaptureMemoryFull: there can be no room, or none came in time, or waiting is not wanted.
+            CaptureMemoryFull: the arena is too small; it is full and overflow="error"; or nothing was freed in time.
             ModelClosed: the model was closed meanwhile.
         """
         reservation = Reservation(pages, call, engine=engine, reductions=reductions)
@@ -81,20 +81,20 @@ class Admission:
         return reservation
 
     def finish(self, reservation: Reservation, parts: Sequence[int]) -> list[Reservation]:
-        """Replace the reservation of a request that ended by one for each handle, with `parts` pages each."""
+        """Replace an ended request's reservation by one for each sample, of `parts` pages, and return these."""
         handles, admitted = self.budget.finish(reservation, parts)
         self._settle(admitted)
         return handles
 
     def release(self, reservation: Reservation) -> None:
-        """Free a reservation's pages, or remove it from the queue; the timeout starts again."""
+        """Free a reservation's pages, or remove it from the queue; restart the timeout of those that wait."""
         if self._watch:
             self._watch.cancel()
             self._watch = None
         self._settle(self.budget.release(reservation))
 
     def look_again(self) -> None:
-        """Admit requests that fit now, after a change outside the budget that may have made room."""
+        """Admit waiting requests that fit now, and begin to move rows to disk for the others; called by `Spilling`."""
         self._settle(self.budget.admit())
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class Admission:
         self.fail(ModelClosed("the model was closed while this request waited for capture memory"))
 
     def fail(self, error: EngineFailure) -> None:
-        """Fail all waiting requests with this error."""
+        """Fail all waiting requests, each with a new error of the type and message of `error`."""
         if self._watch:
             self._watch.cancel()
         for future in self._waiting.values():
@@ -110,7 +110,7 @@ class Admission:
                 future.set_exception(type(error)(str(error)))
 
     def _settle(self, admitted: Iterable[Reservation]) -> None:
-        """Wake admitted requests, fail those that can never be admitted, and watch for a stall."""
+        """Wake `admitted` requests, refuse those that can never be admitted, and start or stop the timeout."""
         self._wake(admitted)
         if self.relief is not None:
             self.relief.begin()

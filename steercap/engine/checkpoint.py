@@ -1,6 +1,6 @@
 """Facts about a model's checkpoint that are known without starting an engine: its folder, its config.json, its size.
 
-It needs neither torch nor vLLM, so it is checked first.
+This module imports neither torch nor vLLM, so its checks run first.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ CONFIGS: Final = ("config.json", "params.json")
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """Facts about a checkpoint.
+    """Facts about a model's checkpoint.
 
     Args:
-        name: name as the user wrote it.
-        folder: folder of the model, "" if it is not on this machine.
-        architectures: architectures in its config.json.
+        name: name or path as the user wrote it.
+        folder: folder of the checkpoint, "" if it is not on this machine.
+        architectures: class names under `architectures` in its config.json.
         layers: number of decoder layers, 0 if unknown.
-        width: number of elements of a row, 0 if unknown.
-        dtype: dtype that its weights are stored in.
-        bytes: bytes of its weights.
-        context: number of tokens that its positions are made for, 0 if unknown.
-        quantization: its `quantization_config`.
+        width: hidden size, 0 if unknown.
+        dtype: dtype name in its config.json, "" if unknown.
+        bytes: bytes of its weight files.
+        context: maximum number of tokens of a sequence by its config.json, 0 if unknown.
+        quantization: `quantization_config` of its config.json.
     """
 
     name: str
@@ -52,9 +52,9 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 
 def is_path(name: str) -> bool:
-    """Check if a model's name can only be a path, since no name on a hub looks like it.
+    """Check if a model's name can only be a path, since it does not have the form of a name on a hub.
 
-    Names on a hub are "name" or "owner/name"; vLLM also takes "owner/name/file.gguf" and URLs.
+    Names on a hub are "name" or "owner/name"; vLLM also accepts "owner/name/file.gguf" and URLs.
     """
     if "://" in name:
         return False
@@ -62,10 +62,10 @@ def is_path(name: str) -> bool:
 
 
 def require_there(name: str) -> None:
-    """Check that a model that can only be on this machine exists.
+    """Check that a model whose name is a path exists on this machine.
 
     Raises:
-        ModelNotLoaded: a path that does not exist, or a folder without a model in it.
+        ModelNotLoaded: the path does not exist, or is a folder without a model's config.
     """
     path = Path(name)
     if path.is_dir() and not any((path / config).is_file() for config in CONFIGS):
@@ -79,20 +79,19 @@ def require_there(name: str) -> None:
 
 
 def _folder_like(name: str) -> str:
-    """Return a hint on a folder here whose path is nearest to a name that may be one on the hub; "" if none is."""
+    """Return a hint that names an existing path similar to `name`; "" if there is none."""
     return nearest_path(name) if Path(name).absolute().parent.is_dir() else ""
 
 
 def require_reachable(name: str) -> None:
-    """Check that a model is on this machine or its hub answers; this blocks, for at most 10 s once names are resolved.
+    """Check that a model is on this machine or its hub can be connected to; blocks for at most 10 s after DNS.
 
-    The hub's library tries six times, and vLLM calls it again and again, after a long import: their own error would
-    come
-    minutes later. Only a connection to the hub, or to the proxy before it, is checked; errors behind a proxy and other
-    hubs are left to those libraries.
+    The hub's library tries six times and vLLM calls it repeatedly after a long import, so that their own error would
+    come minutes later. Only a connection to the hub, or to the proxy before it, is checked; errors behind a proxy and
+    other hubs are left to those libraries.
 
     Raises:
-        ModelNotLoaded: it is not on this machine, and nothing answers, or HF_HUB_OFFLINE forbids to ask.
+        ModelNotLoaded: it is not on this machine, and there is no connection or HF_HUB_OFFLINE forbids one.
     """
     if "://" in name or Path(name).exists() or importlib.util.find_spec("huggingface_hub") is None:
         return
@@ -125,7 +124,7 @@ def require_reachable(name: str) -> None:
 
 
 def _first_hop(endpoint: str) -> tuple[tuple[str, int] | None, str]:
-    """Return the host and port that a request to the hub connects to first, None if unknown, and their description."""
+    """Return the host and port that a request to the hub connects to, None if unknown, and their name for messages."""
     hub = urlsplit(endpoint)
     proxies = {} if urllib.request.proxy_bypass(hub.hostname or "") else urllib.request.getproxies()
     proxy = proxies.get(hub.scheme) or proxies.get("all")
@@ -139,11 +138,11 @@ def _first_hop(endpoint: str) -> tuple[tuple[str, int] | None, str]:
 
 
 def look_up(name: str, folder: Path | None = None) -> Checkpoint:
-    """Return the facts about a model from its folder or the hub's cache; unknown ones are left empty.
+    """Read the facts about a model from its folder or the hub's cache, without a connection; unknown ones stay empty.
 
     Args:
-        name: name as the user wrote it.
-        folder: folder of the model, if that is known already.
+        name: name or path as the user wrote it.
+        folder: folder of the model; None to search for it.
     """
     found = folder or local_folder(name)
     if found is None:
@@ -170,7 +169,7 @@ def look_up(name: str, folder: Path | None = None) -> Checkpoint:
 
 
 def local_folder(name: str) -> Path | None:
-    """Return the folder of a model on this machine, which may be in the hub's cache; None if there is none."""
+    """Return the folder of a model on this machine, a path or in the hub's cache; None if there is none."""
     if Path(name).is_dir():
         return Path(name)
     if is_path(name) or importlib.util.find_spec("huggingface_hub") is None:
@@ -187,16 +186,16 @@ def local_folder(name: str) -> Path | None:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Return the total size of a model's weights; .bin files count only without .safetensors, as in vLLM."""
+    """Return the bytes of all weight files of a folder; .bin files count only without .safetensors, as in vLLM."""
     others = {"optimizer.bin", "scheduler.bin", "training_args.bin"}
     files = weight_files(folder) or [path for path in folder.glob("*.bin") if path.name not in others]
     return sum(path.stat().st_size for path in files)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files: those in the index, or else every `*.safetensors`.
+    """Return a folder's weight files: those in the safetensors index, or else every `*.safetensors`.
 
-    Mistral's own copy of the weights, `consolidated*.safetensors`, is left out if there are others.
+    Mistral's own copy of the weights, `consolidated*.safetensors`, is left out if there are other files.
     """
     try:
         named = set(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values())
@@ -207,10 +206,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _first(config: dict[str, Any], *names: str) -> int:
-    """Return the first of some settings that is set to an integer, 0 if none is."""
+    """Return the value of the first of the settings `names` that is an integer, 0 if none is."""
     return next((int(config[name]) for name in names if isinstance(config.get(name), int)), 0)
 
 
 def weights_of(name: str) -> str:
-    """Return the fingerprint of the weights of a model that is a path, times of change included; "" for any other."""
+    """Return a fingerprint of the weights of a model at a path, modification times included; "" if it is no path."""
     return weights_digest(name, dated=True) if Path(name).exists() else ""

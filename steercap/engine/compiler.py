@@ -1,7 +1,7 @@
-"""Compiler of specs for one engine; each spec is compiled once.
+"""Compiler of capture and steering specs for one engine; results are cached as long as the spec lives.
 
-Hashing megabytes of vectors takes milliseconds, and compiling a spec that every request of a large call shares takes
-as long as the request; so results are cached as long as the spec lives.
+Hashing megabytes of vectors takes milliseconds, and compiling a spec that all requests of a large call share takes as
+long as a request.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 
 
 class Compiler:
-    """Compiler of specs for one engine.
+    """Compiler of capture and steering specs for one engine, with checks against the model.
 
     Args:
-        armed: index of every armed point.
-        schemas: schema of every armed point.
-        ranks: workers that capture.
+        armed: index of every armed point, that is, one with a tap.
+        schemas: shape and dtype of the rows at every armed point.
+        ranks: capturing workers.
         num_layers: number of decoder layers of the model.
         settings: settings of the engine.
-        exists: predicate that says if the model has a point.
-        refused: reasons why layers that no family knows lack sites, see `Engine.refused`.
+        exists: function that returns whether the model has a point.
+        refused: reasons why the model lacks a site, by site name; see `Engine.refused`.
         vocabulary: number of tokens in the model's logits.
-        names: names of the model.
+        names: names of the model, compared with the model that a vector or SAE was made for.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class Compiler:
         self._calibrated: WeakKeyDictionary[Calibration, dict[tuple[Point, ...], Calibrated]] = WeakKeyDictionary()
 
     def lowered(self, steering: Any) -> Lowered:
-        """Compile a steering spec, or one edit.
+        """Compile a steering spec, an edit or a logit bias; warn if a vector was made for another model.
 
         Raises:
-            InvalidSpec, PointNotArmed: it is not one, or does not fit the model; see `steering.lowering.lower`.
+            InvalidSpec, PointNotArmed: it is none of these, or does not fit the model; see `steering.lowering.lower`.
         """
         spec = spec_of(steering)
         found = self._lowered.get(steering)
@@ -96,10 +96,10 @@ class Compiler:
         return found
 
     def captured(self, spec: CaptureSpec) -> tuple[tuple[Point, ...], tuple[int, ...]]:
-        """Return the points of a spec, and the indices of these among the armed, in ascending order.
+        """Return the points of a spec, and their indices among the armed points, ascending.
 
-        Points that are meant at all layers are left out where the model lacks them. The result for the last spec is
-        kept, since all requests of a call may share it; that of a spec with SAEs is not.
+        A point that the model lacks is left out if its layers were given as "all". The result is cached for the last
+        spec.
 
         Raises:
             LayerOutOfRange, InvalidSpec: see `CaptureSpec.points`.
@@ -119,7 +119,7 @@ class Compiler:
         return points, tuple(sorted(self._armed[point] for point in points))
 
     def readers(self, spec: CaptureSpec) -> Readers | None:
-        """Compile the SAEs of a spec; cached for all requests of a call. None for specs without.
+        """Compile the SAEs of a capture spec, cached for the last spec; None for a spec without.
 
         Raises:
             InvalidSpec, PointSplit: see `sae_readers.compile_readers`.
@@ -138,7 +138,7 @@ class Compiler:
         return found
 
     def projected(self, spec: CaptureSpec) -> CompiledProjection | None:
-        """Compile the directions that a spec projects rows on; None for whole rows.
+        """Compile the directions that a capture spec projects rows on; None for a spec without `project`.
 
         Raises:
             InvalidSpec, InvalidVector: see `projection.compile_projection`.
@@ -156,11 +156,11 @@ class Compiler:
         return known[points]
 
     def probe_points(self, monitors: Sequence[Monitor]) -> tuple[Point, ...]:
-        """Return the point of each monitor.
+        """Return the point of each monitor, in order.
 
         Raises:
             LayerOutOfRange, UnknownName, PointNotArmed: this engine has no such point.
-            InvalidVector: a probe of another width than the rows.
+            InvalidVector: a monitor's probe has another width than the rows.
         """
         for model in sorted({monitor.model for monitor in monitors}):
             warn_of_other_model("the probe of a monitor", model, self._names)
@@ -172,14 +172,14 @@ class Compiler:
     def probed(
         self, monitors: Sequence[Monitor], points: Sequence[Point]
     ) -> tuple[CompiledProjection, tuple[int, ...]]:
-        """Compile the capture that monitors need by themselves; see `monitor.compile_probes`."""
+        """Compile the capture of monitors' scores, and each monitor's column in it; see `monitor.compile_probes`."""
         found, columns = compile_probes(monitors, points, self._armed)
         coding = Coding("projected", len(found.names))
         self._check_records(found.lowered.configuration.reads, coding, "monitors=")
         return found, columns
 
     def calibrated(self, spec: CaptureSpec) -> Calibrated | None:
-        """Compile the calibration of a spec; None for specs without.
+        """Compile the calibration of a capture spec's codec; None for a spec without.
 
         Raises:
             InvalidSpec, InvalidVector: see `calibration.compile_calibration`.
@@ -195,7 +195,7 @@ class Compiler:
         return known[points]
 
     def coding(self, spec: CaptureSpec) -> Coding:
-        """Return the encoding of the rows of a spec; cached for all requests of a call.
+        """Return the encoding in which the rows of a capture spec are stored; cached for the last spec.
 
         Raises:
             UnknownName: a codec that does not exist.
@@ -236,7 +236,7 @@ class Compiler:
         return coding
 
     def _check_summary(self, points: Sequence[Point], coding: Coding) -> None:
-        """Check that each rank has the keys of its queries, and that their summary takes less room than they do."""
+        """Check on each worker that queries have their keys, and that attention's summary takes less room than they."""
         for rank in self._ranks:
             own = [point for point in points if self._armed[point] in rank.schemas]
             queries = [self._armed[point] for point in own if point.site == "q"]
@@ -249,7 +249,7 @@ class Compiler:
             _check_smaller(f"attention={coding.k}", kept, rank.kept(queries), coding, "attention=")
 
     def _check_records(self, points: Sequence[int], coding: Coding, argument: str) -> None:
-        """Check that the values computed for a token fit in a page of every arena."""
+        """Check that the values computed per token at `points` fit in a page of every worker's arena."""
         numbers = "directions" if coding.encoding == "projected" else "features"
         for rank in self._ranks:
             wanted = sum(record_of(rank.kept(points), coding).sizes)
@@ -263,7 +263,10 @@ class Compiler:
 def _check_smaller(
     named: str, raw: Sequence[PointSchema], stored: Sequence[PointSchema], coding: Coding, smaller: str
 ) -> None:
-    """Check that a record of points takes no more lines as it is stored than as it is computed."""
+    """Check that one token's record takes no more arena lines as stored in `coding` than raw.
+
+    The texts `named` and `smaller` name the argument, and the one to lower, in the error `InvalidSpec`.
+    """
     computed, kept = record_of(raw).lines, record_of(stored, coding).lines
     if kept > computed:
         raise InvalidSpec(
@@ -273,7 +276,7 @@ def _check_smaller(
 
 
 def codec_for(spec: CaptureSpec, settings: Settings) -> Coding:
-    """Return the codec of a spec; the settings fill in parameters that the spec leaves open.
+    """Return the codec of a spec with its parameters; those that the spec leaves open come from the settings.
 
     Raises:
         UnknownName: a codec that does not exist.

@@ -1,6 +1,6 @@
-"""Queue of requests that steer or project, which wait for a slot.
+"""Queue of requests that steer or project, which wait for a slot: workers' room for one compiled configuration.
 
-Their vectors are sent to the workers once. This module awaits; `core.slots` decides.
+Vectors are sent to the workers once. This module awaits; `core.slots` decides.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
     from steercap.config import Settings
     from steercap.steering.lowering import Lowered
 
-#: Maximum bytes of vectors in one frame: vLLM's broadcast ring takes 16 MiB, and the engine stands still meanwhile.
+#: Maximum bytes of vectors in one message: vLLM's broadcast ring takes 16 MiB, and no pass runs meanwhile.
 FRAME_BYTES: Final = 8 << 20
-#: Seconds between tries while a request that has ended leaves the engine, and the maximum total.
+#: Seconds between tries to fill a slot that the workers still use for a request that has ended, and their maximum sum.
 RETRY_SECONDS: Final = 0.002
 PATIENCE_SECONDS: Final = 60.0
 
 
-#: Configurations that one request needs, by their digests.
+#: Compiled configurations that one request needs, by their digests.
 Needed: TypeAlias = "Mapping[bytes, Configuration]"
 
 
 class Configurations:
-    """Slots and vector bank of an engine, with the queue before them.
+    """Slots and vector bank (the vectors on the workers) of an engine, and the queue of requests that wait for them.
 
     Args:
-        slots: number of configurations held at once.
-        rows: number of rows of the vector bank.
-        settings: settings with the policy when all are in use.
-        ask: coroutine function that asks every worker.
+        slots: number of configurations that the workers store at once.
+        rows: number of vectors that the bank has room for.
+        settings: settings with `overflow`, the policy when all slots or rows are in use.
+        ask: coroutine function that sends a `Configure` to every worker and returns their answers.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Configurations:
         ask: Callable[[Configure], Awaitable[Sequence[Configured]]],
     ) -> None:
         self.slots = Slots(slots, rows)
-        #: Counter raised when steering failed: keys and values written until then are not used again.
+        #: Number of failures of steering, part of the cache salt: keys and values written before one are not reused.
         self.epoch = 0
         self.bytes_sent = 0
         self._settings = settings
@@ -67,13 +67,14 @@ class Configurations:
 
     @asynccontextmanager
     async def holding(self, *wanted: Lowered) -> AsyncIterator[list[Grant]]:
-        """Hold slots whose configurations and vectors every worker has, all of them or none; in order of arrival.
+        """Occupy a slot per configuration in the block; yield the grants once all workers have the configurations.
 
-        All or none, since a request that held one and waited for another could deadlock with one that does the same.
+        Requests are served in order of arrival and get all slots at once: one that held a slot and waited for another
+        could deadlock with one that does the same.
 
         Raises:
-            TooManyEdits: the vector bank is too small for it, whoever else uses it.
-            SteeringSlotsFull: everything is in use and overflow="error".
+            TooManyEdits: the request needs more slots or vectors than the engine has in all.
+            SteeringSlotsFull: no slots or rows are free and overflow="error".
             ModelClosed: the model was closed meanwhile.
         """
         if not wanted:
@@ -89,13 +90,13 @@ class Configurations:
             self._release(*grants)
 
     async def aclose(self) -> None:
-        """Fail all waiting requests. Idempotent."""
+        """Fail all waiting requests, with `ModelClosed`. Idempotent."""
         self._closed = True
         self.fail(ModelClosed("the model was closed while this request waited for a slot"))
         await self._loads.aclose()
 
     def fail(self, error: EngineFailure) -> None:
-        """Fail all waiting requests with this error."""
+        """Fail all waiting requests, each with a new error of the type and message of `error`."""
         for granted in self._queue:
             if not granted.done():
                 granted.set_exception(type(error)(str(error)))
@@ -133,7 +134,7 @@ class Configurations:
             raise
 
     def _admit(self) -> None:
-        """Give slots to the head of the queue while there are enough."""
+        """Grant slots to the requests at the head of the queue, until one does not fit."""
         while self._queue and not self._closed:
             granted, wanted = next(iter(self._queue.items()))
             if not granted.done():
@@ -149,7 +150,7 @@ class Configurations:
         self._admit()
 
     async def _load(self, grant: Grant, lowered: Lowered) -> None:
-        """Make the workers hold the configuration; requests that need the same one wait for the same call."""
+        """Send a configuration and its vectors to the workers if they lack it; concurrent callers share a transfer."""
         if self.slots.unsent(grant) is None:
             return
         if grant.digest not in self._loading:
@@ -174,7 +175,7 @@ class Configurations:
             self._release(grant)
 
     async def _load_all(self, loads: Sequence[tuple[Grant, Lowered]]) -> Sequence[bool]:
-        """Send configurations and vectors that the workers lack; return True for each one in place afterwards."""
+        """Send what the workers lack of configurations and vectors; return for each, in order, if they accepted it."""
         vectors = {vector.digest: vector for load in loads for vector in self._unsent(*load)}
         for batch in in_batches(vectors.values(), lambda one: len(one.data), FRAME_BYTES):
             await self._ask(Configure(batch, ()))
@@ -197,6 +198,6 @@ class Configurations:
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:
-    """Retrieve the result of a load, so that asyncio does not report it if all its callers have left."""
+    """Retrieve the error of a finished load, so that asyncio does not report it if all its callers have left."""
     if not task.cancelled():
         task.exception()

@@ -1,4 +1,4 @@
-"""Engine with taps: start, admission, requests, shutdown."""
+"""Engine of vLLM with taps in its forward pass: start, admission, requests, shutdown."""
 
 from __future__ import annotations
 
@@ -50,42 +50,42 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
-#: Maximum wait at shutdown, in seconds, for a cancelled start, or for tasks of a loop that may be blocked.
+#: Maximum seconds to wait for a cancelled start, or at shutdown for the tasks of an event loop that may be blocked.
 GIVE_UP_SECONDS: Final = 0.5
 
-#: Minimum number of a sequence's rows that are in memory at once, where not all of them are.
+#: Preferred minimum of rows of a sequence in memory at once, when its rows leave memory while it runs.
 CHUNK_TOKENS: Final = 128
 #: Bytes of an element of a vector.
 _FLOAT_BYTES: Final = 4
 
 
 class Engine:
-    """A running engine with taps.
+    """A running vLLM engine whose forward pass has taps that capture and edit rows.
 
     Args:
         vllm: vLLM's engine, behind its adapter.
         settings: steercap's settings.
-        workers: connection to its workers.
-        ranks: workers that capture, as they answered when they attached.
+        workers: connection to the workers.
+        ranks: capturing workers, engine by engine, from their answers to `Attach`.
 
     Attributes:
-        names: names of the model that may occur in files.
-        model_label: its name in files that are written.
+        names: names of the model that other tools' files may contain.
+        model_label: name of the model in files that steercap writes.
         workers: connection to the workers.
         compiler: compiler of the specs of requests.
-        armed: index of every armed point.
-        schemas: schema of every armed point, layer by layer.
+        armed: index of every armed point, that is, one with a tap.
+        schemas: shape and dtype of the rows at every armed point, layer by layer.
         loaded: decoder layers that the workers have loaded.
-        refused: reasons why layers that no family knows lack sites, by site.
-        verified: True if rows of layers with exactly their code were compared with transformers'.
-        reductions: number of reductions that can run along at once in each engine.
-        attention: attention rules of the layers whose queries and keys are armed.
+        refused: reasons why the model lacks a site, by site name.
+        verified: True if rows of layers with exactly this code were compared with transformers'.
+        reductions: number of requests with `reduce=` that can run at once in each engine.
+        attention: attention rules, by layer, of the layers whose queries and keys are armed.
         home: event loop that the engine belongs to.
         admission: queue of requests that capture.
         spilling: mover of rows to disk with overflow="spill", else None.
         configurations: slots and the vector bank.
-        sketching: sketches that the workers hold.
-        saes: SAEs that the workers hold.
+        sketching: sketches (running statistics of rows) on the workers.
+        saes: SAEs loaded on the workers.
     """
 
     def __init__(self, vllm: VllmEngine, settings: Settings, workers: Workers, ranks: Ranks) -> None:
@@ -99,7 +99,7 @@ class Engine:
         self._name = uuid4().hex[:8]
         self._numbers = count()
         known = {index: schema for rank in self._all_ranks for index, schema in rank.schemas.items()}
-        #: Points to arm that the model turned out to have.
+        #: Index of each requested point that the loaded model has.
         self.armed: Final = {point: index for index, point in enumerate(vllm.points) if index in known}
         self.schemas: Final[dict[Point, PointSchema]] = {point: known[index] for point, index in self.armed.items()}
         self.loaded: Final = loaded_of(ranks)
@@ -141,14 +141,14 @@ class Engine:
     async def start(
         cls, model: str, settings: Settings, engine_args: Mapping[str, Any], launch: Launch, candidate: int = 0
     ) -> Engine:
-        """Start vLLM with taps, and the workers' memory for rows and vectors.
+        """Start vLLM with taps, and allocate the workers' memory for rows and vectors.
 
         Args:
             model: path or name of the model.
             settings: steercap's settings.
             engine_args: vLLM's engine arguments.
-            launch: a new launch, by which the start can be given up from anywhere.
-            candidate: index of the family to try, among those that the layers may be of; see `families.families_of`.
+            launch: an unused launch, by which the start can be cancelled from any thread.
+            candidate: index of the family to try, among those that fit the layers; see `families.families_of`.
 
         Raises:
             InvalidSetting, ModelNotLoaded, UnsupportedModel, UnsupportedRunner: see `VllmEngine.start`.
@@ -171,7 +171,7 @@ class Engine:
 
     @classmethod
     async def attach(cls, vllm: VllmEngine, settings: Settings) -> Engine:
-        """Make an engine of a started vLLM, with memory for rows in its workers; if that fails, vLLM is stopped."""
+        """Make an engine of a started vLLM and allocate its workers' memory for rows; on failure vLLM is stopped."""
         workers = Workers(vllm)
         try:
             engine = cls(vllm, settings, workers, await workers.attach(settings))
@@ -187,16 +187,16 @@ class Engine:
 
     @property
     def died(self) -> bool:
-        """True if it died before it was closed; outside of its event loop, True only once that was noticed."""
+        """True if the engine died before it was closed; from other event loops, True only once that was noticed."""
         return bool(self._death) or (self.home.is_here and self.vllm.died)
 
     @property
     def death(self) -> str:
-        """Cause of death, "" if it lives."""
+        """Cause of the engine's death, "" while it lives."""
         return self._death
 
     def _lose(self, death: EngineDied) -> None:
-        """Fail all waiting requests, since the engine has died, and mark its sketches as lost."""
+        """Fail all waiting requests with `death`, and mark the engine's sketches as lost."""
         self._death = str(death)
         self.admission.fail(death)
         self.configurations.fail(death)
@@ -217,7 +217,7 @@ class Engine:
             await finished(ending)
 
     async def _wind_up(self) -> None:
-        """Close all objects that belong to the event loop of the engine."""
+        """Close what needs the engine's event loop: queues, spilling, sketches, SAEs and the workers' connection."""
         self.admission.close()
         if self.spilling is not None:
             await self.spilling.aclose()
@@ -228,7 +228,7 @@ class Engine:
         await self.vllm.quiesce()
 
     def _end(self) -> None:
-        """Free the resources that need no event loop, from any thread, and end vLLM."""
+        """Free what needs no event loop: files, threads, sockets and shared memory; then end vLLM. For any thread."""
         try:
             if self.spilling is not None:
                 self.spilling.end()
@@ -242,24 +242,24 @@ class Engine:
     # Requests
 
     def new_key(self) -> str:
-        """Return a key for a request, unique on this machine; without underscore, see `runner_v1.sample_of`."""
+        """Return a request id for vLLM, unique on this machine; it has no underscore, see `runner_v1.sample_of`."""
         return f"steercap-{self._name}-{next(self._numbers)}"
 
     def pages_needed(self, plan: CapturePlan, rows: int) -> int:
-        """Return the pages that `rows` rows of the plan, or their accumulator, take on the worker with most of them."""
+        """Return the arena pages of `rows` rows of the plan, or of their accumulator, on the worker that needs most."""
         return max((rank.pages(plan, rows) for rank in self._all_ranks), default=0)
 
     def windowed(self, plan: CapturePlan, limit: int, samples: int, room: int | None = None) -> CapturePlan:
-        """Return a plan whose rows leave memory while the request runs, if they do not all fit in there at once.
+        """Return the plan with a window, rows that are in memory at once, if its rows do not all fit in the arena.
 
-        With overflow="spill" alone. The rows of one pass must fit, since all of them are written before any can leave;
-        a plan whose rows do not is returned as it is, and refused when it claims memory.
+        Rows outside the window move to disk while the request runs. This needs overflow="spill", and the rows of one
+        forward pass must fit; else the plan is returned unchanged, and refused when it claims memory.
 
         Args:
             plan: plan of the rows of one sample.
-            limit: number of positions that can be inputs of the model.
+            limit: maximum number of input tokens of a sample.
             samples: number of samples.
-            room: number of pages that they may have; all by default.
+            room: number of pages that the samples may use together; by default the whole arena.
         """
         rows = count_selected(plan.ranges, limit)
         room = self.admission.budget.pages if room is None else room
@@ -271,7 +271,7 @@ class Engine:
         return msgspec.structs.replace(plan, window=next(fitting, 0))
 
     def room_for(self, plan: Plan) -> tuple[int, int]:
-        """Return the pages of memory, and the bytes on disk, that all rows of the samples of a plan can need."""
+        """Return the arena pages and the bytes on disk that all rows of all samples of a plan can need at most."""
         capture = plan.capture
         if capture is None:
             return 0, 0
@@ -281,14 +281,14 @@ class Engine:
         return self.pages_needed(capture, min(rows, capture.window or rows)) * plan.samples, size * plan.samples
 
     async def admit_rows(self, plan: Plan, call: object, engine: int | None = None) -> Reservation:
-        """Reserve memory, and with a window disk space, for all rows that the samples of a plan can get.
+        """Reserve arena pages, and disk space for a plan with a window, for all rows that a plan's samples can produce.
 
         Args:
             plan: plan with a capture.
             call, engine: as for `admit`.
 
         Raises:
-            CaptureMemoryFull, EngineFailure: as for `admit`; or the quota on disk has no room.
+            CaptureMemoryFull, EngineFailure: as for `admit`; or `spill_bytes`, the limit on disk, has no room.
         """
         assert plan.capture is not None
         (pages, size), reductions = self.room_for(plan), plan.samples if plan.capture.accumulates else 0
@@ -311,16 +311,21 @@ class Engine:
         partial: bool | None = False,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput | PoolingRequestOutput, None]:
-        """Run one request; yields its outputs, the finished one last.
+        """Run one request; yield vLLM's outputs, the finished one last.
 
         Args:
             prompt: the rendered prompt.
-            params: sampling or pooling parameters, which this call owns.
+            params: sampling or pooling parameters, which this call may change.
             plan: compiled capture and steering of the request, or None.
-            reservation: reservation with the engine where its rows have room; without one, vLLM balances the load.
-            salt: hash of all that its keys and values depend on besides its tokens.
-            partial: True to yield the text so far at every step; None for the choice in `params`.
+            reservation: reservation of arena pages, whose engine runs the request; without one, vLLM balances the load.
+            salt: salt of the prefix cache: a hash of everything but the tokens that the request's keys and values
+                depend on.
+            partial: True to yield the text so far at every step, False for the final one; None for the choice in
+                `params`.
             **options: further arguments of vLLM's `generate` or `encode`.
+
+        Raises:
+            ModelClosed, WrongEventLoop: see `require_open`.
         """
         self.require_open()
         if reservation is not None and self.engines > 1:
@@ -334,16 +339,16 @@ class Engine:
         return len(self._ranks)
 
     async def admit(self, pages: int, call: object, engine: int | None = None, reductions: int = 0) -> Reservation:
-        """Reserve pages of an arena, waiting for room if need be; `generate` runs the request with this reservation.
+        """Reserve arena pages for a request, waiting for room if need be; pass the reservation to `generate`.
 
         Args:
             pages: number of pages of the arena.
-            call: the `generate` call it is for.
+            call: the `generate` call that the request belongs to.
             engine: index of the engine that must run the request, or None for one with room.
-            reductions: number of reductions that run along with it.
+            reductions: number of reductions (`reduce=`) that run in the request, one per sample.
 
         Raises:
-            CaptureMemoryFull: there can be no room, or none came in time, or waiting is not wanted.
+            CaptureMemoryFull: the arena is too small; it is full and overflow="error"; or nothing was freed in time.
             EngineFailure: the engine has died.
         """
         self.require_open()
@@ -351,7 +356,7 @@ class Engine:
             return await self.admission.claim(pages, call, engine, reductions)
 
     def abandon(self, plan: Plan, reservation: Reservation | None) -> None:
-        """Free the memory of a request that was cancelled or failed, here and on the workers."""
+        """Free the memory of a cancelled or failed request, on the client and on the workers."""
         handles: list[Reservation | None] = [None] * plan.samples
         if reservation is not None:
             handles = [*self.admission.finish(reservation, [reservation.pages, *[0] * (plan.samples - 1)])]
@@ -361,7 +366,7 @@ class Engine:
     def done_with(self, plan: Plan, reservation: Reservation) -> None:
         """Free the rows of a finished request that nobody will fetch.
 
-        The memory is free after the next call of the workers; until then the request counts as running.
+        The workers free them at their next call; until then the request counts as running.
         """
         *others, last = (Owner(plan.key, sample) for sample in range(plan.samples))
         for owner in others:
@@ -369,27 +374,27 @@ class Engine:
         self.give_back(last, reservation)
 
     def give_back(self, owner: Owner, reservation: Reservation | None) -> None:
-        """Free a request's rows and records with the next call of the workers. Idempotent."""
+        """Free one sample's rows and records at the next call of the workers, then its reservation. Idempotent."""
         freed = None if reservation is None else partial(self.admission.release, reservation)
         self.workers.give_back(owner, freed, soon=self.admission.budget.waiting > 0)
 
     def give_back_from_any_thread(self, owner: Owner, reservation: Reservation) -> None:
-        """Call `give_back` from any thread, after the loop has ended, or from a finalizer at any moment."""
+        """Schedule `give_back`; safe from any thread, in a finalizer, and after the event loop has ended."""
         if not self.workers.closed:
             self.home.call(partial(self.give_back, owner, reservation))
 
     # Rows
 
     def offer(self, reservation: Reservation, rows: Spillable) -> None:
-        """Allow a handle's rows to be moved to disk when other requests need memory, as long as the handle lives."""
+        """Allow a living handle's rows to be moved to disk when other requests need memory."""
         if self.spilling is not None:
             self.spilling.offer(reservation, rows)
 
     async def read_spilled(self, work: Callable[[], Value]) -> Value:
-        """Run `work`, which reads spilled rows, on a thread, and return its result.
+        """Run `work`, a function that reads spilled rows, on a thread, and return its result.
 
         Raises:
-            CaptureIncomplete: the file does not hold what was written.
+            CaptureIncomplete: the file does not contain the rows that were written.
             ModelClosed: the model was closed meanwhile.
         """
         assert self.spilling is not None, "they were moved there"
@@ -402,11 +407,14 @@ class Engine:
         )
 
     async def collect(self, wanted: Sequence[Wanted], *, growing: bool = False) -> list[Delivery]:
-        """Fetch requests' rows: by one call for all, then the rows are read out of each arena.
+        """Fetch the rows of many requests: one call locates all of them, then they are copied out of each arena.
 
         Args:
-            wanted: owners and numbers of rows.
-            growing: True if the requests still run, so that many callers will ask for a few rows each, again and again.
+            wanted: owner (request and sample), number of input tokens and number of rows already fetched of each.
+            growing: True for requests that still run; concurrent callers then share one call of the workers.
+
+        Returns:
+            A delivery per item of `wanted`, in order; a failure of one request is in its delivery.
 
         Raises:
             EngineFailure: the engine has died, or a worker cannot answer.
@@ -416,12 +424,12 @@ class Engine:
 
     @property
     def bank_row_bytes(self) -> int:
-        """Bytes of a row of the vector bank, on the worker with the widest."""
+        """Bytes of one vector in the workers' vector bank, on the worker with the widest rows."""
         return max(rank.attached.bank_width for rank in self._all_ranks) * _FLOAT_BYTES
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model's dtype: that of the last rows of the stream, or of the streams."""
+        """The model's dtype: that of the residual stream after the last layer."""
         return dtype_of(self.schemas[self.end])
 
     async def unembed(
@@ -438,9 +446,9 @@ class Engine:
         Args:
             rows: rows [n, hidden], in the model's dtype.
             tokens: ids of the tokens whose logits are returned; None for all.
-            engine: index of the engine to use.
-            top: number of greatest logits to return.
-            normed: True if the final norm has been applied to the rows.
+            engine: index of the engine that computes.
+            top: number of greatest logits to return besides.
+            normed: True if the final norm has already been applied to the rows.
 
         Raises:
             EngineFailure: the engine has died, or a worker cannot answer.
@@ -450,30 +458,34 @@ class Engine:
 
     @property
     def family(self) -> Family:
-        """Family of the loaded layers; of a derived one, without the paths of its sites."""
+        """Family of the loaded layers; if no family matched, `DERIVED`, the one whose sites the start derives."""
         return FAMILIES[self.loaded.family] if self.loaded.family else DERIVED
 
     @property
     def end(self) -> Point:
-        """Point of the last rows, from which the model makes its logits."""
+        """Point after the last layer, from whose rows the model computes its logits."""
         return Point(self.vllm.num_layers - 1, self.family.end)
 
     def exists(self, point: Point) -> bool:
-        """Check if the model has a point: as found at start, or, where it was not to be armed, by its configuration."""
+        """Return whether the model has a point: as the start found it or, if not to be armed, by the configuration."""
         return point in self.armed or (point not in self.vllm.points and self.vllm.exists(point))
 
     @property
     def absent(self) -> dict[str, list[int]]:
-        """Layers that lack a site, by site; a site that all layers have is left out."""
+        """Layers that lack a site, by site name; sites that all layers have are left out."""
         layers = range(self.vllm.num_layers)
         found = {site: [layer for layer in layers if not self.exists(Point(layer, site))] for site in SITES}
         return {site: lacking for site, lacking in found.items() if lacking}
 
     def drop(self, sites: Iterable[str], reason: str) -> None:
-        """Take back the points of derived sites that the proof at start does not prove.
+        """Disarm the points of derived sites that the proof at start refuted.
+
+        Args:
+            sites: site names.
+            reason: reason, kept in `refused`.
 
         Raises:
-            UnsupportedModel: a site was asked for, and none of its points is left.
+            UnsupportedModel: the settings ask for a site of which no point is left.
         """
         for point in [point for point in self.armed if point.site in sites]:
             self.refused[point.site] = reason
@@ -491,7 +503,7 @@ class Engine:
 
     @property
     def line_readers(self) -> list[LineReader]:
-        """Reader of the arena lines of each capturing worker."""
+        """Arena reader of each capturing worker, engine by engine."""
         return [rank.reader for rank in self._all_ranks]
 
     @property
@@ -499,7 +511,7 @@ class Engine:
         return [rank for ranks in self._ranks for rank in ranks]
 
     def require_open(self) -> None:
-        """Check that the engine can be used from here.
+        """Check that the engine is open and that this is its event loop.
 
         Raises:
             ModelClosed, WrongEventLoop: it was closed, or started in another event loop.

@@ -23,26 +23,26 @@ from steercap.kernels.codecs.coded import CodedRows
 from steercap.worker.assembly import PART_BYTES, Assembly, parcel_bytes
 from steercap.worker.memory import Readable
 
-#: Bytes above which rows are gathered on threads, so that the event loop goes on: about 0.1 ms.
+#: Bytes from which rows are copied on threads, so that the event loop is not blocked for more than about 0.1 ms.
 THREAD_BYTES: Final = 256 << 10
-#: Maximum number of threads that gather. One moves 4 GB/s into fresh memory (scripts/bench_fetch.py); the engine needs
+#: Maximum number of copying threads. One copies 4 GB/s to fresh memory (scripts/bench_fetch.py); the engine needs
 #: cores too.
 MOST_THREADS: Final = 8
-#: Maximum number of requests per task on a thread, so that neither side holds Python's lock for long.
+#: Maximum number of requests per task on a thread, so that neither thread nor event loop holds Python's GIL for long.
 LOAD_REQUESTS: Final = 16
 
 
-#: Answer of each capturing worker about one request, engine by engine.
+#: Each capturing worker's answer about one sample of a request, engine by engine.
 Found: TypeAlias = Sequence[Sequence[CapturedRows | Unknown]]
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """Fetched rows of one request, or the reason why there are none.
+    """Fetched rows of one sample of a request, or the reason why there are none.
 
     Args:
-        shares: answer of each capturing worker that holds points of the request.
-        shards: rows of each point, by its index: one item, or its shards in the order of the ranks.
+        shares: answers of the capturing workers that have rows of it.
+        shards: rows of each point by point index: one item, or one per shard in rank order.
         failure: error that a worker reported, or None.
     """
 
@@ -51,7 +51,7 @@ class Delivery:
     failure: str | None
 
     def joined(self, shards: Sequence[torch.Tensor | CodedRows]) -> torch.Tensor | CodedRows:
-        """Join the shards of a point's rows to whole rows."""
+        """Join the shards of one point's rows, in rank order, to whole rows."""
         coded = [shard for shard in shards if isinstance(shard, CodedRows)]
         if coded:
             return CodedRows.joined(coded)
@@ -61,12 +61,12 @@ class Delivery:
 
 @dataclass
 class _Order:
-    """One request whose rows are being fetched.
+    """One sample whose rows are being fetched.
 
     Args:
-        gathered: workers that have rows of it, with the locations.
+        gathered: workers that have rows of it, each with its answer, which locates them.
         failure: reason why the rows cannot be fetched, or None.
-        assemblies: its rows, worker by worker.
+        assemblies: destination of each worker's rows, in the order of `gathered`.
     """
 
     gathered: list[tuple[Rank, CapturedRows]]
@@ -75,11 +75,11 @@ class _Order:
 
     @cached_property
     def size(self) -> int:
-        """Bytes of its rows."""
+        """Bytes of the rows, over all workers."""
         return sum(parcel_bytes(captured_rows, rank.of(captured_rows)) for rank, captured_rows in self.gathered)
 
     def delivery(self) -> Delivery:
-        """Return the fetched rows, or the failure."""
+        """Return the fetched rows, or the failure; a missing shard is a failure."""
         shares = tuple(captured_rows for _, captured_rows in self.gathered)
         if self.failure:
             return Delivery(shares, {}, self.failure)
@@ -99,10 +99,10 @@ class _Order:
 
 
 class Fetcher:
-    """Fetcher of an engine's rows, on a bounded number of threads, which start at the first fetch.
+    """Fetcher of rows out of an engine's arenas, on a bounded pool of threads, which start at the first fetch.
 
     Args:
-        threads: maximum number of threads; by default one less than the cores of this process, at most eight.
+        threads: maximum number of threads; by default one less than this process's cores, at most `MOST_THREADS`.
     """
 
     def __init__(self, threads: int | None = None) -> None:
@@ -111,11 +111,14 @@ class Fetcher:
         self._closed = False
 
     async def deliver(self, ranks: Ranks, found: Sequence[Found]) -> list[Delivery]:
-        """Read requests' rows out of each worker's arena, many at once.
+        """Copy the rows of many samples out of the workers' arenas.
 
         Args:
-            ranks: workers that capture, engine by engine.
-            found: answers of these workers, for each request.
+            ranks: capturing workers, engine by engine.
+            found: for each sample, the answers of these workers.
+
+        Returns:
+            A delivery per sample, in the order of `found`.
 
         Raises:
             EngineFailure: the model was closed, or a worker could not answer.
@@ -161,7 +164,7 @@ class Fetcher:
         return made
 
     async def _all(self, calls: Sequence[Callable[[], None]]) -> None:
-        """Run calls on the threads. A cancelled caller leaves nothing in the queue."""
+        """Run calls on the threads and wait for them; if the caller is cancelled, those not begun are dropped."""
         self._require_open()
         queued = [self._pool.submit(call) for call in calls]
         try:
@@ -182,7 +185,7 @@ class Fetcher:
 
 
 def shares_of(found: Found) -> tuple[list[CapturedRows], str | None]:
-    """Return the captured rows of a request from the one engine that ran it.
+    """Return the answers of the one engine that ran a sample.
 
     Returns:
         The captured rows, worker by worker, and the reason why they cannot be used, or None.
@@ -202,7 +205,7 @@ def shares_of(found: Found) -> tuple[list[CapturedRows], str | None]:
 
 
 def _order(ranks: Ranks, found: Found) -> _Order:
-    """Make the order of one request; it fails unless exactly one engine ran it and all its workers have rows."""
+    """Make the order for one sample; it fails unless one engine alone ran the sample and all its workers have rows."""
     shares, failure = shares_of(found)
     if failure:
         return _Order([], failure)
@@ -216,7 +219,7 @@ def _order(ranks: Ranks, found: Found) -> _Order:
 
 
 def _begin(order: _Order, sources: Sequence[Readable]) -> None:
-    """Find the lines of the rows and allocate memory; small ones are gathered at once."""
+    """Locate an order's rows and allocate memory for them; small ones are copied at once."""
     try:
         for (rank, captured_rows), source in zip(order.gathered, sources, strict=True):
             assembly = Assembly(captured_rows, rank.of(captured_rows), source, rank.attached.shard)

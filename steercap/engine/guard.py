@@ -1,7 +1,7 @@
-"""Check that a script that starts an engine can be imported again, as vLLM's processes do.
+"""Check that vLLM's processes can import the main script again without starting an engine.
 
-Without the guard each process would start an engine of its own while it is still being imported; Python stops that with
-an error about freeze_support. The error here gives the remedy, before any process is started.
+Without `if __name__ == "__main__":` each process would start an engine while it is being imported; Python stops that
+with an error about freeze_support. The error here names the remedy, before any process is started.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def require_main_guard(call_style: CallStyle = AWAITED) -> None:
     """Check that a child process may import the running script again.
 
     Args:
-        call_style: call style of the script, for the message.
+        call_style: async or sync style of the script, whose example the error message shows.
 
     Raises:
-        MainGuardMissing: the engine is being started at the top level of the main script, or in a child process
-            that is importing it.
+        MainGuardMissing: the engine is being started at the top level of the main script, or in a child process that is
+            importing it.
     """
     advice = _ADVICE + call_style.script
     if getattr(multiprocessing.process.current_process(), "_inheriting", False):

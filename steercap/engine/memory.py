@@ -1,4 +1,4 @@
-"""Memory that a model needs, compared with what is free, before an engine is started."""
+"""Memory that a model needs, compared with the free memory before an engine is started."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from steercap.adapters.releases import built_for
 from steercap.engine.checkpoint import Checkpoint, look_up, weight_files
 from steercap.errors import ModelTooLarge
 
-#: Memory of a worker's process besides weights and caches: libraries, and activations of a batch.
+#: Estimated bytes of a worker's process besides weights and caches: libraries, and activations of a batch.
 PROCESS_BYTES: Final = 2 << 30
-#: Bytes of an element in dtypes that a model can be asked for.
+#: Bytes of an element, by name of a dtype that vLLM accepts as `dtype`.
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "float": 4}
-#: Bytes of an element of dtypes that vLLM converts to the model's, as headers of safetensors name them.
+#: Bytes of an element of the stored dtypes that vLLM converts to the model's dtype, by their names in safetensors.
 _CONVERTED: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _UTILIZATION: Final = 0.92
-#: Arguments with which a checkpoint's size says nothing of the memory of a GPU here.
+#: Engine arguments with which the memory needed on this machine does not follow from the checkpoint's size.
 _CHANGING: Final = (
     "hf_overrides",
     "hf_config_path",
@@ -37,13 +37,13 @@ _BACKENDS: Final = ("distributed_executor_backend", "data_parallel_backend")
 
 
 class MemoryNeed(msgspec.Struct, frozen=True):
-    """Memory that a model needs, in bytes, and the memory there is; None where it is unknown.
+    """Memory that a model needs and memory that is free, in bytes; None where unknown.
 
     Args:
-        device: "cpu", for the machine's memory; or "cuda", for that of one GPU.
-        weights: weights of the model on each device, in the dtype asked for.
-        needed: the same with caches of a fixed size and the process itself.
-        available: memory that is free now, on the fullest device.
+        device: "cpu": the numbers are of the whole machine; or "cuda": of one GPU.
+        weights: weights of the model there, in the dtype asked for.
+        needed: weights, caches of a fixed size and the process itself together.
+        available: free memory, on the GPU with the least.
     """
 
     device: str
@@ -53,11 +53,11 @@ class MemoryNeed(msgspec.Struct, frozen=True):
 
 
 def weights_in(checkpoint: Checkpoint, dtype: str) -> int:
-    """Return the bytes of a checkpoint's weights when vLLM holds them in a dtype; quantised ones stay as they are.
+    """Return the bytes of a checkpoint's weights when vLLM has loaded them in `dtype`; quantised ones keep their size.
 
     Args:
         checkpoint: a checkpoint on this machine.
-        dtype: a name of `DTYPE_BYTES`; any other, such as "auto", leaves the stored dtype.
+        dtype: a key of `DTYPE_BYTES`; any other, such as "auto", keeps the stored dtype.
 
     Raises:
         ValueError, OSError: a file of weights cannot be read, such as a pointer of Git LFS.
@@ -71,10 +71,10 @@ def weights_in(checkpoint: Checkpoint, dtype: str) -> int:
 
 
 def _converted(file: Path, size: int) -> int:
-    """Return the bytes of the tensors in a file of safetensors, those of floats with `size` bytes an element.
+    """Return the bytes of all tensors in a safetensors file, with floats of 16 to 64 bits counted at `size` bytes each.
 
     Raises:
-        ValueError, OSError: it cannot be read.
+        ValueError, OSError: the file cannot be read.
     """
     with file.open("rb") as content:
         length = int.from_bytes(content.read(8), "little")
@@ -90,15 +90,20 @@ def _converted(file: Path, size: int) -> int:
 
 
 def check_memory(name: str, arguments: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> MemoryNeed:
-    """Compare the memory that a model needs with what is free, without starting an engine.
+    """Compare the memory that a model needs with the free memory, without starting an engine.
+
+    Args:
+        name: name or path of the model.
+        arguments: vLLM's engine arguments.
+        environment: environment variables.
 
     Returns:
-        The numbers; unknown ones are None: those of a model that is not on this machine or cannot be read, that is
-        quantised when it is loaded, that arguments change or part over machines, and the memory of GPUs that nvidia-smi
+        The numbers. Unknown ones are None: the need of a model that is not on this machine, cannot be read, is
+        quantised while it is loaded, or is changed or spread over machines by `arguments`; and GPUs that nvidia-smi
         does not report.
 
     Raises:
-        ModelTooLarge: it does not fit.
+        ModelTooLarge: the model does not fit.
     """
     need = _need_or_unknown(name, arguments, environment)
     if need.needed is not None and need.available is not None and need.needed > need.available:
@@ -107,15 +112,15 @@ def check_memory(name: str, arguments: Mapping[str, Any], environment: Mapping[s
 
 
 def require_room(name: str, arguments: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse a model whose weights and caches of a fixed size alone exceed what is free.
+    """Refuse a model whose weights and caches of a fixed size alone exceed the free memory.
 
-    A quarter of the weights is not counted, since vLLM may leave some out.
+    A quarter of the weights is not counted, since vLLM may skip some.
 
     Args:
         name, arguments, environment: as for `check_memory`.
 
     Raises:
-        ModelTooLarge: it cannot fit.
+        ModelTooLarge: the model cannot fit.
     """
     need = _need_or_unknown(name, arguments, environment)
     if need.weights is not None and need.needed is not None and need.available is not None:
@@ -125,7 +130,7 @@ def require_room(name: str, arguments: Mapping[str, Any], environment: Mapping[s
 
 
 def _need_or_unknown(name: str, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> MemoryNeed:
-    """Return what is known of a model's need: nothing, where weights or arguments cannot be read."""
+    """Return a model's `MemoryNeed`; all of its numbers are None where weights or arguments cannot be read."""
     try:
         return _need_of(name, arguments, environment)
     except (TypeError, ValueError, OSError):  # vLLM refuses it in words of its own
@@ -149,7 +154,7 @@ def _need_of(name: str, arguments: Mapping[str, Any], environment: Mapping[str, 
 
 
 def _total_of(name: str, arguments: Mapping[str, Any]) -> int | None:
-    """Return the bytes of a model's weights; None if they are unknown here.
+    """Return the bytes of all weights of a model, not divided among devices; None if unknown.
 
     Raises:
         ValueError, OSError: a file of weights cannot be read.
@@ -166,7 +171,7 @@ def _total_of(name: str, arguments: Mapping[str, Any]) -> int | None:
 def _too_large(
     name: str, needed: int, need: MemoryNeed, arguments: Mapping[str, Any], environment: Mapping[str, str]
 ) -> ModelTooLarge:
-    """Return the error of a model that needs more than is available; on GPUs with the processes that hold the rest."""
+    """Return the error for a model that needs `needed` bytes; on GPUs it names the processes that use the rest."""
     where, held, free = "", "", need.available or 0
     if need.device != "cpu":
         gpus = visible_of(gather_gpus(), environment.get("CUDA_VISIBLE_DEVICES"))
@@ -183,7 +188,7 @@ def _count(arguments: Mapping[str, Any], name: str) -> int:
 
 
 def _least_free(arguments: Mapping[str, Any], environment: Mapping[str, str], workers: int) -> int | None:
-    """Return the memory that the fullest GPU of an engine leaves it, in bytes; None if unknown."""
+    """Return the bytes that vLLM may use on the fullest of the first `workers` GPUs; None if unknown."""
     share = float(arguments.get("gpu_memory_utilization") or _UTILIZATION)
     lent = int(float(arguments.get("cpu_offload_gb") or 0) * (1 << 30))
     gpus = visible_of(gather_gpus(), environment.get("CUDA_VISIBLE_DEVICES"))[:workers]

@@ -1,4 +1,4 @@
-"""Capturing workers of an engine: their points and memory, and the memory that a request takes there."""
+"""Capturing workers (ranks) of an engine: their points and memory, and the memory that a request takes there."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _LABEL_BYTES: Final = 8
 
 @dataclass(frozen=True)
 class Rank:
-    """A capturing worker.
+    """A worker that captures rows.
 
     Args:
         index: index among the capturing workers of its engine.
-        attached: its answer to Attach.
-        reader: reader of its arena lines.
+        attached: the worker's answer to `Attach`: its points, page size and limits.
+        reader: reader of the worker's arena, in lines of 64 bytes.
         engine: index of its engine.
     """
 
@@ -41,22 +41,22 @@ class Rank:
 
     @cached_property
     def schemas(self) -> dict[int, PointSchema]:
-        """Schemas of the points that it keeps, by their indices among the engine's armed points."""
+        """Schemas (shape, dtype, shards) of this worker's points, by index among the engine's armed points."""
         return dict(zip(self.attached.points, self.attached.schemas, strict=True))
 
     @property
     def page(self) -> PageShape:
-        """Page shape of its arena."""
+        """Page shape of this worker's arena."""
         return PageShape(self.attached.page_lines)
 
     def of(self, captured_rows: CapturedRows) -> list[PointSchema]:
-        """Return the schemas of the points of captured rows."""
+        """Return the schemas of `captured_rows.points`, in their order."""
         return [self.schemas[point] for point in captured_rows.points]
 
     def damage(self, captured_rows: CapturedRows) -> str | None:
-        """Return the reason why captured rows cannot be this worker's, or None; checked before memory is allocated.
+        """Return why an answer cannot describe this worker's rows, or None; checked before memory is allocated.
 
-        The caller that takes the rows compares their positions and token ids with those of the request.
+        Positions and token ids are compared with the request's later, by the caller.
         """
         if unknown := [point for point in captured_rows.points if point not in self.schemas]:
             return f"rows of points {unknown} came, which the worker does not capture"
@@ -74,11 +74,11 @@ class Rank:
         return None
 
     def kept(self, points: Sequence[int]) -> list[PointSchema]:
-        """Return the schemas of those of `points` that this worker keeps."""
+        """Return the schemas of those point indices in `points` that this worker captures, in their order."""
         return [self.schemas[point] for point in points if point in self.schemas]
 
     def pages(self, plan: CapturePlan, rows: int) -> int:
-        """Return the pages of this worker's arena that `rows` rows of a plan take, or the running reduction of them."""
+        """Return the arena pages that `rows` rows of a plan, or with `reduce=` their accumulator, take here."""
         schemas = self.kept(plan.points)
         if not schemas:
             return 0
@@ -88,18 +88,18 @@ class Rank:
         return self.page.pages(rows, self._record_lines(plan.points, plan.coding))
 
     def file_bytes(self, plan: CapturePlan, rows: int) -> int:
-        """Return the most bytes that `rows` rows of a plan take in its file."""
+        """Return the maximum bytes that `rows` rows of a plan take in this worker's spill file, in whole blocks."""
         lines = self._record_lines(plan.points, plan.coding) if self.kept(plan.points) else 0
         return -(-rows * lines * LINE_BYTES // BLOCK_BYTES) * BLOCK_BYTES
 
     @cached_property
     def _record_lines(self) -> Callable[[tuple[int, ...], Coding], int]:
-        """Function that returns the arena lines of a record of points; requests mostly keep what others keep too."""
+        """Cached function (point indices, coding) -> arena lines of one row's record on this worker."""
         return lru_cache(maxsize=256)(lambda points, coding: record_of(self.kept(points), coding).lines)
 
 
 def attention_of(ranks: Sequence[Rank]) -> dict[int, AttentionRule]:
-    """Return the attention rule of each layer, joined over the workers of one engine."""
+    """Return each layer's rule for attention weights, joined over the tensor-parallel shards of one engine."""
     parts: dict[int, list[AttentionRule]] = {}
     for rank in sorted(ranks, key=lambda rank: rank.attached.shard):
         for layer, rule in rank.attached.attention.items():
@@ -108,10 +108,10 @@ def attention_of(ranks: Sequence[Rank]) -> dict[int, AttentionRule]:
 
 
 def loaded_of(engines: Sequence[Sequence[Rank]]) -> Loaded:
-    """Join the reports on decoder layers of all ranks of all engines.
+    """Join the reports of all workers of all engines on the decoder layers that they loaded.
 
     Raises:
-        WorkerFailure: they are of different families.
+        WorkerFailure: workers report different families.
     """
     each = [rank.attached.loaded for ranks in engines for rank in ranks]
     if len({one.family for one in each}) > 1:
@@ -121,5 +121,5 @@ def loaded_of(engines: Sequence[Sequence[Rank]]) -> Loaded:
     return Loaded(each[0].family, code, max(one.candidates for one in each), refused)
 
 
-#: Workers that capture, engine by engine.
+#: Capturing workers: a sequence per engine.
 Ranks: TypeAlias = Sequence[Sequence[Rank]]

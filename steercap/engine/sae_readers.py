@@ -1,4 +1,4 @@
-"""Compilation of the SAEs that read a request's rows, checked against the model before anything runs."""
+"""Compilation of the SAEs that encode a request's rows on the workers, with checks against the model."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from steercap.saes.sae import SAE
 
 @dataclass(frozen=True, eq=False)
 class Readers:
-    """SAEs compiled for one engine.
+    """SAEs of a request, compiled for one engine.
 
     Args:
-        points: the points whose rows they read, with their indices among the armed, ascending.
-        encoders: encoder of each point, in this order.
-        coding: encoding of the stored features.
+        points: points whose rows they encode, with their indices among the armed points, ascending.
+        encoders: encoder of each point, in the order of `points`.
+        coding: encoding of the captured features: the k strongest of each row.
     """
 
     points: Mapping[Point, int]
@@ -31,16 +31,16 @@ class Readers:
 
     @property
     def schemas(self) -> dict[Point, PointSchema]:
-        """Schema of each point's delivered values: the activations of its features."""
+        """Shape and dtype of what is captured at each point: float32 activations of the SAE's features."""
         found = zip(self.points, self.encoders, strict=True)
         return {point: PointSchema((encoder.d_sae,), "float32", writable=False) for point, encoder in found}
 
 
 def saes_of(spec: CaptureSpec) -> tuple[SAE, ...]:
-    """Return the SAEs of a spec, checked.
+    """Return the SAEs of `spec.saes` after checking them.
 
     Raises:
-        InvalidSpec: something other than SAEs, or two of one point.
+        InvalidSpec: an item is not an SAE, or two read the same point.
     """
     for one in spec.saes:
         if not isinstance(one, SAE):
@@ -55,11 +55,11 @@ def saes_of(spec: CaptureSpec) -> tuple[SAE, ...]:
 
 
 def read_points(spec: CaptureSpec, num_layers: int) -> tuple[Point, ...]:
-    """Return the points that the SAEs of a spec read, layer by layer.
+    """Return the points that a spec's SAEs read, by ascending layer.
 
     Raises:
         InvalidSpec: see `saes_of`.
-        LayerOutOfRange: a layer that the model does not have.
+        LayerOutOfRange: the model does not have a layer.
     """
     points = sorted((one.input for one in saes_of(spec)), key=lambda point: point.layer)
     for point in points:
@@ -73,17 +73,17 @@ def read_points(spec: CaptureSpec, num_layers: int) -> tuple[Point, ...]:
 def compile_readers(
     spec: CaptureSpec, points: Sequence[Point], armed: Mapping[Point, int], schemas: Mapping[Point, PointSchema]
 ) -> Readers:
-    """Check the SAEs of a spec, and compile them.
+    """Check the SAEs of a spec against the model, and compile them.
 
     Args:
         spec: a spec with `sae`.
-        points: the points that they read, armed.
+        points: points that the SAEs read, all armed.
         armed: index of every armed point.
         schemas: shape and dtype of the rows at each armed point.
 
     Raises:
-        InvalidSpec: an SAE of rows of another width, or with fewer features than are asked for.
-        PointSplit: rows that are split over ranks, each of which has a part that no SAE can read.
+        InvalidSpec: an SAE reads rows of another width, or has fewer features than `k`.
+        PointSplit: the rows are split over ranks, and an SAE needs whole ones.
     """
     of, k = {one.input: one for one in saes_of(spec)}, spec.k or STRONGEST.default_k
     for point in points:

@@ -1,7 +1,7 @@
-"""SAEs on the workers: loaded when a request first needs one, and freed when nobody can ask for it again.
+"""SAEs on the workers: loaded when a request first needs one, and freed once no request can ask for it again.
 
-An encoder stays until its SAE is garbage-collected here, or another one needs the room; those that requests use stay.
-Loads go one by one. The transfer to the workers is in `worker.saes`.
+An encoder stays loaded until its SAE is garbage-collected on the client, or another needs the room; one that a request
+uses stays. Encoders are loaded one after the other. The transfer to the workers is in `worker.saes`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ LOOK_SECONDS: Final = 0.01
 
 @dataclass
 class _Entry:
-    """An encoder that the workers hold, or are to hold.
+    """An encoder that the workers have loaded, or are to load.
 
     Args:
         nbytes: bytes it takes on a worker.
-        users: number of requests that read with it, or wait for it.
-        wanted: living encoders of this process that are equal to it: while there is one, a request may need it again.
-        there: True if all workers hold it.
+        users: number of requests that use it or wait for it.
+        wanted: living encoders on the client with equal weights; while there is one, a request may need it again.
+        there: True if all workers have loaded it.
     """
 
     nbytes: int
@@ -49,7 +49,12 @@ class _Entry:
 
 
 class Dictionaries:
-    """SAEs of an engine's workers."""
+    """SAE encoders loaded on an engine's workers.
+
+    Args:
+        workers: connection to the workers.
+        most_bytes: maximum bytes of all encoders on a worker.
+    """
 
     def __init__(self, workers: Workers, most_bytes: int) -> None:
         self._workers, self._most_bytes = workers, most_bytes
@@ -60,12 +65,12 @@ class Dictionaries:
 
     @asynccontextmanager
     async def holding(self, readers: Readers | None) -> AsyncIterator[tuple[bytes, ...]]:
-        """Keep SAEs loaded on the workers in the block; yields their digests, point by point.
+        """Keep a request's SAEs loaded on the workers in the block; yield their encoders' digests, point by point.
 
         Raises:
-            SAEMemoryFull: there is no room for one, beside those that other requests use.
-            MemoryNotShared: a worker runs where this process's memory cannot be reached.
-            WorkerFailure: one cannot load it for another reason.
+            SAEMemoryFull: there is no room for one beside those that other requests use.
+            MemoryNotShared: a worker cannot read this process's memory, such as one on another machine.
+            WorkerFailure: a worker cannot load one for another reason.
         """
         if readers is None:
             yield ()
@@ -88,7 +93,7 @@ class Dictionaries:
                 self._let_go(key)
 
     async def aclose(self) -> None:
-        """Cancel running clean-up. Idempotent."""
+        """Cancel tasks that are freeing encoders. Idempotent."""
         for task in self._closing:
             task.cancel()
         if self._closing:
@@ -150,7 +155,7 @@ class Dictionaries:
         return True
 
     async def _close(self, key: Key) -> None:
-        """Free an encoder on the workers."""
+        """Free an encoder on the workers, and forget its entry if no request uses it."""
         entry = self._entries[key]
         entry.there = False
         await self._workers.ask(CloseSAE(*key), SAEOpened)
@@ -158,12 +163,12 @@ class Dictionaries:
             self._entries.pop(key, None)
 
     def gone(self, key: Key) -> None:
-        """Free an encoder on the workers after its garbage collection; safe from any thread, at any moment."""
+        """Schedule the release of an encoder after its garbage collection; safe from any thread, at any moment."""
         if not self._workers.closed:
             self._workers.home.call(partial(self._let_go, key))
 
     def _let_go(self, key: Key) -> None:
-        """Free an encoder that no request uses and that nobody can ask for any more."""
+        """Schedule the release of an encoder that no request uses and no living SAE needs; else do nothing."""
         entry = self._entries.get(key)
         if entry is None or entry.users or len(entry.wanted) or self._workers.closed:
             return
@@ -185,13 +190,13 @@ class Dictionaries:
 
 
 def _gone(held: weakref.ref[Dictionaries], key: Key) -> None:
-    """Call `gone`; the weak reference keeps the engine from being kept alive by an encoder's finalizer."""
+    """Call `Dictionaries.gone`; the weak reference keeps an encoder's finalizer from keeping the engine alive."""
     if (dictionaries := held()) is not None:
         dictionaries.gone(key)
 
 
 def _check(answers: Sequence[SAEOpened]) -> None:
-    """Check that the workers report no problem other than a lack of room.
+    """Check that no worker reports a problem other than a lack of room.
 
     Raises:
         MemoryNotShared, WorkerFailure: a worker reports one.
@@ -215,7 +220,7 @@ def _no_room(encoder: Encoder, reason: str) -> str:
 
 
 def _shared(encoder: Encoder) -> SharedSegment:
-    """Write the weights of an encoder to memory that other processes of this machine can read."""
+    """Copy an encoder's weights to a new shared-memory segment that other processes of this machine can read."""
     wanted = image_bytes(encoder.shape)
     segment = SharedSegment.create(wanted)
     encoder.write(torch.frombuffer(segment.memory, dtype=torch.uint8, count=wanted, offset=HEADER_BYTES))

@@ -1,6 +1,6 @@
-"""Sketches on an engine's workers: their state here, and the questions about them to the workers.
+"""Sketches (running statistics of rows on the workers): their records on the client, and the calls of the workers.
 
-A request enters a sketch on every worker that has points of it, or on none. The client's row count is compared
+A request's rows enter a sketch on every worker that captures its points, or on none. The client's row count is compared
 with the workers' whenever a sketch is read.
 """
 
@@ -33,9 +33,9 @@ from steercap.engine.workers import Batcher, Workers
 from steercap.errors import PointSplit, SketchClosed, SketchIncomplete, SketchMemoryFull
 from steercap.kernels.sketches import SKETCHES, Kind, SketchState
 
-#: Maximum bytes of a sketch in one answer of a worker.
+#: Maximum bytes of a sketch's state in one answer of a worker.
 PIECE_BYTES: Final = 256 << 20
-#: Answer of each capturing worker about one request, engine by engine.
+#: Each capturing worker's answer about one sample of a request, engine by engine.
 Found = list[list[CapturedRows | Unknown]]
 
 
@@ -45,12 +45,12 @@ class SketchRecord:
 
     Args:
         name: name of the sketch.
-        kind, size: kind and size of the sketch.
-        points: its points, with their indices among the armed.
-        requests: number of requests in it.
-        rows: number of rows of each point.
-        broken: reason why it cannot be trusted, or None.
-        unsure: number of requests to a server that failed on their way, whose rows may have entered all the same.
+        kind, size: key of `SKETCHES`, and the kind's own size parameter.
+        points: points whose rows enter it, with their indices among the engine's armed points.
+        requests: number of samples of requests that have entered it.
+        rows: number of rows that have entered it, per point.
+        broken: reason why its counts are unreliable, or None.
+        unsure: number of requests to a server that failed in transit, whose rows may have entered nevertheless.
         closed: True once it was freed.
     """
 
@@ -65,10 +65,10 @@ class SketchRecord:
     unsure: int = 0
 
     def require(self) -> None:
-        """Check that the sketch can be used.
+        """Check that the sketch is open and reliable.
 
         Raises:
-            SketchClosed, SketchIncomplete: it was freed, or cannot be trusted.
+            SketchClosed, SketchIncomplete: it was freed, or `broken` is set.
         """
         if self.closed:
             raise SketchClosed(
@@ -80,12 +80,12 @@ class SketchRecord:
 
 
 class Sketching:
-    """Sketches of an engine.
+    """Registry of an engine's sketches: opens, fills, reads and frees them on the workers.
 
     Args:
         workers: connection to the workers.
-        ranks: workers that capture.
-        most_bytes: maximum bytes of all sketches of a worker.
+        ranks: capturing workers, engine by engine.
+        most_bytes: maximum bytes of all sketches on a worker.
     """
 
     def __init__(self, workers: Workers, ranks: Ranks, most_bytes: int) -> None:
@@ -96,12 +96,12 @@ class Sketching:
         self._records: list[SketchRecord] = []
 
     async def aclose(self) -> None:
-        """Fail all waiting callers. Idempotent."""
+        """Fail all callers that wait for `prepare` or `commit`. Idempotent."""
         await self._preparing.aclose()
         await self._committing.aclose()
 
     def lose(self, why: str) -> None:
-        """Mark all sketches as lost, since the workers have died."""
+        """Mark all sketches as broken with the reason `why`, since the workers have died."""
         for record in self._records:
             record.broken = record.broken or why
 
@@ -109,8 +109,8 @@ class Sketching:
         """Allocate a sketch on every worker.
 
         Raises:
-            PointSplit: its kind needs whole rows, and those of a point are split over ranks.
-            SketchMemoryFull: there is no room for it.
+            PointSplit: the kind needs whole rows, and a point's rows are split over ranks.
+            SketchMemoryFull: a worker has no room for it.
         """
         kind = SKETCHES[record.kind]
         for rank in self._all_ranks if kind.whole else ():
@@ -138,7 +138,7 @@ class Sketching:
             )
 
     async def close(self, record: SketchRecord) -> None:
-        """Free a sketch, unless the model is closed, which frees everything. Idempotent."""
+        """Free a sketch on the workers, unless the model is closed, which frees all of them. Idempotent."""
         if not record.closed:
             record.closed = True
             self._records = [one for one in self._records if one is not record]
@@ -146,17 +146,21 @@ class Sketching:
                 await self._workers.ask(CloseSketch(record.name), SketchOpened)
 
     async def prepare(self, joining: Joining) -> Found:
-        """Prepare a finished request for its sketches: return its rows, or why it cannot enter; see `PrepareSketch`."""
+        """Prepare a finished sample for its sketches; return each capturing worker's answer. See `PrepareSketch`."""
         return await self._preparing.ask(joining)
 
     async def commit(self, samples: Sequence[Joining], records: Sequence[SketchRecord]) -> int:
-        """Add the rows of all samples of a request after `prepare` to its sketches; return their number, -1 for none.
+        """Add the prepared rows of a request's samples to its sketches; return the number of rows, -1 if none.
 
-        Once asked, they are added even if the caller stops waiting, and the sketches cannot be trusted any more: their
-        caller cannot know what they hold.
+        They are added even if the caller is cancelled; its sketches are then marked as broken, since the count is
+        unknown.
+
+        Args:
+            samples: one item per sample, each given to `prepare` before.
+            records: the request's sketches.
 
         Raises:
-            SketchIncomplete: they were not added, or not everywhere.
+            SketchIncomplete: rows were not added, or not on all workers.
         """
         try:
             return await self._committing.ask((tuple(samples), tuple(records)))
@@ -166,13 +170,13 @@ class Sketching:
             raise
 
     async def states(self, record: SketchRecord, points: Sequence[Point]) -> tuple[dict[Point, SketchState], int]:
-        """Read the statistics of points, merged over all engines, in one consistent state.
+        """Read the statistics of points, merged over all engines; no request enters between two of them.
 
         Returns:
-            Statistics by point, and the number of requests in them.
+            Statistics by point, and the number of samples in them.
 
         Raises:
-            SketchClosed, SketchIncomplete: the sketch was freed, or its rows are not those that were counted.
+            SketchClosed, SketchIncomplete: the sketch was freed, or its number of rows differs from the client's count.
         """
         async with self._turn:
             return {point: await self._state(record, point) for point in points}, record.requests
@@ -198,14 +202,14 @@ class Sketching:
 
     @staticmethod
     def _count(records: Sequence[SketchRecord], samples: Sequence[Sequence[Sequence[int]]]) -> int:
-        """Add a request to the counts of its sketches, and return its number of rows; -1 if no engine added any.
+        """Count a request in its sketches' records, and return its number of rows; -1 if no engine added any.
 
-        All workers of one engine must have added equally many of each sample, and the others none; otherwise the
+        One engine's workers must all have added equally many rows of each sample, and all others none; otherwise the
         records are marked as broken, and nothing is raised.
 
         Args:
-            records: the records of its sketches.
-            samples: for each sample, the rows that each worker added, by engine; -1 for none.
+            records: records of the request's sketches.
+            samples: for each sample, engine by engine, the rows that each worker added; -1 for none.
         """
         ran = [[set(ranks) for ranks in answers if set(ranks) != {-1}] for answers in samples]
         if not any(ran):
@@ -246,10 +250,16 @@ class Sketching:
 
 
 def _restored(kind: Kind, width: int, size: int, parts: Sequence[SketchPart]) -> SketchState:
-    """Rebuild a state from the parts that a worker sent.
+    """Rebuild a shard's state from the pieces of bytes that a worker sent, in order.
+
+    Args:
+        kind: kind of the sketch.
+        width: number of elements of the worker's rows.
+        size: size parameter of the sketch.
+        parts: the pieces.
 
     Raises:
-        SketchIncomplete: the bytes are not as many as such a state has.
+        SketchIncomplete: the number of bytes is not that of such a state.
     """
     sent = sum(len(part.data) for part in parts)
     if sent != kind.nbytes(width, size):
@@ -265,10 +275,10 @@ def _restored(kind: Kind, width: int, size: int, parts: Sequence[SketchPart]) ->
 
 
 def _joined(shards: Sequence[SketchState]) -> SketchState:
-    """Join the states of a point's shards, in the order of the ranks; only for kinds without cross terms.
+    """Join the states of a point's shards, in rank order, along the elements; only for kinds without cross terms.
 
     Raises:
-        SketchIncomplete: they are of different rows.
+        SketchIncomplete: the shards hold different numbers of rows.
     """
     if len(shards) == 1:
         return shards[0]

@@ -1,7 +1,7 @@
 """Spilling: while requests wait for the arena, unfetched rows of finished requests are moved to disk.
 
-`core.budget` decides whose, and this module moves them: one batch after the other, read out of the arenas like any
-rows, checked, written on a thread of its own, and only then freed in the arena. Rows that cannot be written stay there.
+`core.budget` chooses them. They are moved in batches, one after the other: read out of the arenas like any rows,
+checked, written by one thread, and only then freed in the arena. Rows that cannot be written stay in the arena.
 """
 
 from __future__ import annotations
@@ -26,53 +26,61 @@ from steercap.files.spill import SpillFile, default_folder
 
 Value = TypeVar("Value")
 
-#: Bytes moved at once, unless one request has more; they are in this process's memory until they are written.
+#: Maximum bytes of a batch, unless one request has more; it is in this process's memory until it is written.
 BATCH_BYTES: Final = 64 << 20
-#: Seconds before a disk that failed is tried again.
+#: Seconds to wait after a failed write before the next try.
 RETRY_SECONDS: Final = 1.0
-#: Number of threads that read rows back; a disk answers several at once faster than one after the other.
+#: Number of threads that read rows back; a disk serves concurrent reads faster than successive ones.
 READERS: Final = 4
 
 _CLOSED: Final = "the model was closed while rows were moved to or from disk"
 
 
 class Spillable(Protocol):
-    """Rows of a finished request that may be moved to disk."""
+    """Rows of one sample of a finished request that may be moved to disk."""
 
     @property
     def movable(self) -> bool:
-        """True if they can be moved now."""
+        """True if the rows can be moved now."""
 
     @property
     def wanted(self) -> Wanted:
-        """Description of the rows, for the question to the workers."""
+        """Owner and number of the rows, as the workers are asked for them."""
 
     def spill(self) -> None:
-        """Note that the rows are about to be moved."""
+        """Mark the rows as being moved."""
 
     def write(self, delivery: Any, file: SpillFile, dropped: Callable[[], object]) -> Any:
         """Check the delivered rows and write them to the file; called on a thread.
+
+        Args:
+            delivery: rows, as `Engine.collect` returns them.
+            file: file to write to.
+            dropped: function that is called when nothing refers to the written rows any more.
+
+        Returns:
+            Location of the rows in the file, for `stored`.
 
         Raises:
             CaptureMemoryFull, ModelClosed, OSError: see `SpillFile.put`.
         """
 
     def stored(self, spilled: Any) -> None:
-        """Note that the rows are on disk, and free them in the arena."""
+        """Record the location `spilled` of the rows on disk, and free them in the arena."""
 
     def end_spill(self) -> None:
-        """Note that the move has ended, with or without success. Idempotent."""
+        """Mark the move as ended, with or without success. Idempotent."""
 
 
 class Spilling:
-    """Mover of rows to disk while requests wait for room.
+    """Mover of rows from the arenas to disk while requests wait for room.
 
     Args:
-        settings: settings with the folder and the quota.
-        budget: pages of the arenas, and the queue.
-        page_bytes: bytes of a page.
+        settings: settings with `spill_folder` and the quota `spill_bytes`.
+        budget: reservations of arena pages, and the queue of requests.
+        page_bytes: bytes of an arena page.
         collect: coroutine function that reads rows out of the arenas.
-        flush: coroutine function that has the workers free released rows.
+        flush: coroutine function that makes the workers free released rows.
         settle: function that admits requests that fit now.
 
     Raises:
@@ -103,12 +111,12 @@ class Spilling:
         self._closed = False
 
     def offer(self, reservation: Reservation, rows: Spillable) -> None:
-        """Allow these rows to be moved, as long as somebody holds them; requests that wait may get their room."""
+        """Allow a reservation's rows to be moved while their handle lives; requests that wait may get their room."""
         self._known[reservation] = rows
         self._settle()
 
     def reserve(self, size: int) -> object:
-        """Count bytes that workers will write to files of their own, as long as somebody holds what is returned.
+        """Reserve `size` bytes of the quota for files that workers write; freed when the returned object is collected.
 
         Raises:
             CaptureMemoryFull: the quota has no room for them.
@@ -122,14 +130,14 @@ class Spilling:
             ) from error
 
     def begin(self) -> None:
-        """Begin to move rows if that makes room for the queue."""
+        """Start moving rows if that makes room for the queue; do nothing while a move runs or a retry is due."""
         if self._task is None and not self._closed and self._retry is None and self._next():
             self._task = self._home.loop.create_task(self._run(), name="steercap spilling")
             self._task.add_done_callback(self._ended)
 
     @property
     def situation(self) -> str:
-        """Reason why there is no room yet, for messages."""
+        """Reason why there is no room yet, as a clause for error messages."""
         file = self.file
         if self._failure is not None:
             return f"and rows cannot be moved to {file.folder}: {self._failure}"
@@ -141,7 +149,7 @@ class Spilling:
         )
 
     async def read(self, work: Callable[[], Value]) -> Value:
-        """Read rows back from disk, on a thread.
+        """Run `work`, which reads rows back from disk, on a thread; return its result.
 
         Raises:
             ModelClosed: the model was closed meanwhile.
@@ -149,7 +157,7 @@ class Spilling:
         return await self._on(self._readers, work)
 
     async def aclose(self) -> None:
-        """Stop moving rows; those being moved stay in the arena."""
+        """Stop moving rows; rows whose move has not ended stay in the arena."""
         self._closed = True
         if self._retry is not None:
             self._retry.cancel()
@@ -158,7 +166,7 @@ class Spilling:
             await asyncio.wait([self._task])
 
     def end(self) -> None:
-        """Close the file; blocks until no thread uses it. Idempotent."""
+        """Close the spill file; blocks until no thread uses it. Idempotent."""
         self._closed = True
         self.file.stop()
         for pool in (self._writer, self._readers):
@@ -166,7 +174,7 @@ class Spilling:
         self.file.close()
 
     def _next(self) -> list[Reservation]:
-        """Return the reservations whose rows to move now."""
+        """Return the reservations whose rows to move in the next batch, [] if moving makes no room."""
         free = self.file.free_bytes
 
         def may(reservation: Reservation) -> bool:
@@ -176,7 +184,7 @@ class Spilling:
         return self._budget.movable(may, self._batch)
 
     def _held(self, reservations: Sequence[Reservation]) -> list[tuple[Reservation, Spillable]]:
-        """Return the rows that somebody still holds, with their reservations."""
+        """Return the reservations whose rows are still alive, each with its rows."""
         found = ((reservation, self._known.get(reservation)) for reservation in reservations)
         return [(reservation, rows) for reservation, rows in found if rows is not None]
 
@@ -187,7 +195,7 @@ class Spilling:
                 await self._flush()
 
     async def _move(self, batch: Sequence[tuple[Reservation, Spillable]]) -> list[Reservation]:
-        """Move rows; return the reservations of those moved."""
+        """Move the rows of a batch to disk; return the reservations of those that were written."""
         for _, rows in batch:
             rows.spill()
         try:
@@ -211,7 +219,7 @@ class Spilling:
         return True
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Admit requests that fit now; after a failure, schedule another try."""
+        """Handle the end of the moving task: admit requests that fit now; after a failure, schedule another try."""
         self._task = None
         if self._closed or task.cancelled():
             return
@@ -225,7 +233,7 @@ class Spilling:
         self._settle()
 
     def _dropped(self) -> None:
-        """Free the disk space of dropped rows on a thread, then admit requests that fit."""
+        """Start freeing the disk space of rows that nothing refers to any more, on the writing thread."""
         if self._closed or self._sweeping is not None:
             return
         with contextlib.suppress(RuntimeError):  # the pool has ended
@@ -241,7 +249,7 @@ class Spilling:
                 self._dropped()
 
     async def _on(self, pool: ThreadPoolExecutor, work: Callable[[], Value]) -> Value:
-        """Call a function on a thread. A cancelled caller leaves nothing in the queue."""
+        """Run `work` on a thread of the pool and return its result; if the caller is cancelled, it may not be begun."""
         try:
             if self._closed:
                 raise ModelClosed(_CLOSED)
@@ -260,12 +268,12 @@ class Spilling:
 
 
 def folder_of(settings: Settings) -> Path:
-    """Return the folder of an engine's spill file."""
+    """Return the folder for an engine's spill file: `spill_folder`, or the default."""
     return default_folder() if settings.spill_folder is None else Path(settings.spill_folder)
 
 
 def require_place(settings: Settings) -> None:
-    """Check that a spill file can be made, if overflow="spill", before an engine is started.
+    """Check before an engine is started that a spill file can be made, if overflow="spill".
 
     Raises:
         InvalidSetting: no file can be made in the folder.

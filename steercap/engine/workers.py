@@ -1,4 +1,4 @@
-"""Connection to the workers of all engines: one frame for each question, batches of small ones, and released rows."""
+"""Connection to the workers of all engines: questions as frames (encoded messages), batching, and releases of rows."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ Result = TypeVar("Result")
 
 
 class Batcher(Generic[Item, Result]):
-    """Batcher of questions of one kind.
+    """Batcher of concurrent questions: those asked while a call of `send` runs are sent together in the next.
 
     Args:
-        send: coroutine function that sends several questions and returns their answers in order.
+        send: coroutine function that sends several questions and returns their answers in the same order.
     """
 
     def __init__(self, send: Callable[[Sequence[Item]], Awaitable[Sequence[Result]]]) -> None:
@@ -76,7 +76,7 @@ class Batcher(Generic[Item, Result]):
         self._task: asyncio.Task[None] | None = None
 
     async def ask(self, item: Item) -> Result:
-        """Ask one question and return its answer; it is sent even if the caller stops waiting.
+        """Ask one question and return its answer; it is sent even if the caller is cancelled.
 
         Raises:
             ModelClosed: the batcher was closed meanwhile.
@@ -89,7 +89,7 @@ class Batcher(Generic[Item, Result]):
         return await answer
 
     async def aclose(self) -> None:
-        """Fail all waiting callers. Idempotent."""
+        """Fail all waiting callers with `ModelClosed`. Idempotent."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -122,26 +122,26 @@ def _fail(answers: Sequence[asyncio.Future[Result]], error: Exception) -> None:
             answer.set_exception(error)
 
 
-#: Seconds that a release of rows waits for another question before it gets an RPC of its own.
+#: Seconds that a release of rows waits to be sent along with a question before it is sent alone.
 RELEASE_DELAY: Final = 0.05
-#: Questions that each rank can answer by itself, between any two of its passes.
+#: Types of questions that each worker can answer by itself, between any two of its forward passes.
 DIRECT: Final = (Collect, Configure, GetSteeringRecord, GetStats)
-#: Seconds between checks that the engine lives, while an answer is awaited.
+#: Seconds between checks that the engine is alive, while an answer is awaited.
 LIVENESS_SECONDS: Final = 0.1
 _FLOAT_BYTES: Final = 4
 _INT_BYTES: Final = 8
 
 Kind = TypeVar("Kind", bound=Answer)
-#: Steering record of one sample from each worker, engine by engine.
+#: Steering record of one sample (the edits made to its rows) from each worker, engine by engine.
 Records: TypeAlias = list[list[SteeringRecord | Unknown]]
 
 
 class _Settling(NamedTuple):
-    """Samples of a request whose steering records are asked for.
+    """One call of `settle`: samples of a request whose steering records are wanted.
 
     Args:
-        wanted: owner and number of inputs of each.
-        ended: True if they have ended.
+        wanted: owner and number of input tokens of each sample.
+        ended: True if the samples have ended.
         biased: True if their logits were biased.
     """
 
@@ -151,11 +151,11 @@ class _Settling(NamedTuple):
 
 
 class _GivenBack(NamedTuple):
-    """A release of rows that has not been sent yet.
+    """A release of rows that has not been sent to the workers yet.
 
     Args:
-        freed: function to call when the memory is free, or None.
-        soon: True if a request waits for the memory.
+        freed: function to call once the memory is free, or None.
+        soon: True if a request waits for the memory, so that the release is not delayed.
     """
 
     freed: Callable[[], None] | None
@@ -164,6 +164,9 @@ class _GivenBack(NamedTuple):
 
 class Workers:
     """Connection to the workers of all engines; it belongs to the event loop that it is made in.
+
+    Args:
+        vllm: vLLM's engine, behind its adapter.
 
     Attributes:
         home: the event loop.
@@ -183,7 +186,7 @@ class Workers:
         self._growing: Batcher[Sequence[Wanted], list[list[list[CapturedRows | Unknown]]]] = Batcher(self._locate)
 
     def require_open(self) -> None:
-        """Check that the workers can be asked from here.
+        """Check that the connection is open and that this is its event loop.
 
         Raises:
             ModelClosed, WrongEventLoop: the model was closed, or started in another event loop.
@@ -193,7 +196,7 @@ class Workers:
         self.home.require()
 
     async def aclose(self) -> None:
-        """Fail all callers that wait for an answer."""
+        """Fail all callers that wait for an answer, and close the channels. Idempotent."""
         self.closed = True
         await self._settling.aclose()
         await self._growing.aclose()
@@ -203,14 +206,14 @@ class Workers:
         self._close_channels()
 
     def end(self) -> None:
-        """Close the sockets of the channels, from any thread, after the event loop has closed them or has ended."""
+        """Close the channels' sockets, from any thread, once `aclose` has run or the event loop has ended."""
         for channel in chain(*self._channels):
             channel.end()
 
     # Questions, each of which raises EngineFailure if the engine has died, or a worker cannot answer
 
     async def attach(self, settings: Settings) -> Ranks:
-        """Make every worker allocate its memory for rows; must be the first RPC."""
+        """Make every worker allocate its memory for rows, and return the capturing workers; must be the first RPC."""
         spills = settings.overflow == "spill"
         folder = str(folder_of(settings).absolute()) if spills else ""
         question = Attach(settings.capture_bytes, folder, settings.spill_bytes if spills else 0)
@@ -230,7 +233,7 @@ class Workers:
         )
 
     async def _listened(self) -> list[list[Channel]]:
-        """Open a channel to each worker, engine by engine; to none where one is on another machine."""
+        """Open a channel (socket) to each worker, engine by engine; return [] if one cannot be connected to."""
         found: list[list[Channel]] = []
         try:
             for answers in await self.ask(Listen(), Listening):
@@ -244,10 +247,13 @@ class Workers:
         return found
 
     async def locate(self, wanted: Sequence[Wanted]) -> list[list[list[CapturedRows | Unknown]]]:
-        """Make finished requests' rows readable and locate them, by one call.
+        """Make the rows of finished samples readable in the arenas, and return their locations.
+
+        Args:
+            wanted: owner, number of input tokens and number of rows already fetched of each sample.
 
         Returns:
-            For each request, the captured rows of each capturing worker, engine by engine.
+            For each sample, the answer of each capturing worker, engine by engine.
         """
         engines = await self.ask(Collect(tuple(wanted)), Collected)
         while any(answer.unfinished for answers in engines for answer in answers):  # other requests run in between
@@ -255,7 +261,7 @@ class Workers:
         return [[[answer.shares[index] for answer in answers] for answers in engines] for index in range(len(wanted))]
 
     async def locate_growing(self, wanted: Sequence[Wanted]) -> list[list[list[CapturedRows | Unknown]]]:
-        """Locate rows of requests that still run; concurrent callers share one call of the workers."""
+        """Locate rows of requests that still run, as `locate` does; concurrent callers share a call of the workers."""
         return await self._growing.ask(wanted)
 
     async def _locate(self, wanted: Sequence[Sequence[Wanted]]) -> list[list[list[list[CapturedRows | Unknown]]]]:
@@ -263,12 +269,13 @@ class Workers:
         return [[next(rows) for _ in items] for items in wanted]
 
     async def settle(self, wanted: Sequence[Wanted], *, ended: bool, biased: bool) -> list[Records]:
-        """Return the steering records of a request's samples so far; concurrent callers share one call of the workers.
+        """Return the steering records of a request's samples so far; concurrent callers share a call of the workers.
 
         Args:
-            wanted: owner and number of inputs of each sample.
-            ended: True if they have ended.
-            biased: True if their logits are biased: a rank may do so after another has sampled, but not after an RPC.
+            wanted: owner and number of input tokens of each sample.
+            ended: True if the samples have ended.
+            biased: True if their logits are biased: one worker may do so after another has sampled, but not after an
+                RPC.
 
         Returns:
             For each sample, the record of each worker, engine by engine.
@@ -286,10 +293,10 @@ class Workers:
         return [[next(records) for _ in call.wanted] for call in calls]
 
     async def engage(self, owners: Sequence[Owner]) -> list[int]:
-        """Begin steering of samples that was held back; return the first steered position of each.
+        """Begin the steering of samples that waits for a monitor; return the first steered position of each.
 
         Raises:
-            SteeringNotApplied: the workers of one begin at different positions.
+            SteeringNotApplied: the workers begin to steer a sample at different positions.
         """
         engines = await self.ask(Engage(tuple(owners)), Engaged)
         starts = []
@@ -307,14 +314,14 @@ class Workers:
         return starts
 
     async def configure(self, question: Configure) -> list[Configured]:
-        """Send vectors and the contents of slots."""
+        """Send vectors and the contents of slots to every worker; return the answers of all."""
         return [answer for answers in await self.ask(question, Configured) for answer in answers]
 
     async def unembed(self, rows: torch.Tensor, engine: int, **asked: Any) -> Unembedded:
-        """Compute logits of rows of the residual stream on one engine.
+        """Compute logits of rows [n, hidden] of the residual stream, in the model's dtype, on one engine.
 
         Args:
-            rows: rows [n, hidden].
+            rows: the rows.
             engine: index of the engine.
             **asked: further fields of `Unembed`.
         """
@@ -326,24 +333,24 @@ class Workers:
         return found
 
     async def project(self, layer: int, site: str, rows: torch.Tensor, engine: int = 0) -> torch.Tensor:
-        """Apply the last projection of a layer's block to rows of its input: float32 [n, hidden].
+        """Multiply rows with the output projection of a layer's attention or MLP; returns float32 [n, hidden].
 
         Args:
             layer: index of the layer.
             site: site of the rows: "z" or "neurons".
             rows: rows [n, *shape of the point], in the model's dtype.
-            engine: index of the engine to use.
+            engine: index of the engine that computes.
         """
         found = await self._first(Project(layer, site, *_sent(rows)), ProjectedRows, engine, f"layer {layer}")
         _require_rows(found.rows, len(rows), _FLOAT_BYTES)
         return torch.frombuffer(bytearray(found.rows), dtype=torch.float32).view(len(rows), -1)
 
     async def choose(self, layer: int, rows: torch.Tensor) -> Chosen:
-        """Compute the experts that a layer's router chooses from their logits, as the model does.
+        """Return the experts and weights that a layer's router chooses from logits, computed as the model does.
 
         Args:
             layer: index of the layer.
-            rows: logits, float32 [n, experts], as captured at `router`.
+            rows: router logits, float32 [n, experts], as captured at `router`.
         """
         found = await self._first(Choose(layer, *_sent(rows)), Chosen, 0, f"layer {layer}")
         if not found.refused:
@@ -352,20 +359,20 @@ class Workers:
         return found
 
     async def _first(self, question: Question, kind: type[Kind], engine: int, part: str) -> Kind:
-        """Return the first answer of an engine's workers to a question for those that have a part of the model."""
+        """Ask all workers, and return the first answer from an engine; `part` names its part of the model in errors."""
         answers = (await self.ask(question, kind))[engine]
         if not answers:
             raise WorkerFailure(f"no worker of engine {engine} has {part}")
         return answers[0]
 
     async def get_stats(self) -> list[list[Counted]]:
-        """Return the resources in use on each capturing worker, engine by engine."""
+        """Return the memory and other resources in use on each capturing worker, engine by engine."""
         return await self.ask(GetStats(), Counted)
 
     def line_source(self, engine: int, rank: int) -> Callable[[tuple[LineRange, ...]], Awaitable[bytes]]:
-        """Return a function that asks one worker for arena lines.
+        """Return a coroutine function that reads ranges of arena lines from one worker.
 
-        It asks this worker's engine alone. So no releases are sent along, since they must reach all engines.
+        It calls this worker's engine alone, so it sends no releases, which must reach all engines.
         """
 
         async def ask(ranges: tuple[LineRange, ...]) -> bytes:
@@ -376,14 +383,17 @@ class Workers:
         return ask
 
     async def ask(self, question: Question, kind: type[Kind], *, by_rpc: bool = False) -> list[list[Kind]]:
-        """Send one frame to all workers; return the answers of those that capture, engine by engine.
+        """Send a question to all workers; return the answers of those that capture, engine by engine.
 
-        Releases since the last frame are sent with it, and their memory is free when it returns.
+        Releases that wait are sent with it, and their memory is free when this returns.
 
         Args:
             question: the question.
             kind: type of its answers.
-            by_rpc: True if all ranks must answer between the same two passes.
+            by_rpc: True if all workers must answer between the same two forward passes.
+
+        Raises:
+            EngineFailure: the model is closed, the engine has died, or a worker cannot answer.
         """
         self.require_open()
         given_back, self._given_back = self._given_back, {}
@@ -406,7 +416,7 @@ class Workers:
         return _answers(frames, kind)
 
     async def _send(self, frame: bytes) -> list[list[bytes]]:
-        """Send a frame through the channels of all workers; see `VllmEngine.rpc`.
+        """Send an encoded question through the channels of all workers; see `VllmEngine.rpc`.
 
         Raises:
             EngineFailure: the engine has died, or a worker closed its channel.
@@ -423,7 +433,7 @@ class Workers:
             answers = iter(asked.result())
         except ConnectionError as error:
             self._close_channels()
-            await self._vllm.rpc(encode(Call((), GetStats())))  # which says what has died
+            await self._vllm.rpc(encode(Call((), GetStats())))  # raises the error of an engine that has died
             # Not asked again: a worker that has answered may have forgotten what it was asked for.
             raise WorkerFailure(f"a worker closed its channel during a call: {error}") from error
         finally:
@@ -431,7 +441,7 @@ class Workers:
         return [[next(answers) for _ in engine] for engine in channels]
 
     def _close_channels(self) -> None:
-        """Close all channels: from now on everything goes by RPC."""
+        """Close all channels; from now on every question goes by RPC."""
         channels, self._channels = self._channels, []
         for channel in chain(*channels):
             channel.close()
@@ -439,11 +449,11 @@ class Workers:
     # Releases
 
     def give_back(self, owner: Owner, freed: Callable[[], None] | None, *, soon: bool) -> None:
-        """Free a request's rows and records with the next call of the workers, or with one of its own. Idempotent.
+        """Free one sample's rows and records with the next call of the workers, or soon by its own. Idempotent.
 
         Args:
-            owner: sample of the request.
-            freed: function to call when the memory is free, or None.
+            owner: request and sample.
+            freed: function to call once the memory is free, or None.
             soon: True if a request waits for the memory.
         """
         if not self.closed:
@@ -464,13 +474,13 @@ class Workers:
 
 
 def _sent(rows: torch.Tensor) -> tuple[bytes, int, str]:
-    """Encode rows for a question: their bytes, number and dtype name."""
+    """Encode rows [n, ...] for a question: their bytes, number and dtype name."""
     flat = rows.flatten(1).contiguous()
     return flat.view(torch.uint8).numpy().tobytes(), len(rows), str(rows.dtype).removeprefix("torch.")
 
 
 def _require_rows(data: bytes, rows: int, item: int) -> None:
-    """Check that `data` holds `rows` equal rows of items of `item` bytes.
+    """Check that `data` divides into `rows` rows of whole items of `item` bytes.
 
     Raises:
         WorkerFailure: it does not.
@@ -483,8 +493,8 @@ def _answers(engines: Sequence[Sequence[bytes]], kind: type[Kind]) -> list[list[
     """Decode the answers of the workers that capture, engine by engine.
 
     Raises:
-        UnsupportedRunner: a worker runs a model runner that no adapter could hook.
-        WorkerFailure: a worker could not answer, or gave an answer of another type.
+        UnsupportedRunner: a worker runs a model runner that no adapter can hook.
+        WorkerFailure: a worker could not answer, or sent an answer of another type than `kind`.
     """
     found: list[list[Kind]] = []
     for engine, frames in enumerate(engines):

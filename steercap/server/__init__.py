@@ -1,1 +1,1 @@
-"""vLLM's own OpenAI-compatible server over an open model: requests capture and steer by one more field."""
+"""vLLM's OpenAI-compatible server over an open model: requests capture and steer by an additional field, `steercap`."""

@@ -4,7 +4,7 @@
      "steering": {"edits": [{"op": "add", "vector": "calm", "layers": [10], "scale": 4.0}]},
      "deliver": "inline"}
 
-A vector is a list of numbers or the name of an uploaded one. Steering that is just a name stands for an uploaded spec,
+A vector is a list of numbers or the name of uploaded vectors. Steering that is just a name stands for an uploaded spec,
 or for uploaded vectors, which are added unscaled.
 """
 
@@ -30,7 +30,7 @@ from steercap.steering.spec import LogitBias, SteeringSpec
 
 Made = TypeVar("Made")
 
-#: Fields of `capture`: those fields of CaptureSpec that JSON can express, and `project` and `sae` by name.
+#: Fields of `capture`: those of CaptureSpec that JSON can express; `project` and `sae` are names on the server.
 CAPTURE: Final = (
     "layers",
     "sites",
@@ -46,9 +46,9 @@ CAPTURE: Final = (
     "project",
     "sae",
 )
-#: Fields of edits that hold one or several vectors.
+#: Fields of edits whose values are vectors, or the name of uploaded ones.
 VECTORS: Final = ("vector", "probe", "read", "write", "rows", "encoder", "decoder", "decoder_bias")
-#: Name of the operation of `LogitBias`, beside those of edits.
+#: `op` of a `LogitBias`; the others are the keys of `EDITS`.
 LOGIT_BIAS: Final = "logit_bias"
 DELIVERIES: Final = get_args(Delivery)
 _ID: Final = re.compile(r"0|[1-9][0-9]{0,9}")
@@ -56,7 +56,7 @@ _SLICE: Final = re.compile(r"(-?\d{1,99})?:(-?\d{1,99})?(?::(-?\d{1,99}))?")
 
 
 def parsed_field(body: Any, library: Library, owner: str) -> SteercapField:
-    """Parse the `steercap` field of a request of one owner.
+    """Parse the `steercap` field of a request, whose `owner` (its API key's digest) may name vectors of the library.
 
     Raises:
         InvalidRequest: the field is invalid; the subclass and message say why.
@@ -93,7 +93,7 @@ def _sketch_ids(value: Any) -> tuple[str, ...]:
 
 
 def capture_of(value: Any, library: Library, owner: str) -> CaptureSpec:
-    """Parse a CaptureSpec from JSON.
+    """Parse a CaptureSpec from decoded JSON; True stands for the default one.
 
     Raises:
         InvalidSpec: the JSON is invalid.
@@ -114,7 +114,7 @@ def capture_of(value: Any, library: Library, owner: str) -> CaptureSpec:
 
 
 def steering_of(value: Any, library: Library, owner: str) -> SteeringSpec:
-    """Parse a SteeringSpec from JSON: a name, an edit, a list of these, or an object with `edits`.
+    """Parse a SteeringSpec from decoded JSON: a name, an edit, a list of these, or an object with `edits`.
 
     Raises:
         InvalidSpec: the JSON is invalid.
@@ -130,7 +130,7 @@ def steering_of(value: Any, library: Library, owner: str) -> SteeringSpec:
 
 
 def monitors_of_json(value: Any, library: Library, owner: str) -> tuple[Monitor, ...]:
-    """Parse monitors from JSON: a list of objects, in which a probe is a list of numbers or the name of vectors.
+    """Parse a list of monitors from decoded JSON, where a probe is a list of numbers or the name of vectors.
 
     Raises:
         InvalidSpec: the JSON is invalid.
@@ -203,7 +203,7 @@ def _edits_of(asked: Any, library: Library, owner: str) -> Sequence[Edit | Logit
 
 
 def _bias_of(value: Mapping[str, Any]) -> LogitBias:
-    """Parse a logit bias, whose token ids are text in JSON."""
+    """Parse a logit bias, whose token ids are strings in JSON."""
     given = _object(value, f"an edit {LOGIT_BIAS!r}", ("op", "bias", "tokens"))
     bias: Any = given.get("bias")
     if isinstance(bias, Mapping):
@@ -212,7 +212,7 @@ def _bias_of(value: Mapping[str, Any]) -> LogitBias:
 
 
 def _layers_of(given: Mapping[str, Any], found: Mapping[str, LayerVectors], named: Mapping[str, str]) -> list[int]:
-    """Return the layers of edits with named vectors: those asked for, or all that the vectors have in common."""
+    """Return the layers of an edit with named vectors: those it asks for, or all for which each name has a vector."""
     common = [layer for layer in next(iter(found.values())) if all(layer in one for one in found.values())]
     asked = given.get("layer") if given.get("layer") is not None else given.get("layers")
     if asked is None:
@@ -228,7 +228,7 @@ def _layers_of(given: Mapping[str, Any], found: Mapping[str, LayerVectors], name
 
 
 def _lacking(layer: Any, named: Mapping[str, str], known: list[int]) -> str:
-    """Describe that named vectors lack a layer, and the layers that they have."""
+    """Describe, for an error, that named vectors lack a layer, and which layers they have."""
     what = " and ".join(f"{field}={name!r}" for field, name in named.items())
     near = f"; the nearest is {min(known, key=lambda one: abs(one - layer))}" if isinstance(layer, int) else ""
     return f"{what} and layer={shown(layer)}: there are vectors for layers {span(known)}{near}"
@@ -243,7 +243,7 @@ def _constructed(kind: type[Made], given: Mapping[str, Any]) -> Made:
 
 
 def layer_vectors(name: str, library: Library, owner: str) -> LayerVectors:
-    """Return the vectors of a name: "calm", the only direction of a set "calm", or one of several, "traits/calm".
+    """Return the vectors of a name: "calm"; "traits", a set with one direction; or "traits/calm", one of several.
 
     Raises:
         InvalidSpec: the name is unknown, or does not stand for one direction.
@@ -269,7 +269,7 @@ def layer_vectors(name: str, library: Library, owner: str) -> LayerVectors:
 
 
 def directions_of(name: Any, library: Library, owner: str) -> LayerVectors | DirectionSet:
-    """Return the named directions to project rows on.
+    """Return the uploaded directions of a name, on which rows are projected.
 
     Raises:
         InvalidSpec: the name is unknown, or stands for something without directions.
@@ -281,7 +281,7 @@ def directions_of(name: Any, library: Library, owner: str) -> LayerVectors | Dir
 
 
 def ranges(value: Any) -> Any:
-    """Replace texts such as "4:12" and "::2" in a JSON value by slices."""
+    """Return a JSON value with strings such as "4:12" and "::2" replaced by slices, in nested lists too."""
     if isinstance(value, str) and (matched := _SLICE.fullmatch(value)):
         return slice(*(None if part is None else int(part) for part in matched.groups()))
     return [ranges(item) for item in value] if isinstance(value, list) else value

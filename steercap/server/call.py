@@ -1,4 +1,4 @@
-"""State of one HTTP request while it is served: its `steercap` field and its results."""
+"""State of one HTTP request while it is served: its parsed `steercap` field and its results."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from steercap.requests.sketching import RunningSketch
 from steercap.steering.monitor import Monitor
 from steercap.steering.spec import SteeringSpec
 
-#: Delivery of the captured rows.
+#: Delivery of captured rows: stored until the client fetches them, in the answer, or in the server's folder.
 Delivery = Literal["fetch", "inline", "folder"]
-#: Notes on tensors by the field of the answer that says where they are.
+#: Notes about the place of a tensor, by the field of the answer that has the place.
 PLACES: Final[Mapping[str, str]] = {
     "data": "in `data`, base64 of a safetensors file",
     "url": "at `url`, a safetensors file, until it expires",
     "file": "in the server's folder, a safetensors file",
 }
-#: Maximum bytes of the logits of one sample in float32; more are not made.
+#: Maximum bytes of one sample's logits in float32; larger ones are not computed.
 MOST_LOGITS: Final = 256 << 20
 
 
@@ -46,9 +46,9 @@ class SteercapField:
     Args:
         capture: capture spec, or None.
         steering: edits, or None.
-        delivery: delivery of rows: fetched later, in the answer, or written to the server's folder.
-        monitors: monitors of each of its samples.
-        logits: True for the logits of all captured tokens beside the rows.
+        delivery: delivery of rows, see `Delivery`.
+        monitors: monitors that run on each sample.
+        logits: True to compute the logits of all captured tokens too.
         sketches: ids of the open sketches that its rows enter.
     """
 
@@ -65,11 +65,11 @@ class SteercapField:
 
 
 class Live(NamedTuple):
-    """Per-token numbers, as JSON, that are sent with an event of a stream.
+    """Per-token numbers, as JSON, to send with the next event of a stream.
 
     Args:
         choice: index of the choice.
-        kind: field of the event for them: "scores" or "crossings".
+        kind: field of the event for the numbers: "scores" (projections) or "crossings" (of monitors).
         content: the numbers.
     """
 
@@ -80,18 +80,18 @@ class Live(NamedTuple):
 
 @dataclass
 class SteercapRequest:
-    """HTTP request that uses steercap.
+    """HTTP request that uses steercap, while it is served.
 
     Args:
         asked: its parsed `steercap` field.
-        owner: its owner, see `server.folder.owner_of`.
+        owner: digest of its API key, see `server.folder.owner_of`.
         results: results of its choices, as JSON, in the order in which they ended.
-        prompts: number of its prompts that were given to the engine.
+        prompts: number of its prompts that were given to the engine so far.
         live: numbers that wait for the next event of their choice in the stream, see `Live`.
-        error: class of the steercap error that it failed with; "" for none.
-        inline: bytes of rows in its answer.
-        unsaid: functions that release captures whose ids the client has not received.
-        sketches: the sketches that its rows enter.
+        error: class name of the steercap error that it failed with; "" for none.
+        inline: bytes of rows in its answer so far.
+        unsaid: functions that delete captures whose ids the client has not received yet.
+        sketches: sketches that its rows enter.
     """
 
     asked: SteercapField
@@ -105,18 +105,18 @@ class SteercapRequest:
     sketches: tuple[RunningSketch, ...] = ()
 
 
-#: True while a request is served whose client does not want it recorded.
+#: True while a request is served whose client opted out of recording.
 OPTED_OUT: Final[ContextVar[bool]] = ContextVar("steercap opted out", default=False)
 #: SteercapRequest of the request being served, None for a request that does not use steercap.
 CURRENT: Final[ContextVar[SteercapRequest | None]] = ContextVar("steercap call", default=None)
 
 
 class Numbers:
-    """Streamed numbers of one job.
+    """Streamer of the per-token numbers of one job: projections and crossings of monitors.
 
     Args:
-        call: call that the numbers belong to.
-        first: index of the job's first choice in the call.
+        call: HTTP request that the job belongs to; the numbers are queued in its `live`.
+        first: index of the job's first choice in the answer.
         job: the running job; numbers are only streamed if its answer is a stream.
     """
 
@@ -130,13 +130,13 @@ class Numbers:
         self._crossings: dict[int, int] = {}
 
     async def take(self, tokens: Mapping[int, Sequence[int]]) -> None:
-        """Queue the new numbers for the stream.
+        """Queue the numbers of tokens that are new since the last call.
 
         Args:
-            tokens: tokens generated so far, by the index of the sample.
+            tokens: ids of all tokens generated so far, by the index of the sample.
 
         Raises:
-            CaptureIncomplete, CaptureNotFinite: a row is missing or invalid.
+            CaptureIncomplete, CaptureNotFinite: a row is missing or not finite.
         """
         if self._projects:
             grown = {index: ids for index, ids in tokens.items() if len(ids) > self._tokens.get(index, 0)}
@@ -154,7 +154,7 @@ class Numbers:
                 self._crossings[index] = len(found)
 
     def _scores(self, came: Arrived) -> dict[str, Any]:
-        """Return the projections of rows, by point and direction."""
+        """Return the projections of rows as JSON: positions, and per point ("site.layer") a list per direction."""
         assert self._job.projected is not None
         names = self._job.projected.names
         scores = {
@@ -168,7 +168,7 @@ class Numbers:
 
 
 def receipt_json(receipt: SteeringReceipt | None) -> dict[str, Any]:
-    """Return the field `steering` of a result; {} without a receipt."""
+    """Return a receipt as the field `steering` of a result; {} without a receipt."""
     if receipt is None:
         return {}
     said = {"rows": list(receipt.rows), "computed": receipt.computed, "cached": receipt.cached}
@@ -177,7 +177,7 @@ def receipt_json(receipt: SteeringReceipt | None) -> dict[str, Any]:
 
 @contextmanager
 def entered(sketches: Sequence[RunningSketch]) -> Iterator[None]:
-    """Mark sketches as broken if the block raises: rows of a request that ends in an error have entered them."""
+    """Mark sketches as broken if the block raises, since rows of a request that ends in an error have entered them."""
     try:
         yield
     except (Exception, asyncio.CancelledError) as error:
@@ -187,16 +187,16 @@ def entered(sketches: Sequence[RunningSketch]) -> Iterator[None]:
 
 
 def sketches_json(names: Sequence[str], sketches: Sequence[RunningSketch]) -> dict[str, Any]:
-    """Return the field `sketches` of a result, the number of requests and rows in each by id; {} without any."""
+    """Return the field `sketches` of a result: numbers of requests and rows by sketch id; {} without sketches."""
     found = {name: {"requests": one.requests, "rows": one.rows} for name, one in zip(names, sketches, strict=True)}
     return {"sketches": found} if found else {}
 
 
 def described(handle: CaptureHandle, place: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe a handle for msgspec's JSON.
+    """Describe a fetched capture as the field `capture` of a result, for msgspec's JSON.
 
-    The result has its points with shapes and dtypes, its numbers of rows and tokens, its file's header without the
-    text, which the answer has already, and the place of the file.
+    The description has the points with shapes and dtypes, numbers of rows and tokens, the file's header without the
+    text (the answer has it) and `place`, the fields that locate the file.
     """
     saved, receipt = handle.as_saved(), handle.receipt
     return {
@@ -213,7 +213,7 @@ def described(handle: CaptureHandle, place: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _point(point: Point, kept: Rows, place: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe the rows of one point: dtype and shape of the rows, and bytes as they are stored."""
+    """Describe the rows of one point: dtype and shape of decoded rows, and bytes as stored."""
     first, _, row, _ = shape_of(kept)
     codec, parameters = coding_of(first)
     dtype = first.schema.dtype if isinstance(first, CodedRows) else str(first.dtype).removeprefix("torch.")
@@ -225,7 +225,7 @@ def _point(point: Point, kept: Rows, place: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _tensor(dtype: str, shape: Sequence[int], size: int, place: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe a tensor that is at a place, or left out if there is none."""
+    """Describe a tensor and where it is delivered, by the fields of `place`; without any it is "left out"."""
     where = next((note for name, note in PLACES.items() if name in place), "left out")
     numel = math.prod(shape)
     size_mb, included = round(size / 2**20, 2), "data" in place
@@ -234,15 +234,15 @@ def _tensor(dtype: str, shape: Sequence[int], size: int, place: Mapping[str, Any
 
 
 async def logits_of(handle: CaptureHandle, vocabulary: int, deliver: Callable[[bytes], dict[str, Any]]) -> Any:
-    """Describe the logits of all rows of a capture, [1, rows, vocabulary], and deliver them as a safetensors file.
+    """Deliver the logits of a capture's rows, [1, rows, vocabulary], as a safetensors file, and describe it.
 
-    They are in the dtype of the rows where that changes none of them, else in float32. What is too large to be made or
-    to be kept, or would be made of rounded rows, is left out, and `note` says why.
+    They are in the dtype of the rows if that is lossless, else in float32. Logits that are too large to be computed or
+    stored, or whose rows are kept in a lossy codec, are left out; `note` gives the reason.
 
     Args:
-        handle: fetched, with rows of the stream at the last layer.
-        vocabulary: number of tokens that have logits.
-        deliver: function that delivers a file and returns its place; CaptureMemoryFull if there is no room.
+        handle: fetched capture of the residual stream after the last layer.
+        vocabulary: number of tokens in the model's logits.
+        deliver: function that delivers a file and returns its place; raises CaptureMemoryFull if there is no room.
     """
     shape = (1, len(handle.positions), vocabulary)
     size, place, why = 4 * math.prod(shape), dict[str, Any](), ""

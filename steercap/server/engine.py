@@ -1,4 +1,4 @@
-"""Engine that vLLM's server uses: requests that use steercap run as jobs, with their numbers, others unchanged."""
+"""Engine that vLLM's server calls: requests that use steercap run as jobs and gain results; others pass unchanged."""
 
 from __future__ import annotations
 
@@ -50,22 +50,22 @@ if TYPE_CHECKING:
     from steercap.core.spec import CaptureSpec
     from steercap.model import SteerModel
 
-#: Maximum bytes of files within an answer.
+#: Maximum bytes of captures in one answer (`deliver: inline`).
 MOST_INLINE: Final = 8 << 20
 
 
 class ServedEngine:
-    """Wrapper of vLLM's engine for vLLM's server.
+    """Wrapper of vLLM's engine, to which vLLM's server gives its requests; other attributes are the engine's.
 
     Args:
         model: the open model.
         captures: store of captures that wait to be fetched.
-        translated: function from a steercap error to one that vLLM's server answers with the right status.
-        folder: folder for rows that requests ask to be written, None if the operator gave none.
-        recorder: recorder of requests that ask for no rows, None if nothing is recorded.
+        translated: function that converts a steercap error to one for which vLLM's server answers the right status.
+        folder: folder for rows of requests with `deliver: folder`, None if the operator gave none.
+        recorder: recorder of requests without a capture, None if nothing is recorded.
 
     Attributes:
-        failures: number of requests that failed with an error of steercap's, by its class.
+        failures: number of requests that failed with a steercap error, by its class name.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class ServedEngine:
         return getattr(self._llm, name)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Do nothing: the model is closed by its opener."""
+        """Do nothing: the model's opener closes it."""
 
     def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Return vLLM's outputs of one request; see `AsyncLLM.generate`."""
+        """Run one request; return the generator of vLLM's outputs. See `AsyncLLM.generate`."""
         call = CURRENT.get()
         recorded = self._recorder is not None and self._recorder.wants()
         if call is not None:
@@ -107,7 +107,7 @@ class ServedEngine:
     async def _recorded(
         self, prompt: Any, params: Any, request_id: str, options: dict[str, Any]
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the outputs of a request that asks nothing of steercap, and record it if there is room."""
+        """Yield the outputs of a request that does not use steercap, recording its rows if there is room."""
         call = SteercapRequest(SteercapField(), "")
         job = await self._recording_job(call, prompt, params, options)
         outputs = (
@@ -122,7 +122,7 @@ class ServedEngine:
     async def _recording_job(
         self, call: SteercapRequest, prompt: Any, params: Any, options: dict[str, Any]
     ) -> Job | None:
-        """Return the job that captures what is recorded of a request; None, counted, if it cannot be recorded now."""
+        """Return a job that captures a request's rows for the recorder; None, counted by reason, if it cannot."""
         recorder = self._recorder
         assert recorder is not None
         if call.asked.capture is not None or call.asked.monitors or call.sketches:
@@ -139,7 +139,7 @@ class ServedEngine:
     async def _prepared(
         self, call: SteercapRequest, prompt: Any, params: Any, options: dict[str, Any], capture: CaptureSpec | None
     ) -> Job:
-        """Check a request and compile it, with this capture.
+        """Check a request and compile it with the given capture spec to a job.
 
         Raises:
             InvalidRequest: as for `prepare`.
@@ -155,7 +155,7 @@ class ServedEngine:
     async def _translating(
         self, call: SteercapRequest, outputs: AsyncGenerator[RequestOutput, None]
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield outputs; errors of steercap become those that vLLM's server answers with the right status."""
+        """Yield outputs; convert steercap errors to those that vLLM's server answers with the right HTTP status."""
         try:
             async with aclosing(outputs):
                 async for output in outputs:
@@ -187,8 +187,10 @@ class ServedEngine:
     async def _run(
         self, call: SteercapRequest, first: int, job: Job, recorded: str = ""
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the outputs of a job; the last one once its edits are confirmed and its rows are fetched, or are left
-        to the recorder under the id `recorded`.
+        """Yield the outputs of a job; the last one after its edits are confirmed and its rows delivered.
+
+        `first` is the index of its first choice in the answer; with an id `recorded` the recorder gets the rows
+        instead.
         """
         reservation = await memory_for(job, object())
         ours = job.plan is not None  # the workers hold state of the job that we must free
@@ -231,7 +233,7 @@ class ServedEngine:
         *,
         recorded: str,
     ) -> list[dict[str, Any]]:
-        """Return the results of each sample for the answer; rows that are recorded are left to the recorder."""
+        """Return each sample's result for the answer; with an id `recorded` the recorder gets the rows instead."""
         entered = sketches_json(call.asked.sketches, call.sketches)
         found: list[dict[str, Any]] = [
             {**entered, **receipt_json(receipt)} for _, receipt in zip_longest(samples, receipts or ())
@@ -264,18 +266,23 @@ class ServedEngine:
         return found
 
     def _room(self, call: SteercapRequest) -> CaptureStore | CaptureFolder:
-        """Return the store for the rows of a request."""
+        """Return where a request's rows are delivered: the server's folder or the store."""
         return self._folder if self._folder is not None and call.asked.delivery == "folder" else self._captures
 
     async def _placed(self, call: SteercapRequest, handles: Sequence[CaptureHandle]) -> list[dict[str, Any]]:
-        """Deliver the rows of each handle; return their places for the answer."""
+        """Deliver each handle's rows; return the fields that locate them in the answer, in order."""
         if isinstance(folder := self._room(call), CaptureFolder):
             written = await folder.write(handles, call.owner)
             return [{"file": one.file, "bytes": one.bytes, "sha256": one.sha256} for one in written]
         return [self._put(call, await asyncio.to_thread(files.encode, handle.as_saved())) for handle in handles]
 
     def _put(self, call: SteercapRequest, content: bytes) -> dict[str, Any]:
-        """Deliver a file in the answer if that is asked for, or by the store; return its place for the answer."""
+        """Deliver a file inline if asked for, else by the store; return the fields that locate it in the answer.
+
+        Raises:
+            InvalidRequest: the inline files exceed `MOST_INLINE`.
+            CaptureMemoryFull: the store has no room.
+        """
         if call.asked.delivery == "inline":
             call.inline += len(content)
             if call.inline > MOST_INLINE:
@@ -287,14 +294,18 @@ class ServedEngine:
         return self._put_in_store(call, content)
 
     def _put_in_store(self, call: SteercapRequest, content: bytes) -> dict[str, Any]:
-        """Put a file into the store, or raise CaptureMemoryFull; return its place for the answer."""
+        """Put a file into the store; return the fields that locate it. It is deleted if the answer does not arrive.
+
+        Raises:
+            CaptureMemoryFull: the store has no room.
+        """
         place = self._captures.offer(content, call.owner)
         call.unsaid.append(partial(self._captures.remove, place["id"], call.owner))
         return place
 
 
 def grown(output: RequestOutput, params: Any, texts: dict[int, str], tokens: dict[int, list[int]]) -> None:
-    """Add an output's texts and tokens to those of its samples: its outputs are cumulative, or deltas."""
+    """Add an output's texts and token ids to its samples', by sample index; outputs are cumulative or deltas."""
     new = params.output_kind.name == "DELTA"
     for sample in output.outputs:
         texts[sample.index] = (texts.get(sample.index, "") if new else "") + sample.text

@@ -1,7 +1,7 @@
 """Captures on the server: a store of those that wait to be fetched, and the operator's folder.
 
-In the store each capture belongs to one key, expires, and counts against limits. The folder is a run of captures with a
-manifest, which `Manifest.load` reads.
+In the store each capture belongs to an owner (API key), expires, and counts against limits. The folder is a run of
+captures with a manifest, which `Manifest.load` reads.
 
 File names are numbers that the run assigns: no client input becomes part of a path. A listed file is complete; a file
 whose writing failed on a full disk is neither kept nor listed.
@@ -31,15 +31,15 @@ from steercap.captures.saving import CaptureRun
 from steercap.concurrency.loops import finished, on_thread
 from steercap.errors import CaptureMemoryFull, ServerFailure
 
-#: Seconds until a capture expires.
+#: Default seconds until a waiting capture expires.
 TIME_TO_LIVE: Final = 600.0
-#: Maximum bytes of waiting captures, of all keys and of each.
+#: Default maximum bytes of waiting captures, of all API keys together and of each.
 STORE_BYTES: Final = 4 << 30
 KEY_BYTES: Final = 1 << 30
 
 
 def owner_of(authorization: str) -> str:
-    """Return the owner of a request: a digest of its `Authorization` header, "" without one.
+    """Return the owner of a request: a digest of its `Authorization` header's value, "" without one.
 
     Names of schemes are case-insensitive, as in vLLM.
     """
@@ -49,11 +49,11 @@ def owner_of(authorization: str) -> str:
 
 @dataclass(frozen=True)
 class WaitingCapture:
-    """Capture that waits to be fetched.
+    """Capture in the store that waits to be fetched.
 
     Args:
         name: unguessable id.
-        owner: its owner.
+        owner: digest of the API key, see `owner_of`.
         content: safetensors file, as `CaptureHandle.save` would write it.
         until: time of expiry, in seconds of the store's clock.
     """
@@ -70,12 +70,12 @@ class WaitingCapture:
 
 
 class CaptureStore:
-    """Store of the captures of a server.
+    """Store in memory of captures that wait to be fetched.
 
     Args:
         time_to_live: seconds until each expires.
-        most_bytes: maximum bytes of all waiting captures.
-        most_of_a_key: maximum bytes of one owner's.
+        most_bytes: maximum bytes of all captures.
+        most_of_a_key: maximum bytes of one owner's captures.
         clock: function that returns the time in seconds.
     """
 
@@ -94,7 +94,7 @@ class CaptureStore:
         self._waiting: dict[str, WaitingCapture] = {}  # in order of expiry, since all have the same time to live
 
     def put(self, content: bytes, owner: str) -> WaitingCapture:
-        """Store a file.
+        """Store a capture file of an owner; return its entry.
 
         Raises:
             CaptureMemoryFull: a limit leaves no room for it.
@@ -105,7 +105,7 @@ class CaptureStore:
         return capture
 
     def require_room(self, owner: str, size: int = 0) -> None:
-        """Check that an owner may store `size` bytes more.
+        """Check that an owner may store `size` bytes more; 0: that the owner's limit is not reached.
 
         Raises:
             CaptureMemoryFull: a limit leaves no room.
@@ -124,7 +124,7 @@ class CaptureStore:
             )
 
     def offer(self, content: bytes, owner: str) -> dict[str, Any]:
-        """Store a file, and return its place for an answer; it goes when it expires, even if no request comes again.
+        """Store a capture file of an owner and schedule its expiry; return the fields that locate it in an answer.
 
         Raises:
             CaptureMemoryFull: a limit leaves no room for it.
@@ -135,18 +135,18 @@ class CaptureStore:
         return {"id": capture.name, "bytes": capture.size, "url": url, "expires_in": seconds}
 
     def held(self, owner: str | None = None) -> int:
-        """Return the bytes of waiting captures, of one owner or of all."""
+        """Return the bytes of waiting captures, of one owner or (None) of all."""
         self.sweep()
         return sum(capture.size for capture in self._waiting.values() if owner is None or capture.owner == owner)
 
     def get(self, name: str, owner: str) -> WaitingCapture | None:
-        """Return an owner's capture; None if there is none of the name, or it is another owner's."""
+        """Return an owner's capture by id; None if there is none, or it is another owner's."""
         self.sweep()
         capture = self._waiting.get(name)
         return capture if capture is not None and secrets.compare_digest(capture.owner, owner) else None
 
     def remove(self, name: str, owner: str) -> bool:
-        """Remove an owner's capture; return whether it existed."""
+        """Delete an owner's capture by id; return whether it existed."""
         if self.get(name, owner) is None:
             return False
         del self._waiting[name]
@@ -171,17 +171,17 @@ class CaptureStore:
             del self._waiting[first.name]
 
 
-#: Maximum bytes of files in the folder, in total and per key.
+#: Default maximum bytes of files in the folder, in total and per API key.
 MOST_BYTES: Final = 64 << 30
 MOST_BYTES_OF_A_KEY: Final = 16 << 30
-#: Errors that mean a lack of room.
+#: Error numbers of the file system that mean a lack of room.
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _LOG: Final = logging.getLogger(__name__)
 
 
 class CaptureFolder:
-    """Folder that a server writes captures to; a context manager that seals its manifest.
+    """Folder that a server writes captures to; a context manager that seals its manifest at the end.
 
     Existing captures of the same model stay, and count against `most_bytes`.
 
@@ -189,10 +189,10 @@ class CaptureFolder:
         path: path of the folder, created if missing.
         model: name of the model.
         most_bytes: maximum bytes of files in it.
-        most_of_a_key: maximum bytes that one key's requests may write while this server runs.
+        most_of_a_key: maximum bytes that one owner's requests may write while this server runs.
 
     Raises:
-        RunDiffers: it holds a run of another model.
+        RunDiffers: it holds captures of another model.
         InvalidFile: its manifest cannot be read.
         InvalidRequest: another process writes to it, or it holds captures that no manifest lists.
         OSError: it cannot be written.
@@ -211,11 +211,11 @@ class CaptureFolder:
         self._closed = False
 
     def written(self, owner: str) -> int:
-        """Return the bytes that requests of a key have written to the folder since this server started."""
+        """Return the bytes that an owner's requests have written to the folder since this server started."""
         return self._written[owner]
 
     def require_room(self, owner: str, size: int = 0) -> None:
-        """Check that a key may write more: `size` bytes of rows, as far as they are known.
+        """Check that an owner may write `size` bytes more, 0 if the size is not known yet.
 
         Raises:
             CaptureMemoryFull: a limit leaves no room.
@@ -233,12 +233,12 @@ class CaptureFolder:
             )
 
     async def write(self, handles: Sequence[CaptureHandle], owner: str) -> list[ManifestRequest]:
-        """Write the captures of a request, and list them; one request at a time.
+        """Write the captures of a request to files, and list them in the manifest; requests are written one at a time.
 
         A file that was begun is finished even if the request is cancelled.
 
         Returns:
-            The manifest's entry for each.
+            The manifest's entry for each handle, in order.
 
         Raises:
             CaptureMemoryFull: a limit, or the disk, leaves no room.
@@ -267,7 +267,7 @@ class CaptureFolder:
         return request
 
     def close(self) -> None:
-        """Seal the manifest, after the file that is being written. Idempotent."""
+        """Seal the manifest once the file being written is finished; refuse later writes. Idempotent."""
         self._closed = True  # files that wait for their turn are refused
         with self._writing:
             self._run.close()

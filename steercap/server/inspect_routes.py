@@ -1,4 +1,4 @@
-"""`/v1/steercap`: projections and logit lens of captured rows, and directions extracted from texts."""
+"""Routes under `/v1/steercap`: projections and logit lens of captured rows, and directions extracted from texts."""
 
 from __future__ import annotations
 
@@ -30,15 +30,21 @@ if TYPE_CHECKING:
 #: Maximum rows per logit lens request, and maximum directions per request.
 MOST_ROWS: Final = 1 << 13
 MOST_DIRECTIONS: Final = 16
-#: Maximum numbers of one answer.
+#: Maximum count of numbers in one answer.
 MOST_NUMBERS: Final = 1 << 21
-#: Maximum texts of each kind that a direction is extracted from.
+#: Maximum number of texts of each kind ("more", "less") that a direction is extracted from.
 MOST_TEXTS: Final = 64
 SITE: Final = "resid_post"
 
 
 class InspectRoutes:
-    """Routes that analyse captured rows."""
+    """Routes that analyse captured rows, and extract directions.
+
+    Args:
+        model: the open model.
+        captures: store of captures that wait to be fetched.
+        library: named vectors and steering.
+    """
 
     def __init__(self, model: SteerModel, captures: CaptureStore, library: Library) -> None:
         self._model = model
@@ -47,7 +53,7 @@ class InspectRoutes:
 
     @property
     def routes(self) -> list[Route]:
-        """All routes of this class."""
+        """Starlette routes of this class's methods."""
         return [
             Route("/v1/steercap/captures/{name}/scores", computing(self.scores), methods=["POST"]),
             Route("/v1/steercap/captures/{name}/lens", computing(self.lens), methods=["POST"]),
@@ -55,9 +61,9 @@ class InspectRoutes:
         ]
 
     async def scores(self, request: Request) -> Response:
-        """Answer a POST with tokens, norms of a capture's rows and projections on directions.
+        """Answer a POST with a capture's tokens, norms of its rows, and projections of the rows on named directions.
 
-        Its body is `{"directions": [...], "site": ...}`, both optional.
+        The body is `{"directions": [names], "site": ...}`, both optional.
         """
         given = await read_body(request, ("directions", "site"))
         site, names = given.get("site", SITE), given.get("directions", [])
@@ -72,9 +78,9 @@ class InspectRoutes:
         return JSONResponse(self._tokens(handle) | found)
 
     async def lens(self, request: Request) -> Response:
-        """Answer a POST with the logit lens of a capture's rows: the tokens they make likely, with log probabilities.
+        """Answer a POST with the logit lens of a capture's rows: the tokens they make likeliest, with probabilities.
 
-        Its body is `{"layers": [...] or "all", "positions": [...], "top": 5, "site": ...}`, all optional.
+        The body is `{"layers": [...] or "all", "positions": [...], "top": 5, "site": ...}`, all optional.
 
         Raises:
             InvalidSpec: a layer was not captured, or too many rows are asked for.
@@ -103,7 +109,7 @@ class InspectRoutes:
         )
 
     async def contrast(self, request: Request) -> Response:
-        """Extract and store a direction that separates two kinds of texts: `{"more": [...], "less": [...]}`."""
+        """Answer a POST: extract and store a direction from two kinds of texts, `{"more": [...], "less": [...]}`."""
         name, owner = request.path_params["name"], owner_of(request.headers.get("authorization", ""))
         given = await read_body(request, ("more", "less"))
         more, less = _texts("more", given.get("more")), _texts("less", given.get("less"))
@@ -114,7 +120,7 @@ class InspectRoutes:
         return JSONResponse(self._library.add(name, owner, content).described(), 201)
 
     def _tokens(self, handle: CaptureHandle) -> dict[str, Any]:
-        """Return the tokens of the rows as texts, and the texts of the tokens after the last row."""
+        """Return the tokens of a capture's rows as JSON, and as `rest` the texts of the tokens after the last row."""
         tokenizer, prompt = self._model.tokenizer, len(handle.prompt_token_ids)
         special = set(tokenizer.all_special_ids)
         ids, positions = handle.token_ids.tolist(), handle.positions.tolist()
@@ -127,7 +133,7 @@ class InspectRoutes:
         return {"tokens": tokens, "rest": texts_of(tokenizer, [one for one in rest if one not in special])}
 
     def _named(self, token_ids: torch.Tensor, log_probs: torch.Tensor, rows: int) -> list[list[list[Any]]]:
-        """Return the likeliest tokens by layer and row, each as text and probability."""
+        """Return the likeliest tokens as [text, probability], by layer and row, from tensors [layers * rows, top]."""
         distinct = token_ids.unique().tolist()
         texts = dict(zip(distinct, texts_of(self._model.tokenizer, distinct), strict=True))
         said = [
@@ -138,17 +144,17 @@ class InspectRoutes:
 
 
 def scored(handle: CaptureHandle, site: Any, directions: Mapping[str, LayerVectors]) -> dict[str, Any]:
-    """Compute norms of rows by layer, and their projections and cosines with directions.
+    """Compute norms of rows by layer, and their projections on and cosines with directions, as JSON values.
 
     A projection is the scalar product with the unit vector.
 
     Args:
-        handle: fetched, with rows.
+        handle: fetched capture of rows.
         site: site of the rows.
         directions: directions by name.
 
     Raises:
-        InvalidRequest: directions of another site or width, or rows that were not captured.
+        InvalidRequest: directions of another site or width, rows that were not captured, or too many numbers.
     """
     layers = _layers(handle, site)
     numbers = len(layers) * len(handle.positions) * (1 + 2 * len(directions))

@@ -1,4 +1,4 @@
-"""Library of named vectors and steering, uploaded or loaded by the operator, and the presets that name some."""
+"""Library of named vectors and steering, uploaded or the operator's; and presets, model names that steer."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from steercap.steering.formats import load_control_vector
 from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec
 
-#: Content that can have a name.
+#: Content that clients can upload under a name.
 Content: TypeAlias = "LayerVectors | DirectionSet | SteeringSpec"
 #: Pattern of valid names, which are used in URLs and, behind "+", in names of models.
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-#: Maximum bytes of one file, of one key's files, and of all keys': without API keys, owners are not authenticated.
+#: Maximum bytes of one file, of an API key's files, and of all keys': without keys, clients are not authenticated.
 MOST_BYTES: Final = 256 << 20
 MOST_BYTES_OF_A_KEY: Final = 1 << 30
 MOST_BYTES_OF_ALL: Final = 4 << 30
-#: Minimum size that a file counts as, for its Python objects.
+#: Minimum bytes that a file counts as, for its Python objects.
 LEAST_BYTES: Final = 64 << 10
-#: Owner of the operator's content, which everybody may read.
+#: Owner of the operator's content, which all clients may use.
 OPERATOR: Final = "operator"
 
 _READERS: Final[Mapping[str, Any]] = {
@@ -43,11 +43,11 @@ _READERS: Final[Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Named:
-    """Content with a name.
+    """Uploaded content with its name.
 
     Args:
-        name: its name, which matches `NAME`.
-        owner: its owner.
+        name: name, which matches `NAME`.
+        owner: digest of the uploader's API key, or `OPERATOR`.
         content: vectors, directions or steering.
         size: bytes of its file.
         added: time of the upload, seconds since 1970.
@@ -60,7 +60,7 @@ class Named:
     added: float
 
     def described(self) -> dict[str, Any]:
-        """Describe the content as JSON: kind, width, layers and origin."""
+        """Describe the content as JSON values: kind, width, layers and origin."""
         found: dict[str, Any] = {"name": self.name, "bytes": self.size, "created": int(self.added)}
         found["owner"] = "operator" if self.owner == OPERATOR else "you"
         content = self.content
@@ -79,13 +79,13 @@ class Named:
 
 
 class Library:
-    """Store of named files on a server; an API key sees its own files and the operator's.
+    """Store in memory of named content; a client can use its own uploads and the operator's.
 
     Args:
         most_bytes: maximum bytes of one file.
-        most_of_a_key: maximum bytes of one key's files.
-        most_of_all: maximum bytes of all keys' files.
-        folder: True if the operator gave a folder to write rows to.
+        most_of_a_key: maximum bytes of one owner's files.
+        most_of_all: maximum bytes of all owners' files.
+        folder: True if the server has a folder that requests can have rows written to.
         saes: the operator's SAEs, by name.
     """
 
@@ -107,7 +107,7 @@ class Library:
         self._coming: dict[object, tuple[str, int]] = {}
 
     def add(self, name: str, owner: str, data: bytes) -> Named:
-        """Store the content of a file, replacing content of the same name.
+        """Parse a file and store its content under a name, replacing the owner's content of that name.
 
         Raises:
             InvalidSpec: an invalid name.
@@ -119,17 +119,17 @@ class Library:
             return self.keep(name, owner, read(data), len(data))
 
     def keep(self, name: str, owner: str, content: Content, size: int) -> Named:
-        """Store the parsed content of a file received by `receiving`, replacing content of the same name."""
+        """Store parsed content, whose room `receiving` has reserved, replacing the owner's content of that name."""
         self._kept[owner, name] = Named(name, owner, content, size, time.time())
         return self._kept[owner, name]
 
     @contextmanager
     def receiving(self, name: str, owner: str) -> Iterator[Callable[[int], None]]:
-        """Reserve room while a file is received; yield a function to call with the bytes received so far.
+        """Reserve room while a file is received; yield a function to call with the number of bytes received so far.
 
         Raises:
             InvalidSpec: an invalid name.
-            CaptureMemoryFull: a limit of the key or the server leaves no room; the yielded function raises it too.
+            CaptureMemoryFull: a limit of the owner or the server leaves no room; the yielded function raises it too.
         """
         if not NAME.fullmatch(name):
             raise InvalidSpec(f"name={name[:80]!r}; give letters, digits, dots, dashes and underscores, 64 at most")
@@ -156,7 +156,7 @@ class Library:
             self._coming.pop(this, None)
 
     def get(self, name: str, owner: str) -> Named:
-        """Return the content of a name, the owner's before the operator's.
+        """Return the content of a name, the owner's in preference to the operator's.
 
         Raises:
             InvalidSpec: the name is unknown.
@@ -168,7 +168,7 @@ class Library:
         raise InvalidSpec(f"no vector or steering is called {name[:80]!r}; {choices(name, known)}")
 
     def sae(self, name: Any) -> SAE:
-        """Return an SAE by name.
+        """Return one of the operator's SAEs by name.
 
         Raises:
             InvalidSpec: the name is unknown.
@@ -178,11 +178,11 @@ class Library:
         return self.saes[name]
 
     def of(self, owner: str) -> Iterator[Named]:
-        """Iterate over the content that an owner sees."""
+        """Iterate over the content that an owner can use: its own and the operator's."""
         return (named for named in tuple(self._kept.values()) if named.owner in {owner, OPERATOR})
 
     def warn_of_other_models(self, names: Collection[str]) -> None:
-        """Warn of each of the operator's vectors, specs and SAEs that is of a model with none of these names."""
+        """Warn of each of the operator's vectors, specs and SAEs that was made for a model with none of these names."""
         for named in self.of(OPERATOR):
             parts = named.content.of_rows() if isinstance(named.content, SteeringSpec) else [named.content]
             for label in sorted({part.model for part in parts}):
@@ -191,12 +191,12 @@ class Library:
             warn_of_other_model(f"--sae {name}", sae.model, names, tuned=True)
 
     def remove(self, name: str, owner: str) -> bool:
-        """Remove an owner's content; return whether it existed."""
+        """Delete an owner's content of a name; return whether it existed."""
         return self._kept.pop((owner, name), None) is not None
 
 
 def read(data: bytes) -> Content:
-    """Parse the bytes of a file; no code in it is executed.
+    """Parse the bytes of an uploaded file; no code in it is executed.
 
     Raises:
         InvalidFile: not vectors, directions or steering, in safetensors or GGUF.
@@ -217,10 +217,14 @@ def read(data: bytes) -> Content:
 
 
 class Presets:
-    """Presets of the operator.
+    """Presets of the operator: model names, "model+preset", whose requests are steered.
+
+    Args:
+        names: names under which the model is served.
+        steering: steering spec of each preset, by its name.
 
     Attributes:
-        names: names that requests may give, those of presets included.
+        names: all model names that requests may give, those of presets included.
     """
 
     def __init__(self, names: Iterable[str], steering: Mapping[str, SteeringSpec]) -> None:
@@ -230,9 +234,9 @@ class Presets:
 
     @property
     def aliases(self) -> tuple[str, ...]:
-        """All model names that stand for steering."""
+        """Model names of the presets, "model+preset"."""
         return tuple(self._steering)
 
     def of(self, model: Any) -> SteeringSpec | None:
-        """Return the steering of a model name, None if it is no preset."""
+        """Return the steering of a request's model name, None if it is not a preset's."""
         return self._steering.get(model) if isinstance(model, str) else None

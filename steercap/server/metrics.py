@@ -1,7 +1,7 @@
-"""steercap's own figures in `/metrics`, behind vLLM's, in the same format and by Prometheus's conventions.
+"""steercap's metrics in `/metrics`, after vLLM's, in the same format and by Prometheus's conventions.
 
-They are appended to what vLLM's route answers, rather than registered with its registry, which all servers of a process
-share.
+They are appended to the answer of vLLM's route, rather than registered with its registry, which all servers of a
+process share. `IdleClock` measures how long the server has been idle.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
     from steercap.model import SteerModel
 
 PATH: Final = "/metrics"
-#: Path of a server's idle time, and those of requests that do not count as use.
+#: Path that answers the server's idle time; and paths whose GET requests do not count as use.
 IDLE: Final = "/v1/steercap/idle"
 LOOKING: Final = frozenset({PATH, "/health", "/ping", "/version", "/v1/models", "/v1/steercap/model"})
 _LOG: Final = logging.getLogger(__name__)
-#: Seconds that the workers have to answer; without an answer their figures are left out.
+#: Maximum seconds to wait for the workers' figures, which are left out after that.
 PATIENCE: Final = 2.0
 _OPENMETRICS: Final = b"application/openmetrics-text"
 _EOF: Final = b"# EOF\n"
-#: Figures that only grow: of each field of `Stats` its name, without `_total`, and its help.
+#: Counters: metric name, without `steercap_` and `_total`, and help text by field of `Stats`.
 COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
     "rows_captured": ("captured_rows", "Rows that the workers have written."),
     "steps": ("forward_passes", "Forward passes run, by all engines together."),
     "spill_bytes_written": ("spill_written_bytes", "Bytes of rows moved to disk to make room."),
     "vector_bytes_sent": ("vector_sent_bytes", "Bytes of vectors sent to the workers."),
 }
-#: Figures that go up and down, likewise.
+#: Gauges: metric name and help text by field of `Stats`.
 GAUGES: Final[Mapping[str, tuple[str, str]]] = {
     "capture_bytes": ("capture_memory_bytes", "Memory for rows on each capturing worker."),
     "capture_bytes_claimed": ("capture_memory_claimed_bytes", "Part of it claimed, on the fullest engine."),
@@ -67,14 +67,14 @@ GAUGES: Final[Mapping[str, tuple[str, str]]] = {
 
 
 class Metrics:
-    """ASGI wrapper that appends steercap's figures to vLLM's `/metrics`; also their collector for prometheus_client.
+    """ASGI wrapper that appends steercap's metrics to vLLM's `/metrics`; also their collector for prometheus_client.
 
     Args:
         app: application to wrap.
         model: the open model.
         captures: store of captures that wait to be fetched.
-        failures: number of failed requests by the class of steercap's error.
-        recorder: recorder, None if nothing is recorded.
+        failures: number of failed requests by class name of the steercap error.
+        recorder: recorder of requests, None if nothing is recorded.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Metrics:
         self._registry.register(self)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Serve one ASGI request; to a GET of `/metrics`, append steercap's metrics."""
         if scope["type"] != "http" or scope["method"] != "GET" or scope["path"] != PATH:
             await self._app(scope, receive, send)
             return
@@ -112,7 +112,7 @@ class Metrics:
             await send(message)
 
     def _extended(self, answer: list[Message]) -> list[Message]:
-        """Return vLLM's answer with our figures behind its own; errors, and the answer of another server, as it is."""
+        """Return vLLM's ASGI messages with steercap's metrics appended to the body; an error stays unchanged."""
         start = answer[0]
         if start["status"] != 200:
             return answer
@@ -127,11 +127,11 @@ class Metrics:
         return [{**start, "headers": [*headers, length]}, {"type": "http.response.body", "body": body}]
 
     def describe(self) -> Iterator[Metric]:
-        """Return nothing: names are not checked against those of another registry."""
+        """Yield nothing, so that prometheus_client does not check names against another registry's."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all figures."""
+        """Yield all metrics of steercap; those of the workers only if they answered in time."""
         stats: Any = self._stats
         up = "1 if the workers answered; else their figures are left out."
         yield GaugeMetricFamily("steercap_workers_up", up, value=float(stats is not None))
@@ -148,14 +148,14 @@ class Metrics:
             yield from _of_recorder(self._recorder)
 
 
-#: What a server logs that ends because it had no request.
+#: Log message of a server that ends because it had no request.
 IDLE_END: Final = "no request for %g s: the server ends"
 
 
 class IdleClock:
-    """ASGI wrapper that measures how long a server has had no request, and ends it after some time.
+    """ASGI wrapper that measures how long a server has had no request, and can end its process.
 
-    Requests that only read the server's state, those of `LOOKING`, do not count.
+    GET requests for the paths in `LOOKING`, which only read the server's state, do not count.
 
     Args:
         app: application to wrap.
@@ -168,11 +168,11 @@ class IdleClock:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the last request ended; 0 while one runs."""
+        """Seconds since the last counted request ended, or since the start; 0 while one runs."""
         return 0.0 if self._running else time.monotonic() - self._since
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Serve one request; at `IDLE`, answer how idle the server is, and how many requests it served."""
+        """Serve one ASGI request; at `IDLE`, answer the idle seconds, the limit and request counts as JSON."""
         if scope["type"] != "http" or (scope["method"] == "GET" and scope["path"] in LOOKING):
             await self._app(scope, receive, send)
             return
@@ -190,7 +190,7 @@ class IdleClock:
             self._running, self._since, self._served = self._running - 1, time.monotonic(), self._served + 1
 
     async def end(self) -> None:
-        """Terminate this process, as SIGTERM does, once it has had no request for the limit."""
+        """Wait until no request has come for `limit` seconds, then send SIGTERM to this process; return if None."""
         while self._limit is not None:
             left = self._limit - self.seconds
             if left <= 0 and not self._running:
@@ -220,7 +220,7 @@ def _of_recorder(recorder: Recorder) -> Iterator[Metric]:
 
 
 def _labelled(name: str, says: str, label: str, counts: Mapping[str, int]) -> Metric:
-    """Return a counter with a value for each label."""
+    """Return a counter metric with a value for each label value in `counts`."""
     family = CounterMetricFamily(name, says, labels=[label])
     for value, count in [*counts.items()]:
         family.add_metric([value], count)

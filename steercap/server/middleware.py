@@ -1,6 +1,6 @@
-"""ASGI wrappers that take `steercap` out of request bodies, and add its results to the answers.
+"""ASGI wrappers that remove `steercap` from request bodies before vLLM reads them, and add results to the answers.
 
-Results go into the JSON document of an answer, or into the last event of a stream.
+Results go into the JSON document of an answer, or into an event of a stream before its last.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 App: TypeAlias = Callable[[Message, Receive, Send], Awaitable[None]]
 
-#: Header by which a client has its request left out of recordings, and values by which it does not.
+#: Header by which a client opts out of recording, and its values that do not opt out.
 RECORD_HEADER: Final = b"x-steercap-record"
 _RECORDED: Final = ("yes", "true", "1", "on")
-#: Routes whose requests may use steercap.
+#: Routes of vLLM whose requests may have the `steercap` field.
 PATHS: Final = ("/v1/chat/completions", "/v1/completions")
-#: Maximum bytes of a body, counted while it is read.
+#: Maximum bytes of a request's body, counted while it is read.
 MOST_BODY: Final = 128 << 20
-#: Fields of a body that belong to steercap.
+#: Fields of a body that steercap reads and removes.
 FIELDS: Final = ("steercap", "store_activations", "selectors")
-#: Error for a body that uses steercap: vLLM accepts such text, but its engine may fail on it with status 500.
+#: Error for a body with a lone surrogate that uses steercap: vLLM accepts it, but its engine may fail with status 500.
 NO_TEXT: Final = "steercap: the body holds half of a surrogate pair, which is not text"
 _DONE: Final = b"data: [DONE]"
-#: Types of errors, as vLLM's server names them.
+#: Types of errors in vLLM's answers, by HTTP status.
 _KINDS: Final[Mapping[int, str]] = {
     400: "BadRequestError",
     404: "NotFoundError",
@@ -47,21 +47,21 @@ _KINDS: Final[Mapping[int, str]] = {
     429: "RateLimitError",
     500: "InternalServerError",
 }
-#: Start of the events of a stream that hold an object.
+#: Start of a stream's events that hold a JSON object.
 _OBJECT: Final = b"data: {"
 
 
 class Keyless:
-    """ASGI wrapper for a server without API keys: all clients are one owner, whichever key they send.
+    """ASGI wrapper for a server without API keys that removes `Authorization`, so that all clients are one owner.
 
-    OpenAI's clients always send a key, and curl sends none: each may fetch the other's captures.
+    OpenAI's clients always send a key and curl sends none: so each can fetch the other's captures.
     """
 
     def __init__(self, app: App) -> None:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Serve one request without its Authorization header."""
+        """Serve one ASGI request without its Authorization header."""
         if scope["type"] == "http":
             headers = [(name, said) for name, said in scope["headers"] if name.lower() != b"authorization"]
             scope = {**scope, "headers": headers}
@@ -69,13 +69,13 @@ class Keyless:
 
 
 class OptOut:
-    """ASGI wrapper that reads the header by which a client has its request left out of recordings."""
+    """ASGI wrapper that sets `OPTED_OUT` for requests whose header opts out of recording."""
 
     def __init__(self, app: App) -> None:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Serve one ASGI request with `OPTED_OUT` set."""
         given = [value for key, value in scope.get("headers", ()) if key.lower() == RECORD_HEADER]
         out = any(value.decode("latin-1").strip().lower() not in _RECORDED for value in given)
         token = OPTED_OUT.set(out)
@@ -86,14 +86,14 @@ class OptOut:
 
 
 class SteercapRoute:
-    """ASGI wrapper of a route of vLLM that supports the `steercap` field.
+    """ASGI wrapper of a vLLM route that adds support for the `steercap` field.
 
     Args:
-        app: application of the route.
+        app: ASGI application of the route.
         library: named vectors, steering and SAEs.
         presets: model names that stand for steering.
         most_body: maximum bytes of a body.
-        sketches: the open sketches that requests may join.
+        sketches: open sketches that requests may enter.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class SteercapRoute:
         self._sketches = sketches or SketchStore()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Serve one ASGI request: parse and remove the field, run vLLM's route, and add the results to its answer."""
         body = await body_of(scope, receive, send, self._most)
         if body is None:
             return
@@ -144,7 +144,7 @@ class SteercapRoute:
                     forget()
 
     def _read(self, body: bytes, owner: str) -> tuple[bytes, SteercapRequest | None]:
-        """Split a body into the body for vLLM and the call of steercap, None for a request that does not use it.
+        """Split a body into vLLM's part and the steercap request, None for a body that does not use steercap.
 
         Raises:
             SteercapError: the request is invalid.
@@ -173,7 +173,11 @@ class SteercapRoute:
 
 
 def _shorthand(field: Any, store: Any, selectors: Any) -> Any:
-    """Convert `store_activations` and `selectors` to the `steercap` field."""
+    """Return the `steercap` field with `store_activations` and `selectors` converted to its `capture`.
+
+    Raises:
+        InvalidSpec: they contradict each other or the field.
+    """
     if field is not None and (not isinstance(field, Mapping) or "capture" in field):
         raise InvalidSpec("store_activations and selectors do the same as steercap.capture; give one of them")
     if store is not None and not isinstance(store, bool):
@@ -186,7 +190,12 @@ def _shorthand(field: Any, store: Any, selectors: Any) -> Any:
 
 
 class AnswerSender:
-    """Wrapper of `send` that adds the results of a request to its answer."""
+    """ASGI `send` function that adds a request's results to its answer.
+
+    Args:
+        call: the request, which collects the results while vLLM answers.
+        send: the server's own `send`.
+    """
 
     def __init__(self, call: SteercapRequest, send: Send) -> None:
         self._call = call
@@ -196,7 +205,7 @@ class AnswerSender:
         self._held = b""
 
     async def __call__(self, message: Message) -> None:
-        """Send one message."""
+        """Send one ASGI message of vLLM's answer; a JSON document is sent once it is complete."""
         if message["type"] == "http.response.start":
             kind = next((value for name, value in message["headers"] if name.lower() == b"content-type"), b"")
             self._stream = kind.startswith(b"text/event-stream")
@@ -213,7 +222,7 @@ class AnswerSender:
             await self._document(message)
 
     async def _event(self, message: Message) -> None:
-        """Send one part of a stream; our event comes before the last one."""
+        """Send a stream's part, up to its last complete event; insert the results' event before the final `[DONE]`."""
         self._held += message.get("body", b"")
         more = message.get("more_body", False)
         end = self._held.rfind(b"\n\n") + 2 if more else len(self._held)
@@ -232,7 +241,7 @@ class AnswerSender:
         await self._send({**message, "body": ready})
 
     def _with_numbers(self, event: bytes) -> bytes:
-        """Add the waiting numbers of its choices to an event."""
+        """Return an event with the waiting per-token numbers of its choices added."""
         if not self._call.live or not event.startswith(_OBJECT):
             return event
         found = msgspec.json.decode(event[len(_OBJECT) - 1 :])
@@ -240,7 +249,7 @@ class AnswerSender:
         return _OBJECT[:-1] + msgspec.json.encode({**found, "steercap": numbers}) if numbers else event
 
     def _numbers(self, choices: Collection[Any] | None) -> dict[str, list[Any]]:
-        """Take the waiting numbers of choices, None for all, by kind."""
+        """Remove and return, by kind, the waiting per-token numbers of some choices, None for all."""
         found: dict[str, list[Any]] = {}
         left = []
         for one in self._call.live:
@@ -252,7 +261,7 @@ class AnswerSender:
         return found
 
     async def _document(self, message: Message) -> None:
-        """Collect one part of a JSON document, and send the document when it is complete."""
+        """Collect a part of a JSON document; when it is complete, send it with the results added."""
         self._held += message.get("body", b"")
         if message.get("more_body", False):
             return
@@ -267,7 +276,7 @@ class AnswerSender:
 
 
 async def body_of(scope: Message, receive: Receive, send: Send, most: int) -> bytes | None:
-    """Read the whole body; None if the client is gone, or the body is too long, which is answered."""
+    """Read a request's whole body; None if the client is gone, or if it is too long, which is answered with 413."""
     said = header(scope, b"content-length")
     length = int(said) if said.isdecimal() and len(said) < len(str(most)) + 9 else 0
     fits, parts, length = length <= most, list[bytes](), 0
@@ -285,10 +294,10 @@ async def body_of(scope: Message, receive: Receive, send: Send, most: int) -> by
 
 
 def decoded(body: bytes) -> tuple[Any, bool]:
-    """Decode a body as vLLM's server does; None if it is invalid. Also return whether all its texts are valid.
+    """Decode a body as vLLM's server does; return the value, None if invalid, and whether all its strings are text.
 
-    vLLM uses Python's json, which accepts NaN, encodings other than UTF-8, and lone surrogates. If we decoded less than
-    vLLM, requests for steercap could be answered without being carried out.
+    vLLM uses Python's json, which accepts NaN, encodings other than UTF-8 and lone surrogates. If fewer bodies were
+    decoded here, vLLM could answer requests for steercap without it.
     """
     try:
         return msgspec.json.decode(body), True
@@ -305,7 +314,7 @@ def decoded(body: bytes) -> tuple[Any, bool]:
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:
-    """Return a receive function that returns the body once, then passes on later messages."""
+    """Return an ASGI `receive` that returns the body once, then messages of the original."""
     given = False
 
     async def again() -> Message:
@@ -319,12 +328,12 @@ def replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def failure(status: int, reason: str, error: str = "", param: str | None = None) -> tuple[bytes, dict[str, str]]:
-    """Build the body and headers of an error for OpenAI's clients.
+    """Build the body and headers of an error answer for OpenAI's clients.
 
     Args:
-        status: HTTP status.
+        status: HTTP status, a key of `_KINDS`.
         reason: message for the client.
-        error: class of the error, if it is one of steercap's that clients raise.
+        error: class name of the steercap error for the client to raise, "" for none.
         param: field of the request that caused it.
     """
     body = json.dumps({"error": {"message": reason, "type": _KINDS[status], "param": param, "code": status}}).encode()
@@ -337,7 +346,7 @@ def failure(status: int, reason: str, error: str = "", param: str | None = None)
 
 
 async def refuse(send: Send, status: int, reason: str, error: str = "") -> None:
-    """Answer a request with an error."""
+    """Send an error answer whose `param` is "steercap"; see `failure`."""
     body, headers = failure(status, reason, error, "steercap")
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": status, "headers": raw})
@@ -345,12 +354,12 @@ async def refuse(send: Send, status: int, reason: str, error: str = "") -> None:
 
 
 def _blamed(headers: Any, error: str) -> list[tuple[bytes, bytes]]:
-    """Add the class of a steercap error to an answer's headers, if there is one."""
+    """Return an answer's headers with the class name of a steercap error added, if `error` is not ""."""
     return [*headers, *([(ERROR_HEADER.encode(), error.encode())] if error else [])]
 
 
 def header(scope: Message, name: bytes) -> str:
-    """Return the first header of a name, "" if there is none."""
+    """Return the value of the first header with a lower-case name, "" if there is none."""
     return next((value.decode("latin-1") for key, value in scope["headers"] if key.lower() == name), "")
 
 

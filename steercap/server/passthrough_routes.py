@@ -1,4 +1,4 @@
-"""Wrapper of vLLM's routes without support for steercap: presets steer those that generate, other uses are refused.
+"""Wrapper of vLLM's routes that do not support `steercap`: presets steer those that generate; the field is refused.
 
 vLLM ignores fields that a route does not know, so a request for steercap would be accepted and not carried out.
 """
@@ -27,7 +27,7 @@ from steercap.server.middleware import (
     replayed,
 )
 
-#: Routes that presets can steer: they generate through the engine's `generate`, once or several times.
+#: Routes whose requests presets steer: they generate by the engine's `generate`, once or several times.
 STEERED: Final = (
     "/v1/responses",
     "/v1/messages",
@@ -35,17 +35,17 @@ STEERED: Final = (
     "/cohere/v2/chat",
     "/inference/v1/generate",
 )
-#: Routes that run no model, where a preset's name stands for the model.
+#: Routes that do not run the model, where a preset's name stands for the model itself.
 AT_REST: Final = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 
 
 class PassthroughRoute:
-    """ASGI wrapper of a route of vLLM that does not support the `steercap` field.
+    """ASGI wrapper of a vLLM route that does not support the `steercap` field.
 
     Args:
-        app: application of the route.
+        app: ASGI application of the route.
         presets: model names that stand for steering.
-        paths: routes that support the field.
+        paths: routes that support the field, for messages.
     """
 
     def __init__(self, app: App, presets: Presets, paths: Sequence[str] = PATHS) -> None:
@@ -54,7 +54,7 @@ class PassthroughRoute:
         self._presets = presets
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Serve one ASGI request: refuse steercap's fields, and steer it if it names a preset."""
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         body = await body_of(scope, receive, send, MOST_BODY)
         if body is None:

@@ -1,4 +1,4 @@
-"""`/v1/steercap/encode`: outputs of a pooling model for one prompt, with captures, steering and sketches."""
+"""Route `/v1/steercap/encode`: output of a pooling model for one prompt, with captures, steering and sketches."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ if TYPE_CHECKING:
 
 #: Route of this module.
 ENCODE: Final = "/v1/steercap/encode"
-#: Fields of a body.
+#: Fields that a request's body may have.
 FIELDS: Final = ("model", "prompt", "pooling", "add_special_tokens", "priority", "cache_salt", "steercap")
-#: Maximum bytes of a body, and of the pooled output in an answer.
+#: Maximum bytes of a request's body, and of the pooled output in an answer.
 MOST_BODY: Final = 16 << 20
 MOST_DATA: Final = 64 << 20
 
 
 class PoolingRoutes:
-    """Route of a pooling model's calls.
+    """Route that runs a pooling model.
 
     Args:
         model: the open model.
-        captures: captures that wait to be fetched.
+        captures: store of captures that wait to be fetched.
         library: named vectors and steering.
         presets: steering by model name.
-        sketches: the open sketches.
-        failures: number of failed requests by the class of steercap's error.
+        sketches: open sketches that requests may enter.
+        failures: number of failed requests by class name of the steercap error; updated here.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class PoolingRoutes:
 
     @property
     def routes(self) -> list[Route]:
-        """All routes of this class."""
+        """Starlette routes of this class's methods."""
         return [Route(ENCODE, computing(self.encode, MOST_BODY), methods=["POST"])]
 
     async def encode(self, request: Request) -> Response:
-        """Answer with the pooled output of `prompt`, a text or token ids, as base64 of a safetensors file."""
+        """Answer a POST with the pooled output of `prompt`, text or token ids, as base64 of a safetensors file."""
         owner = owner_of(request.headers.get("authorization", ""))
         given = await read_body(request, FIELDS)
         field = parsed_field(given.get("steercap") or {}, self._library, owner)
@@ -99,7 +99,7 @@ class PoolingRoutes:
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """Count an error of a request that runs in the block, by its class."""
+        """Count a steercap error raised in the block, by its class name."""
         try:
             yield
         except SteercapError as error:
@@ -107,7 +107,7 @@ class PoolingRoutes:
             raise
 
     def _arguments(self, given: Mapping[str, Any], field: SteercapField) -> dict[str, Any]:
-        """Return the arguments of the call.
+        """Return the keyword arguments of `SteerModel.encode` for a request.
 
         Raises:
             InvalidRequest: the model has another name, or a field is of another type.
@@ -129,11 +129,11 @@ class PoolingRoutes:
         }
 
     async def _dropped(self, capture: str, owner: str) -> None:
-        """Remove a capture from the store."""
+        """Delete a capture from the store, since its client has disconnected."""
         self._captures.remove(capture, owner)
 
     async def _stored(self, handle: CaptureHandle, owner: str) -> dict[str, Any]:
-        """Put fetched rows into the store, as a file; return their description for the answer."""
+        """Put fetched rows into the store, as a file; return the field `capture` of the result."""
         content = await asyncio.to_thread(partial(files.encode, handle.as_saved()))
         return described(handle, self._captures.offer(content, owner))
 
@@ -147,7 +147,7 @@ def _prompt(given: Mapping[str, Any]) -> Any:
 
 
 def _as_json(encoded: Encoded) -> dict[str, Any]:
-    """Return the pooled output as JSON.
+    """Return the pooled output as JSON values: its task, and base64 of a safetensors file.
 
     Raises:
         InvalidRequest: it is too large for an answer.

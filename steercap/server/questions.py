@@ -1,4 +1,4 @@
-"""Shared parts of our own routes: body, rows, errors as answers, and the end of work whose client has gone."""
+"""Shared parts of the routes under `/v1/steercap`: bodies, rows, errors as answers, and cancelling for lost clients."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from steercap.server.folder import CaptureStore, owner_of
 from steercap.server.middleware import replayed
 from steercap.server.routes import NOT_WAITING, refused
 
-#: Maximum bytes of a body, and maximum entries per row.
+#: Maximum bytes of a request's body, and maximum of `top`, entries per row.
 MOST_BODY: Final = 1 << 20
 MOST_TOP: Final = 50
 
-#: HTTP status of errors, by their classes.
+#: HTTP status of errors by class; 500 for others.
 _STATUS: Final[Sequence[tuple[Any, int]]] = (
     (InvalidRequest, 400),
     (SketchClosed, 404),
@@ -41,11 +41,11 @@ Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
 class NotThereError(Exception):
-    """Error for a capture that does not exist."""
+    """Error of a handler for an unknown capture, answered with status 404."""
 
 
 def answering(handler: Handler) -> Handler:
-    """Wrap a handler so that its errors become answers."""
+    """Return a handler that calls `handler` and turns the steercap errors it raises into HTTP error answers."""
 
     async def answered(request: Request) -> Response:
         try:
@@ -61,10 +61,10 @@ def answering(handler: Handler) -> Handler:
 
 
 def computing(handler: Handler, most: int = MOST_BODY) -> Handler:
-    """Wrap a handler of long work as `answering` does, and cancel it when the client disconnects.
+    """Wrap a handler of long work like `answering`, and cancel it when the client disconnects.
 
-    A handler that keeps something for the client does so after its last await, and sets `request.state.undo` to a
-    coroutine function that drops it: the client may disconnect just then.
+    A handler that stores something for the client does so after its last await, and sets `request.state.undo` to a
+    coroutine function that deletes it: the client may disconnect at that moment.
 
     Args:
         handler: handler to wrap.
@@ -106,15 +106,15 @@ def _status_of(error: SteercapError) -> int:
 
 
 def as_json(said: Mapping[str, Any]) -> Response:
-    """Return an answer of msgspec's JSON."""
+    """Return an HTTP answer whose body is a value encoded by msgspec as JSON."""
     return Response(msgspec.json.encode(said), media_type="application/json")
 
 
 async def _body(request: Request, most: int) -> bytes:
-    """Read the body.
+    """Read a request's whole body.
 
     Raises:
-        InvalidSpec: it is too long.
+        InvalidSpec: it has more than `most` bytes.
         ClientDisconnect: the client has gone.
     """
     parts: list[bytes] = []
@@ -128,7 +128,7 @@ async def _body(request: Request, most: int) -> bytes:
 
 
 async def read_body(request: Request, known: Sequence[str]) -> Mapping[str, Any]:
-    """Return the body, which must be an object with known fields.
+    """Return the decoded body of a request, a JSON object with no fields but `known`; {} for an empty body.
 
     A browser sends application/json to another origin only if that allows it, and other types without asking.
 
@@ -152,11 +152,11 @@ async def read_body(request: Request, known: Sequence[str]) -> Mapping[str, Any]
 
 
 async def rows_of(request: Request, captures: CaptureStore) -> CaptureHandle:
-    """Load the capture named in a request's path, which must be the caller's own.
+    """Load the capture named in a request's path, which must be the caller's.
 
     Raises:
         NotThereError: there is no such capture.
-        InvalidRequest: it holds no rows of tokens.
+        InvalidRequest: it contains projections or reductions, not rows of tokens.
     """
     owner = owner_of(request.headers.get("authorization", ""))
     one = captures.get(request.path_params["name"], owner)
@@ -169,10 +169,10 @@ async def rows_of(request: Request, captures: CaptureStore) -> CaptureHandle:
 
 
 def rows_at(handle: CaptureHandle, positions: Any) -> torch.Tensor:
-    """Return the indices of a handle's rows at some positions, all rows by default.
+    """Return the indices of a handle's rows at token positions, int64 [n]; all rows if None.
 
     Raises:
-        InvalidSpec: not positions, or positions without rows.
+        InvalidSpec: `positions` is not a list of positions that have rows.
     """
     if positions is None:
         return torch.arange(len(handle.positions))
@@ -185,10 +185,10 @@ def rows_at(handle: CaptureHandle, positions: Any) -> torch.Tensor:
 
 
 def top_of(given: Any, most: int = MOST_TOP) -> int:
-    """Check the number of entries per row that a request asks for.
+    """Return the number of entries per row that a request asks for, after checking it.
 
     Raises:
-        InvalidSpec: not a whole number, or out of range.
+        InvalidSpec: not a whole number from 1 to `most`.
     """
     top = index_of(given)
     if top is None or not 1 <= top <= most:

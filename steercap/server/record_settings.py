@@ -1,4 +1,4 @@
-"""Settings of a server that records: where to, which rows, in which codecs, and how many."""
+"""Settings of a server that records the rows of its requests: folder, sites and codecs, and limits."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from steercap.core.spec import CaptureSpec, Layers
 from steercap.core.tokens import Tokens
 from steercap.errors import InvalidSetting
 
-#: Maximum bytes of rows that wait to be written.
+#: Default maximum bytes of rows that wait to be written.
 QUEUE_BYTES: Final = 1 << 30
 
 
 @dataclass(frozen=True)
 class RecordSettings:
-    """Settings of a recorder.
+    """Settings of a `Recorder`.
 
     Args:
-        folder: folder to record to.
-        codecs: sites that are recorded, with the codec of each.
-        layers, tokens: layers and tokens that are recorded, as for `CaptureSpec`.
-        fraction: fraction of the engine's requests that are recorded, drawn at random; see `Recorder`.
-        prompts: False to leave out the prompts' token ids; then `tokens` must be "generated".
+        folder: folder to write recordings to.
+        codecs: sites to record, with the codec of each.
+        layers, tokens: layers and tokens to record, as for `CaptureSpec`.
+        fraction: fraction of the engine's requests to record, drawn at random; see `Recorder`.
+        prompts: False to leave the prompts' token ids out; then `tokens` must be "generated".
         limits: limits of the folder.
         queue_bytes: maximum bytes of rows that wait to be written.
 
@@ -52,5 +52,5 @@ class RecordSettings:
 
     @cached_property
     def capture(self) -> CaptureSpec:
-        """Spec of each recorded request's capture."""
+        """Capture spec for recorded requests."""
         return self.codecs.spec(layers=self.layers, tokens=self.tokens)

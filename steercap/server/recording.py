@@ -1,7 +1,7 @@
 """Recorder of a server: captures requests that do not use steercap, and writes their rows in the background.
 
-A request never waits, nor fails, for its recording: what has no room is left out, counted by reason, and logged. Rows
-of ended requests wait in a bounded queue, which one daemon thread writes; a stalled disk stops that thread alone.
+A request never waits, nor fails, for its recording: rows for which there is no room are dropped, counted by reason, and
+logged. Rows of ended requests wait in a bounded queue, which one daemon thread writes; a stalled disk stops only it.
 """
 
 from __future__ import annotations
@@ -33,22 +33,20 @@ if TYPE_CHECKING:
     from steercap.model import SteerModel
     from steercap.requests.job import Job
 
-#: Part of `queue_bytes`, as its divisor: a request with more bytes is written in chunks.
+#: Divisor of `queue_bytes`: a request with more bytes than the quotient is fetched and written in chunks.
 LARGE: Final = 8
-#: Maximum bytes of rows of several requests that are fetched at once: workers answer between two passes of the model.
+#: Maximum bytes of rows fetched by one call, unless one request has more: workers answer between two forward passes.
 FETCH_BYTES: Final = 16 << 20
-#: Seconds between two looks for segments that are old, and that the end of a server waits for what is queued.
+#: Seconds between two removals of old segments; and maximum seconds that a server's end waits for the queue.
 TIDY_SECONDS, END_SECONDS = 60.0, 10.0
-#: Reasons: memory of the workers, full queue, spent quota, a disk that fails, wrong rows, server that ended, and so on.
+#: Reasons for dropping: workers' memory, full queue, folder's quota, failing disk, wrong rows, ended server, and so on.
 DROPPED: Final = ("memory", "queue", "quota", "disk", "rows", "cancelled", "unsupported", "own_capture", "ended")
 SKIPPED: Final = ("opted_out", "not_sampled", "no_rows")
 _LOG: Final = logging.getLogger(__name__)
 
 
 class _Ended(NamedTuple):
-    """Handles of a request that has ended, and the bytes that they hold in memory; `rows` are those of each where they
-    come in chunks, because they are too many to be here at once.
-    """
+    """Queued handles of an ended request, and its bytes in the queue; `rows`: each handle's, if fetched in chunks."""
 
     handles: Sequence[CaptureHandle]
     answer_id: str
@@ -57,15 +55,16 @@ class _Ended(NamedTuple):
 
 
 class Recorder:
-    """Recorder of one server; an async context manager, inside of which the model is open.
+    """Recorder of one server; an async context manager, within which the model is open.
+
+    A request here is one of the engine: a prompt with all its samples, or a beam.
 
     Args:
-        settings: its settings.
-        folder: the open folder, which it closes, unless the disk stalls.
+        settings: settings of the recorder.
+        folder: open folder to write to, which the recorder closes, unless the disk stalls.
 
     Attributes:
-        recorded: number of requests, rows and bytes that were written. Here and below a request is one of the engine: a
-            prompt with all its samples, or a beam.
+        recorded: numbers of "requests", "rows" and "bytes" written.
         dropped: number of requests that could not be recorded, by reason: see `DROPPED`.
         skipped: number of requests that were not to be recorded, by reason: see `SKIPPED`.
         pending: bytes of rows in the queue.
@@ -88,7 +87,7 @@ class Recorder:
 
     @staticmethod
     def of(settings: RecordSettings, model: str) -> Recorder:
-        """Make a recorder for a model, and open its folder.
+        """Make a recorder for a model, given by name, and open its folder.
 
         Raises:
             The errors of `RecordingFolder`.
@@ -96,11 +95,11 @@ class Recorder:
         return Recorder(settings, RecordingFolder(settings.folder, model=model, limits=settings.limits))
 
     def check(self, model: SteerModel) -> None:
-        """Check that an open model has what is recorded.
+        """Check that an open model can capture what the settings record.
 
         Raises:
-            LayerOutOfRange, PointNotArmed, UnknownName: it has not.
-            InvalidSpec, InvalidRequest: a codec that would not make rows smaller; attention that is not understood.
+            LayerOutOfRange, PointNotArmed, UnknownName: a layer or site is not there.
+            InvalidSpec, InvalidRequest: a codec would not make rows smaller, or a layer's attention is not supported.
         """
         engine = model.serving.here()
         points, _ = engine.compiler.captured(self.settings.capture)
@@ -110,7 +109,7 @@ class Recorder:
             engine.attention[layer].understood(layer)
 
     def wants(self) -> bool:
-        """Return True if the next request is to be recorded, as far as it is known before it is read."""
+        """Return True if the next request is to be recorded; else count it by reason. Called before it is read."""
         if OPTED_OUT.get():
             return self._skip("opted_out")
         if self.settings.fraction < 1 and self._draw.random() >= self.settings.fraction:
@@ -120,8 +119,9 @@ class Recorder:
         return self.pending < self.settings.queue_bytes or self.drop("queue")
 
     def fits(self, job: Job, pages: int) -> bool:
-        """Return True if a request's rows have room at once: on disk, where they leave memory while it runs, and in the
-        workers, where they leave half of it to other requests.
+        """Return True if a request's rows, of `pages` arena pages, have room; else count it as dropped.
+
+        Rows that leave memory while it runs need room on disk, and half of the workers' memory must stay free.
         """
         budget, spilling, plan = job.engine.admission.budget, job.engine.spilling, job.plan
         if plan is not None and spilling is not None and job.engine.room_for(plan)[1] > spilling.file.free_bytes:
@@ -131,7 +131,7 @@ class Recorder:
         return True
 
     def drop(self, reason: str, error: Exception | None = None) -> bool:
-        """Count a request that cannot be recorded, because of an `error` if there is one; return False."""
+        """Count a request as dropped for a reason of `DROPPED`, with the error that caused it; return False."""
         with self._lock:
             self.dropped[reason] += 1
             count = self.dropped[reason]
@@ -140,7 +140,7 @@ class Recorder:
         return False
 
     def refused(self, error: Exception) -> None:
-        """Count a request whose capture is refused: it has no rows (`tokens="generated"` of one token), or other."""
+        """Count a request whose capture was refused: skipped if it has no rows to record, else "unsupported"."""
         _ = self._skip("no_rows") if isinstance(error, EmptySelection) else self.drop("unsupported", error)
 
     def _skip(self, reason: str) -> bool:
@@ -148,7 +148,7 @@ class Recorder:
         return False
 
     def take(self, handles: Sequence[CaptureHandle], answer_id: str) -> None:
-        """Take over the handles of a request that has ended; never waits."""
+        """Queue the handles of an ended request for writing and release them then, or drop them; never waits."""
         size, rows = sum(map(_memory_held, handles)), [_source(handle).expected.rows for handle in handles]
         chunked = size > self.settings.queue_bytes // LARGE or any(map(_leaves, handles))
         size = min(size, self.settings.queue_bytes // LARGE)
@@ -163,7 +163,7 @@ class Recorder:
             self._fetching = asyncio.create_task(self._fetch())
 
     async def _fetch(self) -> None:
-        """Fetch the rows of ended requests, several at once, and hand them to the thread."""
+        """Fetch the rows of ended requests, several at once, and pass them to the writing thread."""
         while self._coming:
             together, failed = self._next(), None
             try:
@@ -178,19 +178,19 @@ class Recorder:
                     self._done(ended, "rows", failed or error)
 
     def _next(self) -> list[_Ended]:
-        """Return the next ended requests: one, or as many as hold at most `FETCH_BYTES`; they are still coming."""
+        """Return the next ended requests to fetch by one call, `FETCH_BYTES` or one request; they stay in `_coming`."""
         places = enumerate(zip(self._coming, accumulate(ended.size for ended in self._coming), strict=True))
         return [ended for place, (ended, size) in places if not place or size <= FETCH_BYTES]
 
     def _weighed(self, ended: _Ended) -> _Ended:
-        """Return fetched rows with the bytes that they have; in the workers they may hold room for many more."""
+        """Return a fetched request with its actual bytes as `size`; it may have reserved far more in the workers."""
         size = sum(size_of(handle.as_saved()) for handle in ended.handles)
         with self._lock:
             self.pending += size - ended.size
         return ended._replace(size=size)
 
     def _write(self) -> None:
-        """Write what is queued, until None comes; runs on a thread of its own."""
+        """Write queued requests until None comes, then close the folder; runs on its own thread."""
         while True:
             try:
                 ended = self._queue.get(timeout=TIDY_SECONDS)
@@ -209,7 +209,7 @@ class Recorder:
             _LOG.exception("old recordings cannot be removed from %s", self.folder.path)
 
     def _write_request(self, ended: _Ended) -> tuple[str, Exception | None]:
-        """Write a request; return the reason and the error if it cannot be written, else ""."""
+        """Write a request to the folder; return ("", None), or a reason of `DROPPED` and the error why it cannot be."""
         rows = sum(ended.rows or [len(handle.receipt.positions) for handle in ended.handles])
         codecs, prompts = self.settings.codecs, self.settings.prompts
         try:
@@ -232,7 +232,7 @@ class Recorder:
         return "", None
 
     def _chunks(self, handle: CaptureHandle) -> Iterator[CaptureHandle]:
-        """Yield the rows of a handle in chunks, each fetched by the event loop when the last one is written."""
+        """Yield a handle's rows in chunks, on the writing thread; the event loop fetches each when it is needed."""
         chunks = handle.chunks()
 
         async def following() -> CaptureHandle | None:
@@ -243,7 +243,7 @@ class Recorder:
             yield chunk
 
     def _done(self, ended: _Ended, reason: str, error: Exception | None = None) -> None:
-        """Forget a request; count it if it was not written."""
+        """Release a request's handles, and count it as dropped if `reason` is not ""."""
         for handle in ended.handles:
             handle.release()
         with self._lock:
@@ -257,7 +257,7 @@ class Recorder:
         return self
 
     async def __aexit__(self, *_error: object) -> None:
-        """Write the queued requests that the disk takes within `END_SECONDS`; drop and report the others."""
+        """Wait at most `END_SECONDS` each until queued requests are fetched and written; drop and log the others."""
         self._closed = True
         if self._fetching is not None:
             await asyncio.wait([self._fetching], timeout=END_SECONDS)
@@ -272,7 +272,7 @@ class Recorder:
         _LOG.info("recorded %s, dropped %s, skipped %s", *map(dict, (self.recorded, self.dropped, self.skipped)))
 
     def _give_up(self) -> None:
-        """Drop the queued requests, since the disk does not take the one before them."""
+        """Drop the queued requests, since the write before them does not end."""
         with suppress(Empty):
             while (ended := self._queue.get_nowait()) is not None:
                 self._done(ended, "ended")
@@ -287,12 +287,12 @@ def _source(handle: CaptureHandle) -> Source:
 
 
 def _memory_held(handle: CaptureHandle) -> int:
-    """Return the bytes of the capture memory that the rows of an ended request hold."""
+    """Return the bytes of capture memory that an ended request's rows occupy."""
     source = _source(handle)
     return source.reservation.pages * source.engine.admission.page_bytes
 
 
 def _leaves(handle: CaptureHandle) -> bool:
-    """Return True if rows have left memory while their request ran."""
+    """Return True if rows of the handle moved to disk while the request ran."""
     capture = _source(handle).expected.plan.capture
     return capture is not None and capture.window > 0

@@ -1,6 +1,6 @@
-"""`/v1/steercap`: routes for captures, vectors and the model. `/explorer`: a page to explore it.
+"""Routes under `/v1/steercap` for captures, vectors and the model; and `/explorer`, a web page to explore it.
 
-The page needs no key, as it reveals nothing of the model; its data comes from `/v1`, which keys guard.
+The page needs no API key, as it reveals nothing of the model; its data comes from `/v1`, which keys guard.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from steercap.server.middleware import failure
 if TYPE_CHECKING:
     from steercap.model import SteerModel
 
-#: Bytes of a capture sent at once, so that a slow client's capture is not copied as a whole.
+#: Bytes of a capture per part of an answer, so that a slow client's capture is not copied as a whole.
 _PART: Final = 1 << 20
-#: Error for an unknown capture.
+#: Message of the error for an unknown capture.
 NOT_WAITING: Final = "no such capture is waiting: it was deleted, it has expired, or it is not yours"
 _RANGE: Final = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 EXPLORER: Final = "/explorer"
 PAGE: Final = "index.html"
-#: Content types of the assets, by extension; other files are not served.
+#: Content types of the page's files, by extension; other files are not served.
 KINDS: Final[Mapping[str, str]] = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
 }
-#: Nothing is loaded from or sent to other hosts, no frames, no inline scripts or styles.
+#: Content security policy: nothing is loaded from or sent to other hosts; no frames, inline scripts or styles.
 POLICY: Final = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'"
 PAGE_HEADERS: Final[Mapping[str, str]] = {
     "content-security-policy": POLICY,
@@ -52,11 +52,11 @@ PAGE_HEADERS: Final[Mapping[str, str]] = {
 
 
 class Routes:
-    """Routes of one server.
+    """Routes of one server for its model, captures and named vectors.
 
     Args:
         model: the open model.
-        captures: captures that wait to be fetched.
+        captures: store of captures that wait to be fetched.
         library: named vectors and steering.
         aliases: model names that stand for steering.
         folder: folder that rows are written to, None if the operator gave none.
@@ -84,7 +84,7 @@ class Routes:
 
     @property
     def routes(self) -> list[Route]:
-        """All routes of this class."""
+        """Starlette routes of this class's methods."""
         return [
             Route("/v1/steercap/model", self.model, methods=["GET"]),
             Route("/v1/steercap/captures", self.list_captures, methods=["GET"]),
@@ -97,7 +97,7 @@ class Routes:
         ]
 
     async def model(self, request: Request) -> Response:
-        """Answer with the model's properties, the limits, and the caller's and the engine's usage."""
+        """Answer a GET with the model's properties, the limits, and the usage of the caller and of the engine."""
         owner, model = owner_of(request.headers.get("authorization", "")), self._model
         stats, folder = await model.stats(), self._folder
         points = [
@@ -132,7 +132,7 @@ class Routes:
         )
 
     async def list_captures(self, request: Request) -> Response:
-        """List the caller's captures."""
+        """Answer a GET with the caller's waiting captures: id, bytes and seconds until expiry."""
         owner = owner_of(request.headers.get("authorization", ""))
         found = [
             {"id": capture.name, "bytes": capture.size, "expires_in": round(self._captures.expires_in(capture), 1)}
@@ -141,7 +141,7 @@ class Routes:
         return JSONResponse({"object": "list", "data": found})
 
     async def capture(self, request: Request) -> Response:
-        """Send a capture as a safetensors file, whole or a range of its bytes."""
+        """Answer a GET with a capture as a safetensors file, whole or the range of bytes of a `Range` header."""
         capture = self._captures.get(*_named(request))
         if capture is None:
             return refused(404, NOT_WAITING)
@@ -160,26 +160,26 @@ class Routes:
         return _file(capture.content, start, stop, 206, headers)
 
     async def forget_capture(self, request: Request) -> Response:
-        """Delete a capture."""
+        """Answer a DELETE by deleting the caller's capture; 404 if there is none."""
         name, owner = _named(request)
         if not self._captures.remove(name, owner):
             return refused(404, NOT_WAITING)
         return JSONResponse({"id": name, "object": "steercap.capture", "deleted": True})
 
     async def list_vectors(self, request: Request) -> Response:
-        """List the caller's vectors, and the operator's."""
+        """Answer a GET with descriptions of the caller's named content, and the operator's."""
         owner = owner_of(request.headers.get("authorization", ""))
         return JSONResponse({"object": "list", "data": [named.described() for named in self._library.of(owner)]})
 
     async def vector(self, request: Request) -> Response:
-        """Describe named vectors or steering."""
+        """Answer a GET with the description of named vectors, directions or steering; 404 if the name is unknown."""
         try:
             return JSONResponse(self._library.get(*_named(request)).described())
         except SteercapError as error:
             return refused(404, str(error))
 
     async def put_vector(self, request: Request) -> Response:
-        """Upload a file of vectors, directions or steering, replacing content of the same name."""
+        """Answer a PUT by storing the body, a file of vectors, directions or steering, under the name in the path."""
         try:
             found = await self._received(request, *_named(request))
         except ClientDisconnect:
@@ -193,7 +193,7 @@ class Routes:
         return JSONResponse(found.described(), 201)
 
     async def _received(self, request: Request, name: str, owner: str) -> Named | None:
-        """Receive and store a file; None if it is too long, when reading stops at the limit.
+        """Receive and store a file; return None if it is too long, without reading it to the end.
 
         Raises:
             SteercapError: it cannot be stored.
@@ -216,7 +216,7 @@ class Routes:
             return self._library.keep(name, owner, content, length)
 
     async def forget_vector(self, request: Request) -> Response:
-        """Delete the caller's vectors or steering of the name in the path; answer 404 if there are none."""
+        """Answer a DELETE by deleting the caller's content of the name in the path; 404 if there is none."""
         name, owner = _named(request)
         if not self._library.remove(name, owner):
             return refused(404, "you have no vector or steering of this name")
@@ -224,7 +224,7 @@ class Routes:
 
 
 def _file(content: bytes, start: int, stop: int, status: int, headers: Mapping[str, str]) -> Response:
-    """Send part of a file in pieces, as fast as the client reads it."""
+    """Return an answer with bytes `start` to `stop` of a file, sent in parts as fast as the client reads."""
 
     async def parts() -> AsyncIterator[memoryview]:
         for first in range(start, stop, _PART):
@@ -239,7 +239,7 @@ def _named(request: Request) -> tuple[str, str]:
 
 
 def _range(header: str, size: int) -> tuple[int, int] | None:
-    """Return start and stop of a byte range; None if it is invalid or empty."""
+    """Return start and stop of a `Range` header for a file of `size` bytes; None if invalid or empty."""
     found = _RANGE.fullmatch(header.strip())
     if found is None or not any(found.groups()):
         return None
@@ -253,13 +253,13 @@ def _range(header: str, size: int) -> tuple[int, int] | None:
 
 
 def refused(status: int, message: str, error: str = "") -> Response:
-    """Build an error answer for OpenAI's clients; `error` is its class, if it is one that clients raise."""
+    """Build an error answer for OpenAI's clients; `error` is the class name of a steercap error to raise, or ""."""
     body, headers = failure(status, message, error)
     return Response(body, status, headers)
 
 
 def explorer_routes() -> list[Route]:
-    """Return the routes of the page and its assets."""
+    """Return the Starlette routes of the explorer's page and its files."""
     parts = assets()
 
     async def page(_request: Request) -> Response:
@@ -278,6 +278,6 @@ def explorer_routes() -> list[Route]:
 
 
 def assets() -> dict[str, bytes]:
-    """Return the contents of the page's files, by name."""
+    """Return the contents of the explorer's files, by file name."""
     folder = resources.files("steercap.server") / "assets"
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.name.rpartition(".")[2] in KINDS}

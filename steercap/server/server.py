@@ -1,4 +1,4 @@
-"""Start and run of one server."""
+"""Start and run of one server: vLLM's OpenAI-compatible server over an open model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 _LOG: Final = logging.getLogger(__name__)
-#: Engine arguments that servers set themselves.
+#: Engine arguments that a server sets itself, left out when a warm engine is compared with a command's options.
 OF_SERVERS: Final = frozenset({"hf_token", "mm_processor_cache_gb", "served_model_name", "use_tqdm_on_load"})
 
 
@@ -55,18 +55,18 @@ class ServerSettings:
 
     Args:
         vectors: files of vectors, directions or steering for all clients, by name.
-        saes: folders of SAEs for analysing captured rows, by name.
+        saes: folders of SAEs that clients may use, by name.
         presets: steering by name, as requests give it: `{"calm": {"edits": [...]}}`, or the name of one of `vectors`.
         captures_seconds: seconds until a capture expires, and a sketch that nothing uses.
         captures_bytes: maximum bytes of captures that wait to be fetched.
-        captures_bytes_of_a_key: maximum bytes of one API key's.
-        folder: folder for rows that requests ask to be written; None for none.
-        folder_bytes: maximum bytes of files in it.
-        folder_bytes_of_a_key: maximum bytes that requests of one API key write to it.
+        captures_bytes_of_a_key: maximum bytes of such captures of one API key.
+        folder: folder for rows of requests with `deliver: folder`; None to refuse these.
+        folder_bytes: maximum bytes of files in the folder.
+        folder_bytes_of_a_key: maximum bytes that requests of one API key may write to it.
         record: settings of the recorder of requests that do not use steercap; None to record nothing.
         idle_seconds: seconds without a request after which the server ends; None for never.
-        warm: digest of options to announce with a warm engine, which listens on its socket alone; None for a server
-            that others do not find. See `steercap.files.warm`.
+        warm: digest of the options of a warm engine, which listens on a Unix socket and is announced; None for a server
+            that is not announced. See `steercap.files.warm`.
     """
 
     vectors: Mapping[str, Path] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class ServerSettings:
 
 @dataclass(frozen=True)
 class Names:
-    """Named content that the operator gave."""
+    """Named content that the operator gave: vectors and SAEs in a library, and presets."""
 
     library: Library
     presets: Mapping[str, SteeringSpec]
@@ -124,7 +124,7 @@ class Names:
 
 
 def _names_layers(asked: Any) -> bool:
-    """Return whether a steering, as JSON has it, names layers anywhere."""
+    """Return whether a preset's JSON names layers anywhere."""
     if isinstance(asked, Mapping):
         return "layer" in asked or "layers" in asked or any(map(_names_layers, asked.values()))
     return isinstance(asked, list) and any(map(_names_layers, asked))
@@ -139,19 +139,19 @@ async def application(
     *,
     recorder: Recorder | None = None,
 ) -> FastAPI:
-    """Create vLLM's application over an open model, with the `steercap` field and our own routes.
+    """Create vLLM's ASGI application over an open model, with the `steercap` field and the routes of steercap added.
 
     Args:
         model: open model, which must stay open while it is served.
-        flags: flags of `vllm serve`, see `adapters.server.read_flags`; engine flags are ignored.
+        flags: parsed flags of `vllm serve`, see `adapters.server.read_flags`; engine flags are ignored.
         settings: settings of the server.
-        folder: open folder for rows that requests ask to be written; must stay open while it is served.
+        folder: open folder for rows of requests with `deliver: folder`; must stay open while the model is served.
         names: result of `Names.of`; computed here if left out.
-        recorder: recorder of requests that ask for no rows; must stay open while it is served.
+        recorder: recorder of requests without a capture; must stay open while the model is served.
 
     Raises:
-        InvalidSpec: an SAE reads rows that this model does not have, or the recorder.
-        LayerOutOfRange, PointNotArmed, UnknownName: what is recorded is not there.
+        InvalidSpec: an SAE reads rows that this model does not have, or a recorded codec would not make rows smaller.
+        LayerOutOfRange, PointNotArmed, UnknownName: a layer or site to record is not there.
         UnsupportedRunner: vLLM's server does not have the expected structure.
         InvalidSetting: the model has `restart=True`, or a recorder is given and the model pools.
         The errors of `Names.of`.
@@ -222,9 +222,9 @@ async def serve(
         flags: flags of `vllm serve`.
         settings: settings of the server.
         names: result of `Names.of`; computed here, before the engine's start, if left out.
-        stage: called with the stage of the engine's start, several times a second.
-        up: called once with the server's address and the model's name, when clients can connect.
-        usual: arguments of the engine, which flags override that differ from vLLM's defaults.
+        stage: function that is called with the name of the start's current stage, several times a second.
+        up: function that is called once with the server's address and the model's name, when clients can connect.
+        usual: default engine arguments, which flags that differ from vLLM's defaults override.
         **steercap: settings of `SteerModel`, beside vLLM's arguments, which are among the flags.
 
     Raises:
@@ -276,7 +276,7 @@ async def serve(
 
 @asynccontextmanager
 async def _started(model: SteerModel, stage: Callable[[str], object]) -> AsyncIterator[SteerModel]:
-    """Start a model, and tell which stage of the start runs; close it after the block."""
+    """Start a model, calling `stage` with the start's current stage; close the model after the block."""
     try:
         async with watching(lambda: model.serving.stage, lambda running, _seconds: stage(running)):
             await model.serving.start()
@@ -294,7 +294,13 @@ def _require_no_restart(model: SteerModel) -> None:
 
 
 def _warm_engine(model: SteerModel, read: argparse.Namespace, usual: Mapping[str, Any], **known: Any) -> WarmEngine:
-    """Describe a warm engine, and have the flags say its socket; `known` are further fields.
+    """Describe the server as a warm engine, and set the flags' Unix socket.
+
+    Args:
+        model: model that is not open yet.
+        read: parsed flags of `vllm serve`; changed here.
+        usual: default values of vLLM's engine arguments.
+        **known: further fields of `WarmEngine`.
 
     Raises:
         InvalidSetting: the flags name another socket; or as for `socket_of`.
@@ -329,14 +335,14 @@ def _weights(model: str) -> str:
 
 
 def _record_snapshot(engine: WarmEngine, model: SteerModel) -> None:
-    """Record the files of a model on the hub once more, which may have been fetched only now."""
+    """Announce the files of a hub model once more; they may have been downloaded only during the start."""
     if not Path(engine.path).exists():
         write(replace(engine, weights=files_of(engine.path, model.identity()["weights"])))
 
 
 @contextmanager
 def opened_folder(model: str, settings: ServerSettings) -> Iterator[CaptureFolder | None]:
-    """Open the folder that settings name, while the block runs; None if they name none.
+    """Open the folder that settings name while the block runs, and yield it; None if they name none.
 
     Raises:
         The errors of `CaptureFolder`.

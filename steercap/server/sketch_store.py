@@ -1,6 +1,6 @@
-"""Open sketches of a server's clients, and requests that join them.
+"""Store of open sketches (running statistics of rows) of a server's clients.
 
-A sketch belongs to one key, and is freed when nothing has used it for a while, as where its client is gone.
+A sketch belongs to one owner (API key), and is freed when no request has used it for a while.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from steercap.server.folder import TIME_TO_LIVE
 
 @dataclass
 class HeldSketch:
-    """Sketch that a client has open.
+    """Sketch that a client has open on the server.
 
     Args:
         name: unguessable id.
-        owner: its owner.
+        owner: digest of the API key, see `server.folder.owner_of`.
         running: the sketch.
         until: time of expiry, in seconds of the store's clock.
         users: number of requests that use it now; it does not expire meanwhile.
-        turn: lock held while its file is made and sent, so that one waits on the disk at most.
-        timer: next look at whether it has expired.
+        turn: lock held while its file is written and sent, so that there is at most one on disk.
+        timer: timer of the next check for expiry.
     """
 
     name: str
@@ -43,10 +43,10 @@ class HeldSketch:
 
 
 class SketchStore:
-    """Store of the sketches of a server.
+    """Store of the open sketches of a server's clients.
 
     Args:
-        time_to_live: seconds until a sketch that nothing uses expires.
+        time_to_live: seconds until a sketch that no request uses expires.
         clock: function that returns the time in seconds.
     """
 
@@ -57,17 +57,17 @@ class SketchStore:
         self._closing: set[asyncio.Task[None]] = set()
 
     def keep(self, running: RunningSketch, owner: str) -> HeldSketch:
-        """Keep an open sketch."""
+        """Add an owner's open sketch to the store, under a new id."""
         sketch = HeldSketch(f"sketch-{secrets.token_hex(16)}", owner, running, self._clock() + self.time_to_live)
         self._held[sketch.name] = sketch
         self._sweep_later(sketch)
         return sketch
 
     def get(self, name: str, owner: str) -> HeldSketch:
-        """Return an owner's sketch.
+        """Return an owner's sketch by id.
 
         Raises:
-            SketchClosed: there is none of the name, or it is another owner's.
+            SketchClosed: there is none with this id, or it is another owner's.
         """
         sketch = self._held.get(name)
         if sketch is None or not secrets.compare_digest(sketch.owner, owner):
@@ -79,7 +79,7 @@ class SketchStore:
 
     @contextmanager
     def using(self, sketch: HeldSketch) -> Iterator[None]:
-        """Keep a sketch from expiring while the block runs."""
+        """Prevent the expiry of a sketch while the block runs; its time to live starts again after it."""
         sketch.users += 1
         try:
             yield
@@ -90,11 +90,11 @@ class SketchStore:
 
     @contextmanager
     def joined(self, names: Sequence[str], owner: str) -> Iterator[tuple[RunningSketch, ...]]:
-        """Yield the sketches that a request joins; they do not expire while the block runs.
+        """Yield the sketches that a request's rows enter, in order; they do not expire while the block runs.
 
         Raises:
             SketchClosed: one of them is not open.
-            InvalidRequest: they read different tokens.
+            InvalidRequest: they select different tokens.
         """
         found = [self.get(name, owner) for name in names]
         for sketch in found[1:]:
@@ -105,7 +105,7 @@ class SketchStore:
             yield tuple(sketch.running for sketch in found)
 
     async def close(self, sketch: HeldSketch) -> None:
-        """Free a sketch; requests that still run in it fail."""
+        """Free a sketch; running requests whose rows enter it fail."""
         self._held.pop(sketch.name, None)
         await sketch.running.aclose()
 
@@ -115,7 +115,7 @@ class SketchStore:
         sketch.timer = asyncio.get_running_loop().call_later(self.time_to_live + 1, self.sweep)
 
     def sweep(self) -> None:
-        """Free sketches that have expired, without waiting for it."""
+        """Remove expired sketches, and free each in a task."""
         now = self._clock()
         for sketch in [sketch for sketch in self._held.values() if not sketch.users and sketch.until <= now]:
             del self._held[sketch.name]

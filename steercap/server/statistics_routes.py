@@ -1,4 +1,4 @@
-"""`/v1/steercap/sketches` and `/v1/steercap/saes`: statistics of rows, and features of captured rows."""
+"""Routes `/v1/steercap/sketches` and `/v1/steercap/saes`: statistics of rows, and SAE features of captured rows."""
 
 from __future__ import annotations
 
@@ -30,21 +30,27 @@ if TYPE_CHECKING:
     from steercap.model import SteerModel
     from steercap.saes.encoder import Features
 
-#: Bytes of a file sent at once.
+#: Bytes of a file per part of an answer.
 _PART: Final = 1 << 20
-#: Fields of a sketch that say whose rows it takes, as in `steercap.capture`.
+#: Fields of a request for a sketch that select its rows, as in `steercap.capture`.
 ROWS: Final = ("layers", "sites", "tokens", "before_edits")
 
 
 class SketchRoutes:
-    """Routes that open, read and close sketches."""
+    """Routes that open, read and close sketches.
+
+    Args:
+        model: the open model.
+        library: named content of the server.
+        store: store of open sketches.
+    """
 
     def __init__(self, model: SteerModel, library: Library, store: SketchStore) -> None:
         self._model, self._library, self._store = model, library, store
 
     @property
     def routes(self) -> list[Route]:
-        """All routes of this class."""
+        """Starlette routes of this class's methods."""
         return [
             Route("/v1/steercap/sketches", computing(self.open), methods=["POST"]),
             Route("/v1/steercap/sketches/{name}", computing(self.sketch), methods=["GET"]),
@@ -52,7 +58,7 @@ class SketchRoutes:
         ]
 
     async def open(self, request: Request) -> Response:
-        """Open a sketch: `{"kind": "moments", "size": ..., "layers": ..., "sites": ..., "tokens": ...}`."""
+        """Answer a POST by opening a sketch, with 201 and its id; body: `{"kind": "moments", "layers": [4]}`."""
         given, owner = await read_body(request, ("kind", "size", *ROWS)), _owner(request)
         rows = {name: given[name] for name in ROWS if name in given}
         spec = capture_of({**rows, "codec": "raw"}, self._library, owner)
@@ -62,9 +68,7 @@ class SketchRoutes:
         return JSONResponse({"id": one.name, "points": [list(point) for point in running.points]}, 201)
 
     async def sketch(self, request: Request) -> Response:
-        """Send the statistics as `Sketch.save` writes them: of all points, or of those that `?points=0,3` names by
-        index.
-        """
+        """Answer a GET with a sketch's statistics, as `Sketch.save` writes them; `?points=0,3` selects some."""
         one = self._store.get(request.path_params["name"], _owner(request))
         points = _points(one.running, request.query_params.get("points"))
         async with AsyncExitStack() as held:
@@ -77,14 +81,14 @@ class SketchRoutes:
             return _SketchFile(file, size, held.pop_all())
 
     async def close(self, request: Request) -> Response:
-        """Free a sketch."""
+        """Answer a DELETE by freeing a sketch."""
         one = self._store.get(request.path_params["name"], _owner(request))
         await self._store.close(one)
         return JSONResponse({"id": one.name, "deleted": True})
 
 
 class _SketchFile(StreamingResponse):
-    """Answer that sends a file; the file is closed and its holder released however the sending ends."""
+    """Answer that sends an open file of `size` bytes; `held` is closed however the sending ends, and then the file."""
 
     def __init__(self, file: IO[bytes], size: int, held: AsyncExitStack) -> None:
         super().__init__(iter(lambda: file.read(_PART), b""), 200, {"content-length": str(size)})
@@ -97,17 +101,17 @@ class _SketchFile(StreamingResponse):
 
 
 def written(sketch: Sketch) -> tuple[IO[bytes], int]:
-    """Return an open file of a sketch, which is on no path any more, and its size."""
+    """Write a sketch to a temporary file that is already unlinked; return the open file and its bytes."""
     with tempfile.TemporaryDirectory(prefix="steercap-sketch-") as folder:
         path = sketch.save(Path(folder, "it.safetensors"))
         return path.open("rb"), path.stat().st_size
 
 
 def _points(running: RunningSketch, given: str | None) -> Sequence[Point]:
-    """Return the sketch's points that comma-separated indices name; all points for None.
+    """Return the points of a sketch that comma-separated indices name, in their order; all points if None.
 
     Raises:
-        InvalidSpec: no such index.
+        InvalidSpec: the sketch has no point of an index.
     """
     if given is None:
         return running.points
@@ -122,16 +126,15 @@ def _owner(request: Request) -> str:
     return owner_of(request.headers.get("authorization", ""))
 
 
-#: Maximum rows per request.
+#: Maximum number of rows per request.
 MOST_ROWS: Final = 1 << 13
 
 
 def loaded(folders: Mapping[str, Path]) -> dict[str, SAE]:
-    """Load SAEs by name.
+    """Load SAEs from folders, by name.
 
     Raises:
-        InvalidSpec: an invalid name.
-        InvalidFile: a folder holds no SAE.
+        InvalidSpec, InvalidFile: an invalid name, or a folder that does not contain an SAE.
     """
     for name in folders:
         if not NAME.fullmatch(name):
@@ -140,7 +143,7 @@ def loaded(folders: Mapping[str, Path]) -> dict[str, SAE]:
 
 
 def require_fitting(saes: Mapping[str, SAE], model: SteerModel) -> None:
-    """Check that the model has the rows that SAEs read.
+    """Check that the model has a tap with rows of the right width at each SAE's input.
 
     Raises:
         InvalidSpec: an SAE reads a point that is not armed, or rows of another width.
@@ -154,11 +157,11 @@ def require_fitting(saes: Mapping[str, SAE], model: SteerModel) -> None:
 
 
 class FeaturesOfRows:
-    """Routes that read captured rows with SAEs.
+    """Routes that encode captured rows with SAEs.
 
     Args:
-        captures: captures that wait to be fetched.
-        saes: SAEs by name.
+        captures: store of captures that wait to be fetched.
+        saes: the operator's SAEs, by name.
     """
 
     def __init__(self, captures: CaptureStore, saes: Mapping[str, SAE]) -> None:
@@ -167,14 +170,14 @@ class FeaturesOfRows:
 
     @property
     def routes(self) -> list[Route]:
-        """All routes of this class."""
+        """Starlette routes of this class's methods."""
         return [
             Route("/v1/steercap/saes", self.list_saes, methods=["GET"]),
             Route("/v1/steercap/captures/{name}/features", computing(self.features), methods=["POST"]),
         ]
 
     async def list_saes(self, _request: Request) -> Response:
-        """List the loaded SAEs, with their points and numbers of features."""
+        """Answer a GET with the operator's SAEs: name, point and number of features."""
         data = [
             {"name": name, "layer": sae.input.layer, "site": sae.input.site, "features": sae.d_sae, "label": sae.name}
             for name, sae in self._saes.items()
@@ -182,7 +185,7 @@ class FeaturesOfRows:
         return JSONResponse({"object": "list", "data": data})
 
     async def features(self, request: Request) -> Response:
-        """Answer with the most active features of rows: `{"sae": name, "positions": [...], "top": 8}`."""
+        """Answer a POST with the most active features of rows: `{"sae": name, "positions": [...], "top": 8}`."""
         given = await read_body(request, ("sae", "positions", "top"))
         name = given.get("sae")
         sae = self._saes.get(name) if isinstance(name, str) else None
@@ -207,7 +210,7 @@ class FeaturesOfRows:
 
 
 def described(features: Features) -> dict[str, Any]:
-    """Return each row's features as pairs of index and activation, greatest first, and its number of active ones."""
+    """Return features as JSON values: per row, pairs of index and activation, greatest first, and the number active."""
     pairs = [
         [[feature, float(f"{value:.6g}")] for feature, value in zip(ids, values, strict=True) if feature >= 0]
         for ids, values in zip(features.ids.tolist(), features.values.tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""Steering: vectors by layer, named sets of them, edits, specs, monitors, and their files."""
+"""Steering: vectors by layer, named sets of these, edits, specs, monitors, and their files."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
-"""Means and spreads of the elements of rows, by point, from which a codec gives each element a step of its own.
+"""Means and standard deviations of rows' elements, by point, by which a codec quantises each element.
 
-Its compilation for one engine is checked against the model before anything runs. A calibration is sent like steering
-vectors: held in a slot, identified by its SHA-256, sent once.
+A calibration is compiled for an engine and checked against the model before a request runs. It is sent like steering
+vectors: once, into a slot of the workers, identified by its SHA-256.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from steercap.files.native import FileKind
 from steercap.steering.edits.inputs import FrozenMapping, float32_copy
 from steercap.steering.lowering import Lowered, read_by
 
-#: Least reach of an element, as a share of the median spread. Otherwise a row in which an element varies that hardly
+#: Least reach of an element, as a fraction of the median spread. Otherwise a row in which an element varies that hardly
 #: varied in calibration would lose the precision of all others.
 LEAST: Final = 0.01
 
@@ -37,7 +37,7 @@ class Calibration:
 
     Args:
         means: mean of each element, by point: float32 [width], heads one after another.
-        spreads: their standard deviations, by the same points: float32 [width].
+        spreads: standard deviation of each element, by the same points: float32 [width].
         model: model of the rows.
         revision: revision of the model.
         dtype: dtype that the model computed in.
@@ -47,7 +47,7 @@ class Calibration:
         rows: number of rows of each point.
 
     Raises:
-        InvalidSpec: no point, something that is none, or other points in `means` than in `spreads`.
+        InvalidSpec: no point, a key that is not a point, or other points in `means` than in `spreads`.
         InvalidVector: vectors that are not finite in float32, of different widths, or a negative spread.
     """
 
@@ -82,13 +82,13 @@ class Calibration:
 
     @property
     def points(self) -> tuple[Point, ...]:
-        """Points that it covers."""
+        """Points with means and spreads."""
         return tuple(self.means)
 
     def reach(self, point: Point) -> Float[torch.Tensor, " width"]:
-        """Return the divisors of centred rows: float32 [width], none denormal.
+        """Return what a point's centred rows are divided by before quantisation: float32 [width], none denormal.
 
-        It is the spread of each element, at least a hundredth of the median spread above 0; 1 if no element varies.
+        It is the spread of each element, but at least `LEAST` times the median spread above 0; 1 if no element varies.
         """
         spread = self.spreads[point]
         moving = spread[spread > 0]
@@ -98,7 +98,7 @@ class Calibration:
         return spread.clamp(min=max(LEAST * float(moving.median()), torch.finfo(torch.float32).tiny))
 
     def save(self, path: str | Path) -> Path:
-        """Write the calibration to one safetensors file; see `steercap.files.native`.
+        """Write the calibration to one safetensors file, and return its path; see `steercap.files.native`.
 
         Raises:
             InvalidFile: the name ends in something other than .safetensors.
@@ -107,7 +107,7 @@ class Calibration:
 
     @staticmethod
     def load(path: str | Path) -> Calibration:
-        """Read a file that `save` wrote.
+        """Return the calibration in a file that `save` wrote.
 
         Raises:
             InvalidFile: the file is truncated, changed, of another kind, or of a newer version.
@@ -120,10 +120,10 @@ class Calibration:
 
 
 def _point(point: Any) -> Point:
-    """Return a point as `Point`, checked.
+    """Return a (layer, site) tuple as `Point`.
 
     Raises:
-        InvalidSpec: it is not a layer and a site.
+        InvalidSpec: it is not such a tuple.
     """
     layer, site = point if isinstance(point, tuple) and len(point) == 2 else (None, None)
     index = index_of(layer)
@@ -141,9 +141,9 @@ class Calibrated:
     """Calibration compiled for some points of one engine.
 
     Args:
-        lowered: content of its slot: centre and reach of each point.
-        plan: its part of a request's plan; the slot is not known yet.
-        constants: centre and reach by point and name, float32 [width] each.
+        lowered: content of its slot: centre (mean) and reach of each point.
+        plan: its part of a request's plan, without the slot, which is granted later.
+        constants: by point, "centre" and "reach": float32 [width] each.
     """
 
     lowered: Lowered
@@ -152,7 +152,7 @@ class Calibrated:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the points and constants that rows are coded by, in hexadecimal.
+        """SHA-256, in hexadecimal, of the points and constants that rows are quantised by.
 
         It is the same on engines that arm other points, or these in another order. The digest of the slot's content is
         not: that content numbers the armed points and depends on their order.
@@ -167,10 +167,10 @@ class Calibrated:
 
 
 def calibration_of(spec: CaptureSpec) -> Calibration | None:
-    """Return the user's calibration, or None if there is none.
+    """Return the calibration of a capture spec, or None.
 
     Raises:
-        InvalidSpec: it is no `Calibration`.
+        InvalidSpec: the field is not a `Calibration`.
     """
     if spec.calibration is None or isinstance(spec.calibration, Calibration):
         return spec.calibration
@@ -180,17 +180,17 @@ def calibration_of(spec: CaptureSpec) -> Calibration | None:
 def compile_calibration(
     calibration: Calibration, points: Sequence[Point], armed: Mapping[Point, int], schemas: Mapping[Point, PointSchema]
 ) -> Calibrated:
-    """Check a calibration, and compile its part for some points.
+    """Check a calibration against the model, and compile it for some points.
 
     Args:
-        calibration: the user's calibration.
-        points: the points of a spec, armed.
+        calibration: the calibration.
+        points: points of a capture spec, all armed.
         armed: index of every armed point.
         schemas: shape and dtype of the rows at each armed point.
 
     Raises:
-        InvalidSpec: it does not know a point.
-        InvalidVector: the rows at a point have another width than it was made of.
+        InvalidSpec: the calibration lacks a point.
+        InvalidVector: the rows at a point have another width than the calibration.
     """
     if missing := [point for point in points if point not in calibration.points]:
         raise InvalidSpec(

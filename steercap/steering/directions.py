@@ -1,4 +1,4 @@
-"""Named directions of one model and site, with their provenance."""
+"""Sets of named directions of one model and site, with their provenance."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from steercap.steering.layers import LayerVectors
 
 @dataclass(frozen=True)
 class Provenance:
-    """Origin of directions: model, texts, method and held-out scores; "" and {} if not known.
+    """Origin of a set of directions: texts, method and held-out scores; "" and {} if unknown.
 
     Args:
         revision: revision of the model.
         dtype: dtype that the model computed in.
-        prompts: SHA-256 of all token ids read, by name of the direction.
-        tokens: selection of the tokens, as `TokenSelection` writes it, or "response".
-        reduce: reduction of a text's rows to one.
+        prompts: SHA-256 of all token ids read, by direction's name.
+        tokens: selection of the tokens whose rows were used, as `TokenSelection` writes it, or "response".
+        reduce: reduction of a text's rows to one row, such as "mean".
         method: name of the method in `METHODS`.
-        seed: seed of the split, and of methods that draw.
-        rows: numbers of texts with and without the property, those held out not counted, by name.
-        held_out: numbers of both that were held out, by name.
-        auc: area under the ROC curve of the projections of texts held out, by name and layer; 0.5 is chance.
-        row_norms: mean norm of the texts' reduced rows, by name and layer, in the units of the stream. A mean over
-            tokens is somewhat shorter than its tokens' rows, which `Add(relative=True)` scales by.
+        seed: seed of the held-out split, and of methods that draw at random.
+        rows: numbers of texts with and without the property, without those held out, by direction's name.
+        held_out: numbers of held-out texts with and without the property, by direction's name.
+        auc: area under the ROC curve of the held-out texts' projections, by name and layer; 0.5 is chance.
+        row_norms: mean norm of the texts' reduced rows, by name and layer, in the units of the stream. A mean row over
+            tokens is somewhat shorter than the tokens' rows, by whose norms `Add(relative=True)` scales.
     """
 
     revision: str = ""
@@ -59,12 +59,12 @@ class DirectionSet(Mapping[str, LayerVectors]):
     """Mapping of names to directions: `directions["optimistic"]` is its vectors by layer, which add, scale and compare.
 
     Args:
-        directions: at least one, all of the same model, site, width and layers; each is kept under its key. They are
+        directions: at least one, all of the same model, site, width and layers; each gets its key as name. They are
             copies, and every access returns copies, so directions that rows were projected on cannot change.
-        provenance: their origin.
+        provenance: origin of the directions.
 
     Raises:
-        InvalidSpec: none, an empty name, or some that differ in model, site, width or layers.
+        InvalidSpec: no direction, an empty name, or directions that differ in model, site, width or layers.
 
     Two sets are equal if their directions and provenance are.
     """
@@ -90,12 +90,12 @@ class DirectionSet(Mapping[str, LayerVectors]):
 
     @property
     def model(self) -> str:
-        """Model that they were made for, "" if unknown."""
+        """Model that the directions were made for, "" if unknown."""
         return self._first.model
 
     @property
     def site(self) -> str:
-        """Site of the directions."""
+        """Site of the directions, such as "resid_post"."""
         return self._first.site
 
     @property
@@ -112,16 +112,16 @@ class DirectionSet(Mapping[str, LayerVectors]):
         """Return the vectors of one layer, in the order of the names: float32 [names, hidden].
 
         Raises:
-            LayerOutOfRange: a layer they have no vectors for.
+            LayerOutOfRange: there are no vectors for the layer.
         """
         return torch.stack([vectors[layer] for vectors in self.values()])
 
     def units(self, layer: int) -> Float[torch.Tensor, "names hidden"]:
-        """Return the vectors of one layer at length 1, in the order of the names: float32 [names, hidden].
+        """Return the vectors of one layer scaled to norm 1, in the order of the names: float32 [names, hidden].
 
         Raises:
-            LayerOutOfRange: a layer they have no vectors for.
-            InvalidVector: one is zero.
+            LayerOutOfRange: there are no vectors for the layer.
+            InvalidVector: a vector is zero.
         """
         vectors = self.at(layer).double()
         norms = torch.linalg.vector_norm(vectors, dim=1)
@@ -131,14 +131,14 @@ class DirectionSet(Mapping[str, LayerVectors]):
         return vectors.float()
 
     def project(self, rows: Float[torch.Tensor, "rows hidden"], layer: int) -> Float[torch.Tensor, "rows names"]:
-        """Return scalar products of rows with a layer's unit vectors: float32 [rows, names], in the stream's units.
+        """Return the scalar products of rows with a layer's unit vectors: float32 [..., names], in the stream's units.
 
         Args:
-            rows: real floating-point numbers, [hidden] or [..., hidden].
-            layer: the layer of the rows.
+            rows: floating-point numbers, [hidden] or [..., hidden], on any device.
+            layer: layer of the rows.
 
         Raises:
-            LayerOutOfRange: a layer they have no vectors for.
+            LayerOutOfRange: there are no vectors for the layer.
             InvalidVector: rows that are not such a tensor, or of another width; a direction that is zero.
         """
         units = self.units(layer)
@@ -150,44 +150,44 @@ class DirectionSet(Mapping[str, LayerVectors]):
             return rows.to(device="cpu", dtype=torch.float32) @ units.T
 
     def marks(self, layer: int) -> tuple[Mark, ...]:
-        """Return the fingerprints of the directions of one layer, in the order of the names; see `marks_of`."""
+        """Return the fingerprints of one layer's directions, four numbers each, in the order of the names."""
         return marks_of(self.units(layer))
 
     def cosines(self, layer: int) -> Float[torch.Tensor, "names names"]:
-        """Return the cosine of every two directions at one layer: float64 [names, names]."""
+        """Return the cosines of all pairs of directions at one layer: float64 [names, names]."""
         units = self.units(layer).double()
         return (units @ units.T).clamp(-1, 1)
 
     def select(self, names: str | Iterable[str]) -> DirectionSet:
-        """Return some of the directions, in the order given.
+        """Return a set of some of the directions, in the order of `names`; the provenance is unchanged.
 
         Raises:
-            UnknownName: a name that is not here.
+            UnknownName: there is no direction of a name.
         """
         wanted = [names] if isinstance(names, str) else several(names, "names")
         return replace(self, directions={name: self[name] for name in wanted})
 
     def at_layers(self, layers: Iterable[int]) -> DirectionSet:
-        """Return the same directions with only some of their layers.
+        """Return the same directions with the vectors of some layers only.
 
         Raises:
-            LayerOutOfRange: a layer they have no vectors for.
+            LayerOutOfRange: there are no vectors for a layer.
         """
         wanted = several(layers, "layers")
         return self._each(lambda vectors: vectors.at_layers(wanted))
 
     def unit(self) -> DirectionSet:
-        """Return the same directions at length 1.
+        """Return the same directions with all vectors scaled to norm 1.
 
         Raises:
-            InvalidVector: one is zero.
+            InvalidVector: a vector is zero.
         """
         return self._each(LayerVectors.unit)
 
     def orthogonal(self) -> DirectionSet:
-        """Return each direction less its part in the span of those before it; the order of the names counts.
+        """Return each direction minus its projection on the span of those before it, in the order of the names.
 
-        The AUC of all but the first, which was measured before, is left out of the provenance.
+        The AUC of all but the first, which was measured before, is removed from the provenance.
         """
         done: dict[str, LayerVectors] = {}
         for name, vectors in self.items():
@@ -196,12 +196,12 @@ class DirectionSet(Mapping[str, LayerVectors]):
         return replace(self, directions=done, provenance=replace(self.provenance, auc=measured))
 
     def __or__(self, other: DirectionSet) -> DirectionSet:
-        """Return the directions of `self` and `other`, the latter's for equal names. Their provenances must agree.
+        """Return a set with the directions of `self` and `other`, the latter's for equal names.
 
-        What they say by name, such as `auc`, stays with the direction that is kept.
+        Entries of the provenance by name, such as `auc`, stay with the direction that is kept.
 
         Raises:
-            InvalidSpec: they differ in model, site, width, layers or how they were made.
+            InvalidSpec: model, site, width, layers or the rest of the provenance differ.
         """
         if not isinstance(other, DirectionSet):
             return NotImplemented
@@ -209,7 +209,7 @@ class DirectionSet(Mapping[str, LayerVectors]):
         return DirectionSet({**self, **other}, _joined((self.provenance, kept), (other.provenance, list(other))))
 
     def save(self, path: str | Path) -> Path:
-        """Write directions and provenance to one safetensors file; see `steercap.files.native`."""
+        """Write directions and provenance to one safetensors file, and return its path; see `steercap.files.native`."""
         return native.save(self, path, _kind(), model=self.model)
 
     @staticmethod
@@ -229,10 +229,10 @@ class DirectionSet(Mapping[str, LayerVectors]):
         return replace(self, directions={name: how(vectors) for name, vectors in self.items()})
 
     def __getitem__(self, name: str) -> LayerVectors:
-        """Return the vectors of one direction.
+        """Return the vectors, by layer, of one direction.
 
         Raises:
-            UnknownName: there is none of this name; a KeyError too.
+            UnknownName: there is no direction of this name; it is a KeyError too.
         """
         if not isinstance(name, str) or name not in self.directions:
             raise UnknownName(f"no direction {shown(name)}; {choices(name, self)}")
@@ -253,7 +253,7 @@ class DirectionSet(Mapping[str, LayerVectors]):
         return hash(tuple(self.values()))
 
     def _repr_html_(self) -> str:
-        """Return an HTML table for a notebook: each direction at each layer, its norm, its AUC on held-out texts."""
+        """Return an HTML table for a notebook: norm and held-out AUC of each direction at each layer."""
         known = self.provenance
         rows = [
             (name, layer, norm, known.row_norms.get(name, {}).get(layer), known.auc.get(name, {}).get(layer))
@@ -268,7 +268,11 @@ class DirectionSet(Mapping[str, LayerVectors]):
 
 
 def _joined(*parts: tuple[Provenance, list[str]]) -> Provenance:
-    """Return the joint provenance of two sets, of each by the names of the directions that are kept of it."""
+    """Join the provenances of two sets; `parts` has each with the names of the directions that are kept of its set.
+
+    Raises:
+        InvalidSpec: the directions were made in different ways.
+    """
     (first, _), (second, _) = parts
     for name in ("revision", "dtype", "tokens", "reduce", "method", "seed"):
         mine, theirs = getattr(first, name), getattr(second, name)

@@ -26,7 +26,7 @@ from steercap.files import native
 from steercap.files.native import FileKind
 from steercap.steering.edits.inputs import FrozenMapping, Vector, float32_copy
 
-#: Singular values below this share of the largest one are rounding, not a direction of their own.
+#: Singular values below this fraction of the largest are taken for rounding errors.
 RANK_TOLERANCE: Final = 1e-6
 
 
@@ -39,18 +39,18 @@ class LayerVectors(Mapping[int, torch.Tensor]):
     Args:
         vectors: [hidden] by layer, at least one; kept as float32 copies, in the units of the stream. Every access
             returns another copy, so vectors that were compiled or projected on cannot change.
-        name: their meaning, "" if unnamed.
-        model: the model they were made for, "" if unknown.
-        site: place in the layer, a name in `steercap.architectures.sites`; vectors for `z` have heads ×
-            head_dim numbers.
+        name: meaning of the vectors, such as "joy"; "" if unnamed.
+        model: model that the vectors were made for, "" if unknown.
+        site: place in the layer, a name in `steercap.architectures.sites`; vectors for `z` have heads × head_dim
+            numbers.
 
     Raises:
         InvalidSpec: no vector, a layer that is not an index from 0, or a label that is not text.
         UnknownName: a site that does not exist.
         InvalidVector: a vector that holds NaN or inf, is not [hidden], or is of another width than the first.
 
-    Two are equal if their labels, layers and values are, bit for bit. `a + b`, `a - b`, `2 * a`, `a / 2` and `-a` work
-    layer by layer; the result's name is "", see `named`.
+    Two are equal if labels, layers and values (bit for bit) are. `a + b`, `a - b`, `2 * a`, `a / 2` and `-a` work layer
+    by layer; the result's name is "", see `named`.
     """
 
     vectors: Mapping[int, Vector]
@@ -80,10 +80,10 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         return len(next(iter(self.values())))
 
     def named(self, name: str) -> LayerVectors:
-        """Return the same vectors under another name.
+        """Return the same vectors with another `name`.
 
         Raises:
-            InvalidSpec: it is not text.
+            InvalidSpec: `name` is not text.
         """
         if not isinstance(name, str):
             raise InvalidSpec(f"LayerVectors: name={shown(name)}; give text")
@@ -92,11 +92,11 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         return other
 
     def at_layers(self, layers: Iterable[int]) -> LayerVectors:
-        """Return the same vectors with only some of their layers, under the same name.
+        """Return the vectors of some layers only, with the same name, model and site.
 
         Raises:
-            InvalidSpec: no layer.
-            LayerOutOfRange: a layer they have no vector for.
+            InvalidSpec: `layers` is empty or not a list.
+            LayerOutOfRange: there is no vector for a layer.
         """
         wanted = parts_of(layers, "layers")
         if wanted is None:
@@ -106,11 +106,11 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         return dataclasses.replace(self, vectors={layer: self[layer] for layer in wanted})
 
     def norms(self) -> dict[int, float]:
-        """Return the length of the vector of each layer, in the units of the stream."""
+        """Return the Euclidean norm of each layer's vector, in the units of the residual stream."""
         return {layer: float(vector.double().norm()) for layer, vector in self.items()}
 
     def unit(self) -> LayerVectors:
-        """Return the same directions at length 1, under the same name.
+        """Return the vectors scaled to norm 1, with the same name, model and site.
 
         Raises:
             InvalidVector: a vector is zero.
@@ -121,30 +121,29 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         return self._each(lambda layer, vector: vector / norms[layer]).named(self.name)
 
     def dot(self, other: LayerVectors) -> dict[int, float]:
-        """Return the scalar products with the vectors of `other`, layer by layer.
+        """Return the scalar products with the vectors of `other`, by layer.
 
         Raises:
-            InvalidSpec: it is of another model, both of them named, or of another site, width or other layers.
+            InvalidSpec: `other` has another site, width or layers, or names another model.
         """
         self.require_alike(other, unlabelled=True)
         return {layer: float(vector.double() @ other[layer].double()) for layer, vector in self.items()}
 
     def cosine(self, other: LayerVectors) -> dict[int, float]:
-        """Return the cosines with the vectors of `other`, layer by layer, in [-1, 1].
+        """Return the cosines with the vectors of `other`, by layer, in [-1, 1].
 
         Raises:
-            InvalidSpec: it is of another model, both of them named, or of another site, width or other layers.
+            InvalidSpec: `other` has another site, width or layers, or names another model.
             InvalidVector: a vector is zero.
         """
         self.require_alike(other, unlabelled=True)
         return {layer: min(max(dot, -1.0), 1.0) for layer, dot in self.unit().dot(other.unit()).items()}
 
     def without(self, *others: LayerVectors) -> LayerVectors:
-        """Return the vectors less their part in the span of others, layer by layer; zero where nothing but rounding is
-        left.
+        """Return the vectors minus their projections on the span of `others`, by layer; rounding errors become zero.
 
         Raises:
-            InvalidSpec: one is of another model, site, width or other layers.
+            InvalidSpec: one of `others` has another model, site, width or layers.
         """
         for other in others:
             self.require_alike(other)
@@ -190,20 +189,20 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         return self._each(lambda _, vector: how(vector, number))
 
     def _each(self, how: Callable[[int, torch.Tensor], torch.Tensor]) -> LayerVectors:
-        """Return the vectors with a function applied to each, in float64, without a name."""
+        """Return the vectors with a function of layer and float64 vector applied to each; the result has no name."""
         return LayerVectors(
             {layer: how(layer, vector.double()) for layer, vector in self.items()}, model=self.model, site=self.site
         )
 
     def require_alike(self, other: LayerVectors, *, unlabelled: bool = False) -> None:
-        """Check that another's vectors can be combined with these.
+        """Check that the vectors of `other` can be combined with these.
 
         Args:
             other: the other vectors.
-            unlabelled: True to accept any model where one of the two names none.
+            unlabelled: True to accept any model if one of the two has model "".
 
         Raises:
-            InvalidSpec: they are of another model, site, width or other layers.
+            InvalidSpec: model, site, width or layers differ.
         """
         if not isinstance(other, LayerVectors):
             raise InvalidSpec(f"{self!r} is combined with other LayerVectors, not with {shown(other)}")
@@ -215,12 +214,12 @@ class LayerVectors(Mapping[int, torch.Tensor]):
             raise InvalidSpec(f"{self!r} has layers {list(self)}, {other!r} has {list(other)}; take those of both")
 
     def save(self, path: str | Path) -> Path:
-        """Write vectors and labels to one safetensors file; see `steercap.files.native`."""
+        """Write vectors, name, model and site to one safetensors file; return its path. See `steercap.files.native`."""
         return native.save(self, path, _kind(), model=self.model)
 
     @staticmethod
     def load(path: str | Path) -> LayerVectors:
-        """Read a file that `save` wrote.
+        """Return the vectors in a file that `save` wrote, with name, model and site.
 
         Raises:
             InvalidFile: the file is truncated, changed, of another kind, or of a newer version.
@@ -231,7 +230,7 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         """Return a copy of the vector of one layer: float32 [hidden].
 
         Raises:
-            LayerOutOfRange: there is none for this layer; a KeyError too.
+            LayerOutOfRange: there is no vector for this layer; it is a KeyError too.
         """
         index = index_of(layer)
         if index is None or index not in self.vectors:

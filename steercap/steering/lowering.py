@@ -1,6 +1,6 @@
-"""Compilation of a steering spec to a slot's content, and of projections, checked against the model.
+"""Compilation of steering specs, and of directions to project rows on, for one engine, with checks against the model.
 
-Directions are sent like steering vectors: held in a slot, identified by their SHA-256, sent once.
+The result is the content of a slot of the workers. Vectors are sent once, identified by their SHA-256.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from steercap.steering.spec import LogitBias, SteeringSpec
 
 @dataclass(frozen=True, eq=False)
 class CompiledProjection:
-    """Projection directions compiled for one engine.
+    """Directions to project rows on, compiled for one engine.
 
     Args:
-        lowered: content of their slot.
-        plan: their part of a request's plan; the slot is not known yet.
-        points: points at which rows are projected, in the order of the vectors.
-        names: names of the directions, in the order of the projected numbers.
-        marks: fingerprints of the directions, by layer, in the same order.
+        lowered: content of their slot on the workers.
+        plan: their part of a request's plan, without the slot, which is granted later.
+        points: points whose rows are projected, in the order of the vectors.
+        names: names of the directions, in the order of a row's projections.
+        marks: fingerprints of the directions by layer, in the order of `names`.
     """
 
     lowered: Lowered
@@ -51,11 +51,11 @@ class CompiledProjection:
 
 
 def points_of(spec: CaptureSpec, num_layers: int) -> tuple[Point, ...]:
-    """Return the points of a spec with `project`: all of the directions, or those that `layers` names.
+    """Return the points of a spec with `project`: all of the directions' layers, or those that `layers` names.
 
     Raises:
-        InvalidSpec: `project` does not hold directions, is for another site, or has none for a layer asked for.
-        LayerOutOfRange: a layer this model does not have.
+        InvalidSpec: `project` is of another type, is for another site, or has none for a layer asked for.
+        LayerOutOfRange: the model does not have a layer.
     """
     directions = _directions(spec)
     if spec.sites not in (("resid_post",), (directions.site,)):
@@ -74,18 +74,18 @@ def compile_projection(
     num_layers: int,
     points: Iterable[Point] | None = None,
 ) -> CompiledProjection:
-    """Check the directions that rows are projected on, and compile them.
+    """Check the directions of `spec.project` against the model, and compile them.
 
     Args:
-        spec: a spec with `project`, whose points are armed.
+        spec: a capture spec with `project`, whose points are armed.
         armed: index of every armed point.
         schemas: shape and dtype of the rows at each armed point.
-        num_layers: decoder layers of the model.
-        points: its points, those of `points_of` that the model has; None for all of them.
+        num_layers: number of decoder layers of the model.
+        points: points to project at; None for all of `points_of`.
 
     Raises:
         InvalidSpec: see `points_of`.
-        InvalidVector: directions of another width, or a zero one.
+        InvalidVector: directions of another width than the rows, or a zero one.
     """
     directions = _directions(spec)
     points = points_of(spec, num_layers) if points is None else points
@@ -103,7 +103,7 @@ def compile_projection(
 
 
 def read_by(vectors: torch.Tensor, points: Sequence[int]) -> Lowered:
-    """Return a slot's content that edits nothing: vectors that workers use to store rows.
+    """Return a slot's content without edits: vectors by which workers encode rows (directions, probes, calibrations).
 
     Args:
         vectors: float32 [vectors, width], equally many for each point, point by point.
@@ -116,10 +116,10 @@ def read_by(vectors: torch.Tensor, points: Sequence[int]) -> Lowered:
 
 
 def _directions(spec: CaptureSpec) -> DirectionSet:
-    """Return the user's directions as a set.
+    """Return `spec.project` as a DirectionSet.
 
     Raises:
-        InvalidSpec: neither a DirectionSet nor LayerVectors.
+        InvalidSpec: it is neither a DirectionSet nor LayerVectors.
     """
     if isinstance(spec.project, LayerVectors):
         return DirectionSet({spec.project.name or "projection": spec.project})
@@ -136,14 +136,14 @@ class Lowered:
     """Steering spec compiled for one engine, independent of any prompt.
 
     Args:
-        configuration: content of the slot.
+        configuration: content of the slot on the workers.
         digest: digest of the configuration.
-        vectors: the bytes of each blob's float32 rows, by their digest: the hashed bytes are those that are sent.
-        selections: the token selection of each scope.
-        replaced: positions of each replacement as the user wrote them.
-        changes_kv: True if any edit reaches keys or values that are cached.
-        biased: the token selection of each scope of biases.
-        edits_digest: the digest without biases, which keys and values do not depend on.
+        vectors: bytes of each blob (float32 rows), as they are sent, by their digest.
+        selections: token selection of each scope (distinct `tokens=` of edits).
+        replaced: positions of each `Replace`, as the user wrote them.
+        changes_kv: True if an edit can change cached keys or values.
+        biased: token selection of each scope of logit biases.
+        edits_digest: digest without biases, on which keys and values do not depend.
     """
 
     configuration: Configuration
@@ -167,24 +167,24 @@ def lower(
     refused: Mapping[str, str] = MappingProxyType({}),
     vocabulary: int | None = None,
 ) -> Lowered:
-    """Check a spec against the model and compile it.
+    """Check a steering spec against the model, and compile it.
 
     Args:
-        spec: the user's spec.
+        spec: the steering spec.
         armed: index of every armed point.
         schemas: shape and dtype of the rows at each armed point.
-        num_layers: decoder layers of the model.
-        edits_per_point: rank-one edits that the tables hold for one point.
+        num_layers: number of decoder layers of the model.
+        edits_per_point: maximum number of rank-one edits at one point.
         exists: function that returns True if the model has a point, see `existing`.
-        refused: reasons why layers that no family knows lack sites, see `check_armed`.
-        vocabulary: number of tokens that have logits; None if it is not known.
+        refused: reasons why the model lacks a site, by site name; see `check_armed`.
+        vocabulary: number of tokens in the model's logits; None if unknown.
 
     Raises:
         LayerOutOfRange, UnknownName, PointNotArmed: a point the engine does not have.
-        InvalidSpec: an edit at a point that cannot be written, or one that needs whole rows of a point that is split;
-            a bias of a token that the vocabulary lacks, or biases that add up to more than float32 holds.
-        InvalidVector: a vector of another width.
-        TooManyEdits: more edits at one point, or biases of logits, than the tables hold.
+        InvalidSpec: an edit at a point that cannot be written, or one that needs whole rows of a point that is split; a
+            bias of a token that the vocabulary lacks, or biases that add up to more than float32 holds.
+        InvalidVector: a vector of another width than the rows.
+        TooManyEdits: more edits at one point, or biases of logits, than the workers' tables hold.
     """
     lowering, biasing = _Lowering(), _Biasing()
     changes_kv = False
@@ -216,12 +216,12 @@ def lower(
 
 
 def _is_open(edit: Edit, _point: Point) -> bool:
-    """Return True if an edit is for "all" layers, and so applies only where the model has its site."""
+    """Return True if an edit's layers are "all", so that points that the model lacks are skipped."""
     return isinstance(edit.layers, str)
 
 
 class _Lowering:
-    """Configuration under construction; equal blobs, scopes and norms are numbered once, in order of appearance."""
+    """Edits of a configuration under construction; equal vectors, scopes and norms are stored once."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
@@ -235,14 +235,14 @@ class _Lowering:
     def add(
         self, number: int, edit: Edit, part: RankOne, points: tuple[int, ...], keeper: tuple[int, ...] | None
     ) -> None:
-        """Add one part of an edit.
+        """Add one rank-one part of an edit.
 
         Args:
             number: index of the edit in the spec.
             edit: the edit.
-            part: one of its rank-one edits.
+            part: one of the rank-one edits it consists of.
             points: indices of its points among the engine's armed ones.
-            keeper: place of the spec that preserves the norm around it, or None.
+            keeper: path to the spec around it that preserves norms (see `SteeringSpec.segments`), or None.
         """
         self.entries.append(
             Entry(
@@ -276,22 +276,22 @@ class _Lowering:
 
 
 class _Biasing:
-    """Logit biases of a configuration under construction."""
+    """Logit biases of a configuration under construction, and their scopes (distinct `tokens=`)."""
 
     def __init__(self) -> None:
         self.scopes: dict[TokenSelection, int] = {}
         self._biases: list[Bias] = []
 
     def add(self, number: int, bias: LogitBias) -> None:
-        """Add one bias, with its index in the spec."""
+        """Add a bias; `number` is its index among the spec's edits."""
         self._biases.append(bias.lower(number, self.scopes.setdefault(bias.selection, len(self.scopes))))
 
     def checked(self) -> tuple[Bias, ...]:
-        """Return all biases, checked.
+        """Return all biases added so far, after checking their numbers and sums.
 
         Raises:
-            TooManyEdits: there are too many entries or token selections.
-            InvalidSpec: biases that add up to more than float32 holds.
+            TooManyEdits: too many biased logits or token selections.
+            InvalidSpec: the biases of a token add up to more than float32 holds.
         """
         total = sum(map(len, self._biases))
         if total > MAX_ENTRIES:
@@ -311,7 +311,7 @@ class _Biasing:
 
 
 def _check_vocabulary(edit: LogitBias, vocabulary: int | None) -> None:
-    """Check that a model has the tokens that a bias names."""
+    """Raise InvalidSpec if a bias names tokens that the model's vocabulary does not have."""
     if vocabulary is None:
         return
     if edit.vocabulary not in {None, vocabulary}:
@@ -321,7 +321,7 @@ def _check_vocabulary(edit: LogitBias, vocabulary: int | None) -> None:
 
 
 def biased_by(lowered: Lowered, prompt_len: int, limit: int) -> tuple[tuple[Range, ...], ...]:
-    """Return the positions of each scope of biases, for a prompt of `prompt_len` tokens.
+    """Return the positions of each scope of logit biases; `limit` is the maximum number of input tokens of the sample.
 
     Raises:
         InvalidSelection, EmptySelection: a selection that does not fit the prompt, or has no position with logits.
@@ -341,7 +341,7 @@ def biased_by(lowered: Lowered, prompt_len: int, limit: int) -> tuple[tuple[Rang
 def scopes_of(
     lowered: Lowered, prompt_len: int, limit: int
 ) -> tuple[tuple[tuple[Range, ...], ...], tuple[tuple[int, ...], ...]]:
-    """Return the positions of each scope and of each replacement, for a prompt of `prompt_len` tokens.
+    """Return the positions of each scope of edits and of each `Replace`; arguments as for `biased_by`.
 
     Raises:
         InvalidSelection, EmptySelection: a selection that does not fit the prompt.
@@ -362,10 +362,10 @@ def scopes_of(
 def _parts(
     edit: Edit, points: Sequence[Point], schemas: Mapping[Point, PointSchema], *, keeps_norm: bool
 ) -> Sequence[RankOne]:
-    """Return an edit as rank-one edits of whole rows.
+    """Return an edit as rank-one edits of whole rows, one set for each part that `edit.part` names.
 
     Raises:
-        InvalidSpec: `part=` where rows have no parts, or no such one, or where the edit needs more than a part.
+        InvalidSpec: `part=` for rows without parts, with an index out of range, or with an edit that needs whole rows.
         InvalidVector: vectors of another width than a part.
     """
     lowered = edit.lower()
@@ -406,7 +406,7 @@ def _within(edit: RankOne, start: int, width: int) -> RankOne:
 
 
 def _check_fits(edit: Edit, part: RankOne, point: Point, schema: PointSchema, *, keeps_norm: bool) -> None:
-    """Check that one part of an edit can be applied at a point."""
+    """Raise InvalidVector or InvalidSpec if one rank-one part of an edit cannot be applied at a point."""
     for vector in (part.write, part.read):
         if vector is not None and vector.shape[-1] != schema.width:
             several = len(schema.shape) > 1 and vector.shape[-1] == prod(schema.shape[1:])
@@ -429,7 +429,7 @@ def _check_fits(edit: Edit, part: RankOne, point: Point, schema: PointSchema, *,
 
 
 def _in_one_shard(part: RankOne, schema: PointSchema) -> bool:
-    """Return True if no rank needs another rank's elements: the edit reads none, or one rank reads and writes."""
+    """Return True if a part of an edit works on split rows: it reads none, or reads and writes on one rank."""
     if part.read is None:
         return True
     shards = torch.stack([vector.reshape(schema.shards, -1).any(-1) for vector in (part.read, part.write)])

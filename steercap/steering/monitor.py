@@ -1,4 +1,4 @@
-"""Monitors: probes with thresholds that are read while a request runs, and the compilation of their directions."""
+"""Monitors: probes with thresholds that score rows while a request runs, and their compilation."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ MOST: Final = 64
 class Monitor:
     """Probe with a threshold that watches a request: it fires at each row h with h·probe + bias beyond the threshold.
 
-    A row is scored when its token has been read, which is when the next one has been sampled. The last token of a text
-    is never read, and has no score.
+    A row is scored when the model has read its token, which is when the next token has been sampled. The last token of
+    a text is never read, and has no score.
 
-    A score is computed from float32 products on the worker, or in float64 where the request keeps the rows; rounding
-    decides where it would equal the threshold.
+    A score is computed from float32 products on the worker, or in float64 if the request captures the rows too; so
+    rounding decides for a score that equals the threshold.
 
     Args:
         probe: [hidden], used without normalisation, such as the weights of a linear probe.
-        threshold: value that the score must lie beyond, itself excluded.
-        layer: the decoder layer whose rows are scored, from 0; negative from the end.
-        site: place in the layer, a name in `steercap.architectures.sites`. The rows are those behind
-            the edits of their point.
+        threshold: value that the score must exceed (`above`) or be less than.
+        layer: decoder layer whose rows are scored, from 0; negative from the end.
+        site: place in the layer, a name in `steercap.architectures.sites`. Rows are scored after the edits at their
+            point.
         above: True to fire above the threshold; False to fire below it.
-        bias: the probe's own bias.
-        tokens: the tokens to score, as for `CaptureSpec`.
+        bias: bias of the probe, added to the score.
+        tokens: tokens whose rows are scored, as for `CaptureSpec`.
         do: "annotate" reports where it fires; "stop" ends the text with the token at which it first fires, for
             generated tokens only; "steer" starts `steering`, which then stays on.
-        steering: steering that begins where it first fires, with the first token that is not under way then; the report
-            says which. From there on it edits the tokens that its own selections name.
-        name: its name in reports; "" for its number among the monitors of its request.
-        model: as for edits.
+        steering: steering that starts where it first fires, with the next token that the model has not begun to read;
+            the report says which. From there on it edits the tokens that its edits select.
+        name: name in reports; "" for its number among the monitors of its request.
+        model: model that the probe was made for, as for edits.
 
     Raises:
-        InvalidSpec: a number, a name or a flag that is none, or something to do that does not exist.
+        InvalidSpec: a number, name, flag or `do` of a wrong type or value.
         InvalidVector: a probe that is zero, not finite, or not [hidden].
-        InvalidSelection: `tokens` that means nothing.
+        InvalidSelection: a malformed `tokens`.
         UnknownName: a site that does not exist.
     """
 
@@ -115,31 +115,31 @@ class Monitor:
 
     @property
     def weights(self) -> torch.Tensor:
-        """Weights of the probe: float32 [hidden]."""
+        """Copy of the probe: float32 [hidden]."""
         return cast("torch.Tensor", self.probe)
 
     @property
     def unit(self) -> torch.Tensor:
-        """Probe at length 1: float32 [hidden]."""
+        """Probe scaled to norm 1: float32 [hidden]."""
         return (self.weights.double() / float(self.weights.double().norm())).float()
 
     @property
     def length(self) -> float:
-        """Norm of the probe."""
+        """Euclidean norm of the probe."""
         return float(self.weights.double().norm())
 
     @property
     def power(self) -> float:
-        """Power of two, at most twice the norm; rows are projected on the probe over it, which is exact."""
+        """Least power of two above the norm; rows are projected on the probe divided by it, which is exact."""
         return math.ldexp(1.0, math.frexp(self.length)[1])
 
     @property
     def selection(self) -> TokenSelection:
-        """Tokens to score, parsed."""
+        """Selection of the tokens to score, parsed from `tokens`."""
         return cast("TokenSelection", self.tokens)
 
     def fires(self, score: float) -> bool:
-        """Return True if a score lies beyond the threshold."""
+        """Return True if a score is above the threshold, or with above=False below it."""
         return score > self.threshold if self.above else score < self.threshold
 
     def point(self, num_layers: int) -> Point:
@@ -159,10 +159,10 @@ class Monitor:
 
 
 def monitors_of(given: Any) -> tuple[Monitor, ...]:
-    """Return the monitors of a request as a tuple, checked.
+    """Return the argument `monitors=` of a request as a tuple, after checking it; () for None.
 
     Raises:
-        InvalidSpec: something else, too many, or two of one name.
+        InvalidSpec: items of another type, more than `MOST`, or two of the same name.
     """
     if given is None:
         return ()
@@ -178,10 +178,10 @@ def monitors_of(given: Any) -> tuple[Monitor, ...]:
 
 
 def held_back(monitors: Sequence[Monitor]) -> SteeringSpec | None:
-    """Return the steering that a monitor may start; None if no monitor steers.
+    """Return the steering that one of the monitors starts when it fires; None if no monitor steers.
 
     Raises:
-        InvalidSpec: several would.
+        InvalidSpec: several monitors steer.
     """
     found = [cast("SteeringSpec", one.steering) for one in monitors if one.steering is not None]
     if len(found) > 1:
@@ -190,7 +190,7 @@ def held_back(monitors: Sequence[Monitor]) -> SteeringSpec | None:
 
 
 def labels_of(monitors: Sequence[Monitor]) -> tuple[str, ...]:
-    """Return the monitors' names in reports: their own, or their numbers."""
+    """Return the monitors' names in reports: `name`, or the index in the request."""
     return tuple(one.name or str(number) for number, one in enumerate(monitors))
 
 
@@ -199,10 +199,15 @@ def compile_probes(
     points: Sequence[Point],
     armed: Mapping[Point, int],
 ) -> tuple[CompiledProjection, tuple[int, ...]]:
-    """Compile the capture of a request that keeps only its monitors' scores: projections of rows on their probes.
+    """Compile the capture for a request that keeps nothing but its monitors' scores: projections of rows on the probes.
+
+    Args:
+        monitors: the monitors.
+        points: point of each monitor.
+        armed: index of every armed point.
 
     Returns:
-        Probes over their `power`, equally many at each point, and for each monitor the index of its own.
+        The projection on probes divided by `power`, equally many at each point; and each monitor's column at its point.
 
     Raises:
         InvalidSpec: probes of different widths.
@@ -224,10 +229,10 @@ def compile_probes(
 
 
 def check_widths(monitors: Sequence[Monitor], points: Sequence[Point], schemas: Mapping[Point, PointSchema]) -> None:
-    """Check that probes are as wide as the rows that they read.
+    """Check that each monitor's probe is as wide as the rows at its point.
 
     Raises:
-        InvalidVector: one is not.
+        InvalidVector: a probe is not.
     """
     for monitor, point in zip(monitors, points, strict=True):
         if len(monitor.weights) != schemas[point].width:

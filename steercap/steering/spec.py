@@ -1,4 +1,4 @@
-"""Steering specs: edits and biases of logits in order, checked against the model and compiled before anything runs."""
+"""Steering specs: edits of rows and biases of logits, in order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LogitBias:
     Args:
         bias: number added to the logit of each token, in nats, by its id; or an array [vocabulary], whose zeros are
             left out. Any finite numbers, kept as float32.
-        tokens: positions, as for `Edit`; at least one of them must have logits.
+        tokens: positions, as for `Edit`; logits must be made at one of them at least.
 
     Raises:
         InvalidEdit: no token, an id that is not a whole number from 0, or a number that float32 cannot hold.
@@ -62,25 +62,25 @@ class LogitBias:
 
     @property
     def name(self) -> str:
-        """Name of the operation."""
+        """Name of the operation, "LogitBias"."""
         return type(self).__name__
 
     @property
     def selection(self) -> TokenSelection:
-        """Positions, parsed."""
+        """Selection of positions, parsed from `tokens`."""
         return cast("TokenSelection", self.tokens)
 
     @property
     def vocabulary(self) -> int | None:
-        """Required size of the vocabulary; None if single tokens were given."""
+        """Required size of the vocabulary, if `bias` is an array; None if it is a mapping."""
         return len(self.bias) if isinstance(self.bias, torch.Tensor) else None
 
     def lower(self, edit: int, scope: int) -> Bias:
-        """Return the bias in the workers' form.
+        """Return the bias in the form that is sent to workers.
 
         Args:
-            edit: its index in the spec.
-            scope: index of its positions among those of the spec's biases.
+            edit: index of this bias among the spec's edits.
+            scope: index of its token selection among those of the spec's biases.
         """
         if isinstance(self.bias, torch.Tensor):
             ids = self.bias.nonzero()[:, 0]
@@ -94,7 +94,7 @@ class LogitBias:
 
 
 def _by_id(given: Mapping[Any, Any]) -> dict[int, float]:
-    """Return the biases by token id, ascending, checked."""
+    """Return the biases as floats by token id, ascending, after checking ids and values."""
     found: dict[int, float] = {}
     for key, value in given.items():
         token, number = index_of(key), number_of(value)
@@ -113,12 +113,12 @@ class SteeringSpec:
     """Edits of rows, applied in the order given, and biases of logits.
 
     Args:
-        edits: edits, `LogitBias`, or specs whose edits take their place in the order.
+        edits: edits and `LogitBias`; a nested spec stands for its edits.
         preserve_norm: True to rescale each row, at each point, to the norm it had before these edits.
 
     Raises:
-        InvalidSpec: no edit, something that is not an edit, `preserve_norm` inside `preserve_norm`, or around biases
-            of logits alone.
+        InvalidSpec: no edit, something that is not an edit, `preserve_norm` inside `preserve_norm`, or around biases of
+            logits alone.
 
     `a + b` is a spec with the edits of a, then those of b.
     """
@@ -149,20 +149,20 @@ class SteeringSpec:
         return SteeringSpec([self, other])
 
     def flat(self) -> tuple[Edit | LogitBias, ...]:
-        """Return every edit in order, those of nested specs included."""
+        """Return all edits and biases in order, those of nested specs included."""
         return tuple(edit for edit, _ in self.segments())
 
     def of_rows(self) -> tuple[Edit, ...]:
-        """Return the edits that change rows, and so have layers and a site, without biases of logits."""
+        """Return the edits of rows in order, those of nested specs included, without biases of logits."""
         return tuple(edit for edit in self.flat() if isinstance(edit, Edit))
 
     def save(self, path: str | Path, *, model: str = "", provenance: Mapping[str, Any] | None = None) -> Path:
-        """Write the spec to one safetensors file; see `steercap.files.native`.
+        """Write the spec to one safetensors file, and return its path; see `steercap.files.native`.
 
         Args:
             path: the file, which appears as a whole or not at all.
-            model: the model it was made for; that of the edits' vectors if left out.
-            provenance: origin of the spec as JSON-compatible data, stored in the header for its readers.
+            model: model that the spec was made for; "" for that of the edits' vectors.
+            provenance: origin of the spec as JSON-compatible data, stored in the header.
         """
         known = models_of(edit.model for edit in self.of_rows())
         if len(known) > 1 and not model:
@@ -172,7 +172,7 @@ class SteeringSpec:
 
     @staticmethod
     def load(path: str | Path) -> SteeringSpec:
-        """Read a file that `save` wrote; it compiles to the same configuration, and its edits have the header's model.
+        """Read a file that `save` wrote; each edit's `model` is the one in the file's header.
 
         Raises:
             InvalidFile: the file is truncated, changed, of another kind, or of a newer version.
@@ -184,19 +184,19 @@ class SteeringSpec:
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of the spec's content, in hexadecimal: specs with the same digest have the same edits."""
+        """SHA-256 of the spec's content, in hexadecimal; specs with the same digest have the same edits."""
         return native.sha256_of(self, _kind())
 
     @property
     def keeps_norm(self) -> bool:
-        """True if it, or a spec within it, has `preserve_norm`."""
+        """True if the spec, or one nested in it, has `preserve_norm`."""
         return self.preserve_norm or any(isinstance(edit, SteeringSpec) and edit.keeps_norm for edit in self.edits)
 
     def segments(self, path: tuple[int, ...] = ()) -> Iterator[tuple[Edit | LogitBias, tuple[int, ...] | None]]:
-        """Yield every edit in order, those of nested specs too, with the outermost spec around it that preserves norms.
+        """Yield all edits and biases in order, each with the outermost spec around it that preserves norms.
 
         Args:
-            path: indices that lead to this spec, () for the whole.
+            path: indices that lead from the outermost spec to this one, () if it is the outermost.
 
         Yields:
             The edit, and the indices that lead to that spec, None if there is none; a spec that occurs twice has two
@@ -211,10 +211,10 @@ class SteeringSpec:
 
 
 def spec_of(steering: Any) -> SteeringSpec:
-    """Return the user's steering as a spec; a single edit becomes a spec of one.
+    """Return the argument `steering=` as a spec; a single edit or bias becomes a spec of one.
 
     Raises:
-        InvalidSpec: something else.
+        InvalidSpec: it is of another type.
     """
     if isinstance(steering, (Edit, LogitBias)):
         return SteeringSpec([steering])
@@ -224,7 +224,7 @@ def spec_of(steering: Any) -> SteeringSpec:
 
 
 def _kind() -> FileKind:
-    """Return the file kind of steering: edits without `model`, which the header has, and `Replace` without `tokens`."""
+    """Return the file format of steering: edits without `model`, which the header has, `Replace` without `tokens`."""
 
     def left_out(value: object) -> tuple[str, ...]:
         if not isinstance(value, Edit):

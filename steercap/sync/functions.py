@@ -226,9 +226,9 @@ def calibrate(
     add_special_tokens: bool | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Calibration:
-    """Measure location and spread of the elements of a model's rows over texts; no row leaves the workers.
+    """Measure mean and standard deviation of each element of a model's rows over texts; no row leaves the workers.
 
-    The texts are read unsteered, even inside `model.steered`. Inside `model.sketch` they join that sketch too, as all
+    The texts are read unsteered, even inside `model.steered`. Inside `model.sketch` they enter that sketch too, as all
     calls do.
 
     Args:
@@ -236,7 +236,7 @@ def calibrate(
         texts: str, token ids, or `Exchange(prompt, response)`, which is read as a whole: some dozens that resemble the
             texts to be captured.
         layers, sites: layers and sites of the rows.
-        tokens: tokens of the rows. By default all but the first, whose row in most models is an attention sink.
+        tokens: tokens whose rows are measured. By default all but the first, in most models an attention sink.
         add_special_tokens: argument as for `SteerModel.generate`; False for rendered chats, which have theirs.
         progress: function called with the number of texts read so far.
 
@@ -499,22 +499,22 @@ def extract(
         positive, negative: str, token ids, or `Exchange(prompt, response)`, whose rows are the response's.
         name: name of the direction.
         method: "difference" of means, "pca" of paired differences, or a logistic "probe"; see `METHODS`.
-        layers, site: layers and site of the rows.
-        tokens: tokens of the rows of a text that is not an Exchange. By default all but the first, whose row in most
-            models is an attention sink: a hundred times as long as the others, it would dominate a mean.
-        reduce: reduction of a text's rows to one, in the workers, so that one row per text and layer is moved. None
-            moves all of them and takes their mean here.
-        groups: group of each positive text, such as its question; by default its index in the list. Groups are held
-            out, and paired, as a whole.
+        layers, site: layers and site of the rows that are compared.
+        tokens: tokens of a text other than an Exchange whose rows are used. By default all but the first, which in most
+            models is an attention sink: its row is a hundred times as long as the others and would dominate a mean.
+        reduce: reduction of a text's rows to one, in the workers, so that one row per text and layer is sent. None
+            sends all rows and averages them here.
+        groups: group of each positive text, such as its question; by default its index. The texts of a group are held
+            out together, and paired.
         negative_groups: the same for the negative texts; `groups` by default.
-        held_out: share of the groups to hold out for testing the direction: `provenance.auc`.
-        seed: seed of the split, and of methods that use random numbers.
+        held_out: fraction of the groups to hold out for testing the direction: `provenance.auc`.
+        seed: seed of the held-out split, and of methods that draw at random.
         add_special_tokens: argument as for `SteerModel.generate`; False for rendered chats, which have theirs.
         progress: function called with the number of texts read so far.
 
     Returns:
-        A set of one direction: added once, it moves the mean of the negative texts to that of the positive ones,
-        along its own direction.
+        A set of one direction. Added with scale 1, it moves the mean of the negative texts' rows to the positive ones',
+        as far as their difference lies along it.
 
     Raises:
         InvalidSpec: there are no texts, or too few to hold any out.
@@ -616,14 +616,14 @@ def mean_rows(
     add_special_tokens: bool | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Rows:
-    """Read texts with the model, and fetch one row per text and layer.
+    """Read texts with the model, and return one row per text and layer.
 
     Args:
         model, layers, site, tokens, reduce, add_special_tokens, progress: arguments as for `extract`.
-        texts: texts to read, in full batches.
+        texts: texts to read.
 
     Returns:
-        Rows, float32 [texts, layers, hidden], and the layers that have the site.
+        Rows, float32 [texts, layers, hidden], in the order of the texts; of `layers`, those that have the site.
 
     Raises:
         InvalidSpec: there are no texts.

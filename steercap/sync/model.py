@@ -58,22 +58,22 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
     that a server does not support is refused by name. Sampling uses vLLM's own defaults, as there, not those of the
     server's configuration. Differences:
 
-    - Rows wait at the server until they are fetched, but no longer than its `--captures-seconds`.
-    - `stream` gives texts and crossings of monitors as they come, and all rows with the last chunk.
-    - `run` gives as `output` OpenAI's `Completion`; its log probabilities name tokens by id, "token_id:7", as several
+    - Captured rows wait at the server until they are fetched, but no longer than its `--captures-seconds`.
+    - `stream` yields texts and crossings of monitors as they come, and all rows with the last chunk.
+    - `run` returns OpenAI's `Completion` as `output`; its log probabilities name tokens by id, "token_id:7", as several
       tokens may have one text.
     - `steering=` may be the name of vectors or of steering on the server.
 
     Args:
         url: address of the server, such as "http://127.0.0.1:8000", or "unix:" and the path of its Unix socket.
-        api_key: the key, if the server wants one.
-        model: its name for the server, an adapter or a preset such as "smollm2+calm"; the first that it lists if left
+        api_key: API key, if the server requires one.
+        model: name of a model, adapter or preset ("smollm2+calm") that the server lists; the first of these if left
             out.
-        timeout: seconds that the server may be silent for before an answer; None for any.
-        transport: httpx transport, in place of the network.
+        timeout: maximum seconds of the server's silence before an answer; None for no limit.
+        transport: httpx transport to use instead of the network, as in tests.
 
     Raises:
-        InvalidSetting: the url is none.
+        InvalidSetting: `url` is not an address of these forms.
 
     Use it as a context manager, or `start()` and `close()`. Calls may run concurrently.
     """
@@ -567,35 +567,35 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
         )
 
     def fetch_captures_batch(self, handles: Sequence[Any]) -> None:
-        """Fetch many handles, several at a time.
+        """Fetch the rows of many handles, several at a time, into the handles.
 
         Nested lists and None are allowed; handles already fetched are left alone.
 
         Raises:
-            CaptureReleased: one of the handles was released, or its time at the server is over; the others are fetched.
+            CaptureReleased: a handle was released, or the server no longer has its rows; the others are fetched.
             ServerFailure: the server cannot be reached.
         """
         self.bridge.done(self.awaited.fetch_captures_batch, handles)
 
     def token_ids(self, text: Any, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokenise a prompt as the model reads it, by the server's tokenizer.
+        """Return the token ids of a prompt as the model reads it, from the server's tokenizer.
 
         Args:
             text, add_special_tokens: as for `SteerModel.token_ids`.
 
         Raises:
             InvalidSpec: neither text, token ids nor a conversation.
-            InvalidPrompt: a str that is no text.
-            InvalidRequest: the server has no chat template, or it refuses the conversation.
+            InvalidPrompt: a str that cannot be encoded in UTF-8.
+            InvalidRequest: the model has no chat template, or the template refuses the conversation.
         """
         return self.bridge.done(self.awaited.token_ids, text, add_special_tokens=add_special_tokens)
 
     def stats(self) -> Stats:
-        """Return the present use of the server's model, by all its clients, and its limits."""
+        """Return the current use of memory and slots of the server's model, by all clients, and the limits."""
         return self.bridge.done(self.awaited.stats)
 
     def identity(self) -> dict[str, str]:
-        """Return everything that the model's answers depend on, as `SteerModel.identity` does where it is open.
+        """Return everything that the model's answers depend on, as `SteerModel.identity` does on the server.
 
         Returns:
             Strings by name, "" where something is not set.
@@ -603,62 +603,62 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
         return self.awaited.identity()
 
     def upload_vectors(self, name: str, content: LayerVectors | DirectionSet | SteeringSpec) -> Mapping[str, Any]:
-        """Upload vectors, directions or steering under a name, replacing its former content; they stay on the server.
+        """Upload vectors, directions or steering under a name, replacing what has this name; they stay on the server.
 
         Args:
             name: letters, digits, dots, dashes and underscores.
             content: the vectors, directions or steering; `steering=name` then steers by it.
 
         Returns:
-            The server's description of it: its kind, layers, norms, bytes.
+            The server's description of the upload: kind, layers, norms, bytes.
 
         Raises:
-            InvalidSpec: not a name, or not such content.
-            CaptureMemoryFull: the server keeps no more of this key.
+            InvalidSpec: `name` is not such a name, or `content` is of another type.
+            CaptureMemoryFull: the server has no more room for uploads of this API key.
         """
         return self.bridge.done(self.awaited.upload_vectors, name, content)
 
     def list_vectors(self) -> list[Mapping[str, Any]]:
-        """Return descriptions of the named content on the server: this key's own, and the operator's."""
+        """Return the server's descriptions of named vectors and steering: this API key's, and the operator's."""
         return self.bridge.done(self.awaited.list_vectors)
 
     def delete_vectors(self, name: str) -> None:
-        """Remove something that this key uploaded from the server.
+        """Delete an upload of this API key from the server.
 
         Args:
             name: name of the upload.
 
         Raises:
-            InvalidRequest: nothing of this key has the name.
+            InvalidRequest: this API key has no upload of that name.
         """
         self.bridge.done(self.awaited.delete_vectors, name)
 
     def check_capture(self, spec: CaptureSpec) -> tuple[Point, ...]:
-        """Check a capture spec against the server's model, by what the server said of it; see `SteerModel`.
+        """Check a capture spec against the server's model, without a request; see `SteerModel.check_capture`.
 
         Args:
             spec: the capture spec.
 
         Returns:
-            The points that it captures, ascending.
+            The points that it captures, by ascending layer.
 
         Raises:
-            InvalidSpec, LayerOutOfRange, UnknownName, PointNotArmed: it does not fit.
+            InvalidSpec, LayerOutOfRange, UnknownName, PointNotArmed: the spec does not fit the model.
             ModelClosed: the connection was never started, or is closed.
         """
         return self.awaited.check_capture(spec)
 
     @property
     def serving(self) -> RemoteServing:
-        """Engine of the server, by which requests to it are planned here, and a runner of such work."""
+        """Client's copy of the server's engine, which plans requests, with the means to run work on the connection."""
         return self.awaited.serving
 
     @property
     def tokenizer(self) -> Any:
-        """Tokenizer of the model, read from its files here or in the hub's cache, and shown to be the server's.
+        """Tokenizer of the model, read from files on this machine and compared with the digest of the server's.
 
         Raises:
-            ServerFailure: the files are not on this machine, or make another tokenizer than the server's.
+            ServerFailure: the files are not on this machine, or differ from the server's tokenizer.
         """
         return self.awaited.tokenizer
 
@@ -669,12 +669,12 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
 
     @property
     def openai_arguments(self) -> dict[str, Any]:
-        """Arguments of OpenAI's clients for this server; one on a Unix socket also needs an `http_client` for it."""
+        """Arguments of OpenAI's clients for this server; on a Unix socket add an `http_client` that uses it."""
         return self.awaited.openai_arguments
 
     @property
     def url(self) -> str:
-        """Address of the server, without "/v1"; of one on a Unix socket "unix:" and its path."""
+        """Address of the server, without "/v1"; for a Unix socket, "unix:" and its path."""
         return self.awaited.url
 
     @property
@@ -684,7 +684,7 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
 
     @property
     def served_name(self) -> str:
-        """Name of the model in requests."""
+        """Name of the model in HTTP requests to the server."""
         return self.awaited.served_name
 
     @property
@@ -694,7 +694,7 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
 
     @property
     def max_model_len(self) -> int | None:
-        """Maximum number of tokens of prompt and answer together; None if not known."""
+        """Maximum number of tokens of prompt and answer together; None if the server does not report it."""
         return self.awaited.max_model_len
 
     @property
@@ -721,25 +721,25 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
         preset: "cpu" for engine arguments that suit a small model on a CPU: `dtype="float32"`, `enforce_eager=True`,
             `max_model_len=1024`, `kv_cache_memory_bytes=256 MiB`, `use_tqdm_on_load=False`. Those given beside it take
             precedence. It does not choose the device: vLLM does.
-        sites: sites to arm, one name or several: those of `steercap.architectures.sites`.
-        layers: layers to arm them at; all by default.
-        codec: default codec of stored rows, for a `CaptureSpec` without one; "raw" by default. This and the following
+        sites: sites to arm, that is, to give taps: one name or several of `steercap.architectures.sites`.
+        layers: layers at which the sites are armed; all by default.
+        codec: codec of captured rows for a `CaptureSpec` without one; "raw" by default. This and the following
             arguments are taken from the environment if left out (`STEERCAP_CODEC`, ...), or else from `Settings`.
-        codec_k, codec_seed: its default `k` and `seed`, for codecs that have them.
-        capture_bytes: maximum shared memory for captured rows on each capturing worker, in bytes; allocated when
-            it is used, on CUDA pinned at the start.
-        overflow: action of a request that finds no room, or no slot: "wait" for its turn, or "error"; with "spill"
-            it waits while rows that nobody has fetched yet go to disk, from where `fetch` brings them back.
+        codec_k, codec_seed: default `k` and `seed` of codecs that have these parameters.
+        capture_bytes: maximum shared memory for captured rows on each capturing worker, in bytes; allocated when it is
+            used, on CUDA pinned at the start.
+        overflow: action of a request without room or a free slot: "wait" for its turn, or "error"; with "spill" it
+            waits while rows that nobody has fetched yet go to disk, from where `fetch` brings them back.
         overflow_timeout: seconds that requests wait while no request runs that could make room.
-        spill_folder: folder on disk that rows spill to; `TMPDIR` or /var/tmp by default. No file can be left there.
-        spill_bytes: maximum bytes there.
-        transport: transport of rows to this process: "auto", "shared" or "wire".
-        steering_slots: different steering configurations in use at once; a request that brings one more waits.
+        spill_folder: folder for rows moved to disk; `TMPDIR` or /var/tmp by default. No file can be left there.
+        spill_bytes: maximum bytes of rows on disk.
+        transport: transport of rows to this process: "shared" memory, "wire" (RPC), or "auto" for the best possible.
+        steering_slots: maximum number of distinct steering configurations in use at once; see `overflow`.
         vector_bytes: memory for the vectors of all configurations on each worker, in bytes, float32.
-        edits_per_point: rank-one edits that one spec may have at one layer and site.
+        edits_per_point: maximum number of rank-one edits of a spec at one layer and site.
         arena_bytes: on CUDA, device memory on each capturing worker for rows on their way to shared memory; see
             `Settings`.
-        reduce_bytes: maximum device memory on each capturing worker for reductions that run along with their requests,
+        reduce_bytes: maximum device memory on each capturing worker for the running reductions of `reduce=` requests,
             in bytes; see `Settings`.
         sketch_bytes: maximum device memory on each capturing worker for sketches, in bytes; see `Settings`.
         sae_bytes: maximum device memory on each capturing worker for SAEs, in bytes; see `Settings`.
@@ -1308,24 +1308,23 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
     def connect(
         url: str | None = None, *, api_key: str | None = None, model: str | None = None, timeout: float | None = None
     ) -> RemoteModel:
-        """Return a client of a model that `steercap serve` or `steercap up` has open, with the same methods as a local
+        """Return a client of a model that `steercap serve` or `steercap up` has open, with the methods of a local
         one.
 
         Args:
             url: address of the server, such as "http://127.0.0.1:8000", or "unix:" and the path of its Unix socket. If
-                left out, the warm engine that `steercap up` started: the only one, or the one of `model`.
-            api_key: the key, if the server wants one.
-            model: its name for the server, an adapter or a preset such as "smollm2+calm"; the first that it lists if
-                left out.
-            timeout: seconds that the server may be silent for before an answer; None for any.
+                left out, the warm engine that `steercap up` started: the only one running, or the one of `model`.
+            api_key: API key, if the server requires one.
+            model: name of a model, adapter or preset ("smollm2+calm") that the server lists; the first one if left out.
+            timeout: maximum seconds of the server's silence before an answer; None for no limit.
 
         Returns:
-            A `RemoteModel`, not started: a context manager, as a `SteerModel` is.
+            A `RemoteModel` that is not started: a context manager like a `SteerModel`.
 
         Raises:
-            InvalidSetting: the url is none.
-            InvalidRequest: it is left out, and there is no warm engine, there are several, or it runs another version
-                of steercap, or the model's files have changed since its start.
+            InvalidSetting: `url` is not an address of these forms.
+            InvalidRequest: `url` is left out, and there is no warm engine, or several, or it runs another version of
+                steercap, or the model's files have changed since its start.
         """
         return RemoteModel.around(AwaitedSteerModel.connect(url, api_key=api_key, model=model, timeout=timeout))
 
@@ -1339,18 +1338,18 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
         full: bool = False,
         max_bytes: int = 1 << 30,
     ) -> Lens:
-        """Return next-token predictions of stream rows, by the model's own final norm and unembedding on its workers.
+        """Return next-token predictions for rows of the residual stream, by the model's final norm and unembedding.
 
         Args:
             rows: [rows, hidden], of any floating-point dtype; they are rounded to the model's.
-            normed: True if the rows are from behind the final norm, as those of "final_norm".
-            top: number of most probable tokens to return.
-            ids: tokens whose log probabilities to return.
+            normed: True if the final norm has been applied to the rows, as to those of the site "final_norm".
+            top: number of most probable tokens to return for each row.
+            ids: ids of tokens whose log probabilities to return.
             full: True to return the logits of all tokens.
             max_bytes: maximum size of these logits in bytes.
 
         Raises:
-            InvalidRequest: something that is not such rows, numbers or tokens, or logits beyond `max_bytes`.
+            InvalidRequest: an argument of another type, shape or range, or logits larger than `max_bytes`.
             EngineFailure: the engine has died or was closed.
         """
         return self.bridge.done(
@@ -1358,41 +1357,41 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
         )
 
     def fetch_captures_batch(self, handles: Sequence[Any]) -> None:
-        """Fetch many handles at once. Nested lists and None are allowed; handles already fetched are left alone.
+        """Fetch many handles' rows at once, into the handles. Nested lists and None are allowed; fetched ones stay.
 
         Raises:
             CaptureIncomplete: some rows are missing or wrong; the other handles are still fetched.
-            CaptureReleased: one of the handles was released.
+            CaptureReleased: a handle was released.
         """
         self.bridge.done(self.awaited.fetch_captures_batch, handles)
 
     def token_ids(self, text: Any, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokenise a prompt as the model reads it.
+        """Return the token ids of a prompt as the model reads it.
 
         Args:
-            text: a str, token ids, which stay as they are, or a conversation of {"role", "content"} dicts, put through
-                the chat template.
+            text: a str, token ids, which are returned, or a conversation of {"role", "content"} dicts, put through the
+                chat template.
             add_special_tokens: True to add the tokenizer's special tokens to a str.
 
         Raises:
-            InvalidSpec: something else.
-            InvalidRequest: no chat template, or one that refuses the conversation.
+            InvalidSpec: `text` is of another type.
+            InvalidRequest: the model has no chat template, or the template refuses the conversation.
         """
         return self.bridge.done(self.awaited.token_ids, text, add_special_tokens=add_special_tokens)
 
     def check_memory(self) -> MemoryNeed:
-        """Compare the memory that the model needs with what is free; nothing is started.
+        """Compare the memory that the model needs with the free memory, without starting an engine.
 
         Returns:
-            Bytes needed and available, None where they are unknown, as those of a model that is not on this machine.
+            Bytes needed and available, None where unknown, such as for a model that is not on this machine.
 
         Raises:
-            ModelTooLarge: it does not fit in its dtype.
+            ModelTooLarge: the model does not fit in the dtype asked for.
         """
         return self.awaited.check_memory()
 
     def identity(self) -> dict[str, str]:
-        """Return everything that the model's answers depend on; a resumed run must find the same.
+        """Return everything that the model's answers depend on, which must be equal when a run is resumed.
 
         Returns:
             Strings by name, "" where something is not set: name, revision, dtype, quantization; weights, a commit of
@@ -1401,17 +1400,17 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
         return self.awaited.identity()
 
     def stats(self) -> Stats:
-        """Return the present use of the model's memory and slots, and its limits."""
+        """Return the current use of the model's memory and slots, and the limits."""
         return self.bridge.done(self.awaited.stats)
 
     @property
     def engine(self) -> AsyncLLM:
-        """Engine that serves the model, vLLM's own `AsyncLLM`."""
+        """vLLM's `AsyncLLM` that runs the model."""
         return self.awaited.engine
 
     @property
     def tokenizer(self) -> Any:
-        """Tokenizer of the model."""
+        """Tokenizer of the model, a transformers tokenizer or the class that vLLM has for it."""
         return self.awaited.tokenizer
 
     @property
@@ -1450,25 +1449,25 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
 
     @property
     def layers(self) -> Mapping[str, str]:
-        """Classes of the decoder layers that were loaded, and a fingerprint of the code of each one's `forward`."""
+        """Fingerprint of the code of `forward`, by class name of the decoder layers that were loaded."""
         return self.awaited.layers
 
     @property
     def verified(self) -> bool:
-        """True if rows of layers with exactly this code were compared with transformers'; see `steercap models`.
+        """True if layers with exactly this code were compared row by row with transformers'; see `steercap models`.
 
-        If False, only the proof at start supports them.
+        If False, only the proof at start shows that rows are right.
         """
         return self.awaited.verified
 
     @property
     def proof(self) -> tuple[Claim, ...]:
-        """Claims about rows and edits that were proved when this engine started, with their errors."""
+        """Claims about rows and edits that the start tested, each with the numerical error that was measured."""
         return self.awaited.proof
 
     @property
     def refused(self) -> Mapping[str, str]:
-        """Reasons, by site, why layers of a class that no family knows lack the site, or a model its "final_norm"."""
+        """Reasons, by site name, why a model of no known family lacks a site, or a model of any family "final_norm"."""
         return self.awaited.refused
 
     @property

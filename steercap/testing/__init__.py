@@ -1,4 +1,4 @@
-"""Support for tests: tiny random checkpoints of every family, and transformers as the reference of rows and edits."""
+"""Support for tests: tiny random checkpoints of all families, and transformers as the reference for rows and edits."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from steercap.lab.demo import cached
 from steercap.testing.architectures import ARCHITECTURES, FAMILY_CONFIGS
 from steercap.testing.reference import Parity, Reference, compare_rows
 
-#: Standard deviation of weights: rows differ between tokens, positions and layers, and attention is not uniform.
+#: Standard deviation of random weights, by which rows differ between tokens and layers, and attention is not uniform.
 INIT_STD: Final = 0.15
 SEED: Final = 20260
-#: Ids of the special tokens of every tokenizer here.
+#: Ids of the special tokens of tokenizers made here.
 SPECIAL: Final = {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258}
 _CONFIGS: Final[Registry[Mapping[str, Any]]] = Registry("tiny model", {**FAMILY_CONFIGS, **ARCHITECTURES})
 
 
 def tiny_checkpoint(family: str, **changes: Any) -> Path:
-    """Create a random float32 checkpoint of one family, 4 layers × 128, with a byte-level tokenizer.
+    """Return the folder of a random float32 checkpoint, 4 layers × 128, with a byte-level tokenizer; made once.
 
     Args:
-        family: name of a family, or one of `ARCHITECTURES`.
-        **changes: changes to its configuration.
+        family: a key of `FAMILY_CONFIGS` or `ARCHITECTURES`.
+        **changes: arguments of its configuration to override.
 
     Raises:
         UnknownName: there is no such family.
@@ -39,7 +39,7 @@ def tiny_checkpoint(family: str, **changes: Any) -> Path:
 
 
 def tiny_config(name: str) -> Mapping[str, Any]:
-    """Return the keyword arguments of `AutoConfig.for_model` for a tiny model of a family, or one of `ARCHITECTURES`.
+    """Return the arguments of `AutoConfig.for_model` for a tiny model, by key of `FAMILY_CONFIGS` or `ARCHITECTURES`.
 
     Raises:
         UnknownName: the name is neither.
@@ -57,7 +57,7 @@ def _write(settings: dict[str, Any], folder: Path) -> None:
 
 
 def write_model(kind: Any, config: Any, folder: Path) -> None:
-    """Write a model of random weights, of a class and a configuration of transformers."""
+    """Write a transformers model of class `kind` with random weights to a folder."""
     import torch
 
     torch.manual_seed(SEED)
@@ -74,10 +74,10 @@ def write_model(kind: Any, config: Any, folder: Path) -> None:
 
 
 def tokenizer(**special: str) -> Any:
-    """Create a byte-level tokenizer: a token for each byte, then the special ones, those of `SPECIAL` first.
+    """Return a byte-level transformers tokenizer: a token per byte, then the special ones, those of `SPECIAL` first.
 
     Args:
-        **special: further tokens by transformers' names for them, such as `image_token`.
+        **special: further special tokens by transformers' attribute, such as `image_token`.
     """
     with extra("cuda", "cpu"):
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -1,4 +1,4 @@
-"""Tiny configurations of architectures, each as small as still exercises all parts of its layers.
+"""Tiny configurations of transformers' architectures, each as small as exercises all parts of its layers.
 
 `FAMILY_CONFIGS` has the families that are tested at every change, `ARCHITECTURES` further ones. For these further ones
 plain vLLM gives the log probabilities of transformers on CPU, in float32 unless `ENGINES` differs.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-#: Shape of most tiny models: 4 layers of width 128, 4 heads of 32, the least that vLLM's CPU attention accepts.
+#: Sizes of most tiny models: 4 layers of width 128, 4 heads of 32, the least that vLLM's CPU attention accepts.
 SHAPE: Final = {
     "vocab_size": 512,
     "hidden_size": 128,
@@ -17,21 +17,21 @@ SHAPE: Final = {
     "num_attention_heads": 4,
     "max_position_embeddings": 512,
 }
-#: The same shape, by the names of GPT-2's configuration.
+#: The same sizes, named as in GPT-2's configuration.
 GPT: Final = {"vocab_size": 512, "n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 512}
-#: With grouped heads, and a gated MLP, as most have them.
+#: Sizes with grouped key and value heads and an MLP, as in most architectures.
 TINY: Final = {**SHAPE, "intermediate_size": 256, "num_key_value_heads": 2, "tie_word_embeddings": False}
-#: Tied embeddings, and the size of a head given, as Gemma has them.
+#: Tied embeddings and an explicit head size, as in Gemma.
 GEMMA: Final = {"tie_word_embeddings": True, "head_dim": 32}
-#: Factors of the residual stream and of attention scores.
+#: Granite's factors of residual branches and attention scores.
 GRANITE: Final = {"residual_multiplier": 0.5, "attention_multiplier": 0.2}
-#: Layers with a sliding window, and with full attention, by turns.
+#: Layers with sliding-window and with full attention, alternating.
 SLIDING: Final = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2}
-#: Routed experts, by the names of Qwen's configuration, and by those of DeepSeek's.
+#: Routed experts, named as in Qwen's configuration (first) and in DeepSeek's (the others).
 EXPERTS: Final = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 ROUTED: Final = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 GROUPED: Final = {"n_shared_experts": 1, "n_group": 1, "topk_group": 1}
-#: All of the experts are chosen: in bfloat16, near ties would be broken differently.
+#: Experts that are all chosen, since near ties in bfloat16 would be broken differently.
 ALL_EXPERTS: Final = {**EXPERTS, "num_experts_per_tok": 8}
 #: Gated delta networks between attention layers. A head's output can be almost zero before its norm, mainly on
 #: embeddings: so many heads, in later layers.
@@ -52,7 +52,7 @@ LATENT: Final = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 32,
 }
-#: Short convolutions between attention layers.
+#: Short convolutions between attention layers, as in LFM2.
 SHORT: Final = {"layer_types": ["conv", "full_attention"] * 2, "conv_dim": 128, "conv_dim_out": 128}
 #: Mamba-2 layers with 8 heads of 32.
 MAMBA: Final = {
@@ -64,7 +64,7 @@ MAMBA: Final = {
     "mamba_chunk_size": 32,
 }
 
-#: Families that are tested at every change: keyword arguments of transformers' `AutoConfig.for_model`, by family.
+#: Configurations tested at every change: arguments of transformers' `AutoConfig.for_model`, by steercap's family.
 FAMILY_CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "gemma": {"model_type": "gemma", **TINY, **GEMMA},
     "gemma2": {"model_type": "gemma2", **TINY, **GEMMA, "sliding_window": 24},
@@ -115,7 +115,7 @@ _NEMOTRON: Final = {
     "n_groups": 1,
     "chunk_size": 32,
 }
-#: Further architectures: such arguments, by a name for the configuration.
+#: Further configurations: arguments of transformers' `AutoConfig.for_model`, by a name of the configuration.
 ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
     "cohere": {"model_type": "cohere", **TINY, "tie_word_embeddings": True},
     "gemma4_text": {
@@ -508,12 +508,12 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
     },
 }
 
-#: vLLM's rotary kernel for CPU rotates 3-D queries wrongly (0.32), so these architectures give other tokens with it.
+#: Engine arguments without vLLM's CPU kernel for rotary embeddings, which rotates 3-D queries wrongly (0.32).
 _PLAIN_ROTARY: Final = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
 _TRANSFORMERS: Final = {"model_impl": "transformers"}
-#: vLLM's gated delta networks on CPU take bfloat16 alone.
+#: Engine arguments for gated delta networks, which vLLM runs on CPU in bfloat16 alone.
 _DELTA: Final = {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32"}
-#: Engine arguments that some of these configurations need.
+#: Engine arguments that some configurations need, by name of the configuration.
 ENGINES: Final[Mapping[str, Mapping[str, Any]]] = {
     "apertus_bf16": {"dtype": "bfloat16"},
     "axk1": _PLAIN_ROTARY,
@@ -533,7 +533,7 @@ ENGINES: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 
 _BFLOAT16: Final = {"dtype": "bfloat16"}
-#: Further arguments on CUDA, where vLLM's latent attention takes 16-bit dtypes only.
+#: Further engine arguments on CUDA, where vLLM's latent attention supports 16-bit dtypes only, by name.
 ON_CUDA: Final[Mapping[str, Mapping[str, Any]]] = {
     "axk1": _BFLOAT16,
     "deepseek_v2": _BFLOAT16,

@@ -1,6 +1,6 @@
-"""Reference of the edits: each one's definition in plain float64, to compare the kernels with.
+"""Reference implementation of edits in plain float64, to compare the kernels with.
 
-It uses no rank-one edits, programs or slots: each operation has a formula of its own.
+It uses no rank-one edits or compiled configurations: each class of edit has its own formula.
 """
 
 from __future__ import annotations
@@ -21,17 +21,14 @@ Rows = Float[torch.Tensor, "rows hidden"]
 
 
 def edited(spec: SteeringSpec, point: Point, rows: Rows, prompt_len: int, num_layers: int) -> Rows:
-    """Apply the edits of a spec to the rows of one sequence at one point.
+    """Return the rows of one sequence at one point after the edits of a spec: float64 [rows, hidden].
 
     Args:
         spec: the edits.
         point: point of the rows.
-        rows: the row of every position, any dtype.
+        rows: row of each position from 0, any dtype.
         prompt_len: number of prompt tokens.
         num_layers: number of decoder layers of the model.
-
-    Returns:
-        The rows, float64.
     """
     rows = rows.double()
     before = rows
@@ -49,7 +46,7 @@ def edited(spec: SteeringSpec, point: Point, rows: Rows, prompt_len: int, num_la
 
 
 def _parted(edit: Edit, rows: Rows, prompt_len: int) -> Rows:
-    """Apply one edit to the part of the rows that it names, or to each part in turn."""
+    """Return rows after one edit of the part of each row that `edit.part` names, of each part, or of whole rows."""
     if edit.part is None:
         return _one(edit, rows, prompt_len)
     width = max(len(one.write[0]) for one in edit.lower())

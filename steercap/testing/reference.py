@@ -1,6 +1,6 @@
-"""Reference of captures: the rows that transformers computes for the same tokens, and comparison by the worst row.
+"""Reference for captures: the rows that transformers computes for the same tokens, and comparison by the worst row.
 
-The finished sequence goes through the model in one pass (teacher forcing), and hooks keep the rows.
+The finished sequence goes through the model in one forward pass (teacher forcing), and hooks store the rows.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from steercap.testing.edits import edited
 
 
 class Parity(NamedTuple):
-    """Agreement of the worst row with its reference.
+    """Agreement of rows with their reference, by the worst row.
 
     Args:
-        cosine: least cosine of any row with its reference.
-        error: greatest absolute error of any row, over the norm of its reference row.
+        cosine: least cosine of a row with its reference row.
+        error: greatest absolute error of an element, over the norm of its reference row.
     """
 
     cosine: float
     error: float
 
     def worse(self, other: Parity) -> Parity:
-        """Return the worse of both, each measure by itself."""
+        """Return the lower cosine and the greater error of both."""
         return Parity(min(self.cosine, other.cosine), max(self.error, other.error))
 
 
-#: Initial value before any comparison.
+#: Parity of equal rows, from which `worse` accumulates.
 PERFECT = Parity(1.0, 0.0)
 
 
 def compare_rows(rows: Float[torch.Tensor, "rows hidden"], reference: Float[torch.Tensor, "rows hidden"]) -> Parity:
-    """Compare rows with their reference by the worst row, as a mean over tokens hides a single wrong one; in float64.
+    """Compare rows with reference rows in float64, by the worst row, since a mean would hide a single wrong one.
 
     Raises:
         ValueError: the shapes differ, or there is no row.
@@ -65,7 +65,7 @@ Chosen: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 
 
 class Reference:
-    """Model of transformers whose rows can be read at steercap's points.
+    """Transformers model whose rows can be read and edited at steercap's points.
 
     Args:
         path: path of the checkpoint.
@@ -92,20 +92,20 @@ class Reference:
         prompt_len: int = 0,
         media: Mapping[str, Any] = MappingProxyType({}),
     ) -> dict[Point, torch.Tensor]:
-        """Compute the rows of every token at every point: [tokens, width], in the model's dtype.
+        """Return the rows of all tokens at each point: [tokens, width], in the model's dtype.
 
         Args:
             token_ids: the sequence, without its last sampled token.
             points: points to read.
-            inputs: rows [tokens, hidden] that replace the inputs of these layers. A 16-bit model drifts
-                from layer to layer; given the rows captured before it, each layer is compared by itself.
-            given: rows [tokens, width] that replace those of these points, after they have been read.
-            chosen: experts and weights that replace a layer's own choice, by layer.
+            inputs: rows [tokens, hidden] that replace the inputs of these layers. A 16-bit model drifts from layer to
+                layer; given the rows captured before it, each layer is compared by itself.
+            given: rows [tokens, width] that replace those of these points, after the points' own rows have been read.
+            chosen: experts and weights that replace the router's choice, by layer.
             steering: edits to make at their points, in float64, before the rows are read.
             prompt_len: number of prompt tokens, which the edits' token selections refer to.
             media: further inputs of the model, such as a picture.
 
-        Calls from several threads take turns.
+        Concurrent calls from several threads run one after the other.
         """
         found: dict[Point, torch.Tensor] = {}
         edits = self._edits(steering, prompt_len)
@@ -127,7 +127,7 @@ class Reference:
     def attention(
         self, token_ids: Sequence[int], *, steering: SteeringSpec | None = None, prompt_len: int = 0
     ) -> list[torch.Tensor]:
-        """Compute the attention weights of each layer: [heads, tokens, tokens], float32.
+        """Return the attention weights of each layer: float32 [heads, tokens, tokens].
 
         Args:
             token_ids, steering, prompt_len: as for `rows`.
@@ -148,7 +148,7 @@ class Reference:
     ) -> dict[int, Chosen]:
         """Return the experts of each layer that has any: ids, int64 [tokens, k], and weights, float32 [tokens, k].
 
-        They are the inputs of transformers' module of the experts, sorted by weight, greatest first.
+        They are the inputs of transformers' experts module, sorted by weight, greatest first.
 
         Args:
             token_ids, given, steering, prompt_len: as for `rows`.
@@ -167,15 +167,15 @@ class Reference:
     def greedy(
         self, token_ids: Sequence[int], tokens: int, steering: SteeringSpec | None = None
     ) -> tuple[list[int], torch.Tensor]:
-        """Decode a prompt greedily with transformers, with edits by hooks and biases by a LogitsProcessor.
+        """Decode a prompt greedily with transformers, edits made by hooks and logit biases by a LogitsProcessor.
 
         Args:
             token_ids: token ids of the prompt.
-            tokens: number of tokens to generate; none of them ends the text earlier.
-            steering: edits and biases.
+            tokens: number of tokens to generate; an end-of-sequence token does not stop it.
+            steering: edits and logit biases.
 
         Returns:
-            The tokens, and the log probabilities of each: float32 [tokens, vocabulary].
+            The generated token ids, and log probabilities at each: float32 [tokens, vocabulary].
         """
         with extra("cuda", "cpu"):
             from transformers import GenerationConfig, LogitsProcessorList
@@ -202,7 +202,7 @@ class Reference:
         return found.sequences[0, prompt_len:].tolist(), scores.log_softmax(-1).cpu()
 
     def _edits(self, spec: SteeringSpec | None, prompt_len: int) -> list[Visited]:
-        """Return the changes to make at each point that the spec edits."""
+        """Return each point that the spec edits, with a function that edits its rows in place."""
         if spec is None:
             return []
         count = len(self.layers)
@@ -214,7 +214,7 @@ class Reference:
 
 
 def biasing(spec: SteeringSpec | None, prompt_len: int, tokens: int) -> Any:
-    """Create a LogitsProcessor of transformers that adds the biases of a spec at the positions in their scopes."""
+    """Return a transformers LogitsProcessor that adds a spec's logit biases at the positions that they select."""
     with extra("cuda", "cpu"):
         from transformers import LogitsProcessor
 
@@ -237,13 +237,13 @@ def biasing(spec: SteeringSpec | None, prompt_len: int, tokens: int) -> Any:
 
 
 def _experts(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """Return the module that holds a layer's experts, and the experts' module."""
+    """Return the parent module of a layer's module "experts", and this module."""
     path = next(name for name, _ in layer.named_modules() if name.rpartition(".")[2] == "experts")
     return layer.get_submodule(path.rpartition(".")[0]), layer.get_submodule(path)
 
 
 def _choose(experts: nn.Module, chosen: Chosen) -> RemovableHandle:
-    """Have a layer's experts use `chosen` in place of what its router chose, until the handle is removed."""
+    """Make a layer's experts module use `chosen` in place of its router's choice, until the handle is removed."""
 
     def called(_module: nn.Module, args: tuple[Any, ...]) -> Any:
         return (args[0], chosen[0].to(args[1]), chosen[1].to(args[2]))
@@ -252,7 +252,7 @@ def _choose(experts: nn.Module, chosen: Chosen) -> RemovableHandle:
 
 
 def _watch_experts(block: nn.Module, experts: nn.Module, keep: Callable[[Chosen], None]) -> RemovableHandle:
-    """Pass the ids and weights that a layer's experts are called with to `keep`."""
+    """Call `keep` with the expert ids and weights of each call of `experts`, until the handle is removed."""
 
     def kept(ids: torch.Tensor, weights: torch.Tensor) -> None:
         order = weights.float().sort(dim=1, descending=True, stable=True).indices
@@ -263,7 +263,7 @@ def _watch_experts(block: nn.Module, experts: nn.Module, keep: Callable[[Chosen]
         kept(ids, weights)
 
     def scored(router: nn.Module, _args: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Recover Llama 4's choice: its experts read rows multiplied by the scores of all experts, most of them 0."""
+        """Keep Llama 4's choice from its router: its experts read rows times the scores of all experts, mostly 0."""
         best = output[0].topk(router.top_k, dim=1)  # type: ignore[arg-type]
         kept(best.indices, best.values)
 
@@ -277,7 +277,7 @@ def _keep(point: Point, found: dict[Point, torch.Tensor], hidden: torch.Tensor) 
 
 
 def _rows(hidden: torch.Tensor) -> torch.Tensor:
-    """Reshape the rows of one sequence to [tokens, width]."""
+    """Return the hidden states of one sequence, with or without a batch axis, as [tokens, width]."""
     return (hidden[0] if hidden.dim() > 2 and hidden.shape[0] == 1 else hidden).flatten(1)
 
 

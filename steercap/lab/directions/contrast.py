@@ -1,4 +1,4 @@
-"""Contrast of two kinds of rows, and the direction between them: computed on some groups, tested on the rest."""
+"""Two kinds of rows, and the direction between them: computed from some groups of texts, tested on the others."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from steercap.lab.directions.methods import METHODS, runs_of
 from steercap.steering.directions import DirectionSet, Provenance
 from steercap.steering.layers import LayerVectors
 
-#: Multiple of the median norm from which a text's row decides a direction by itself. Of 100 texts that SmolLM2 read,
+#: Multiple of the median norm from which a text's row dominates a direction. Of 100 texts that SmolLM2 read,
 #: mean rows stay within 3.1 times the median, but for two with an attention sink inside: up to 27 times.
 OUTLYING: Final = 4.0
-#: Share of the texts above which long rows are no exception.
+#: Fraction of the texts above which long rows are not reported as outliers.
 _FEW: Final = 0.25
 
 
 @dataclass(frozen=True, eq=False)
 class Contrast:
-    """Rows of texts that show a property, and of texts that do not.
+    """Rows of texts that show a property (positive) and of texts that do not (negative).
 
     Args:
         positive, negative: rows of each kind, float32 [texts, layers, hidden].
@@ -64,10 +64,10 @@ class Contrast:
             )
 
     def split(self, held_out: float, seed: int) -> tuple[Contrast, Contrast | None]:
-        """Split texts into those to compute a direction from and those to test it on, by whole groups, drawn.
+        """Split by whole groups into texts to compute a direction from and texts to test it on, None for held_out=0.
 
         Args:
-            held_out: share of the groups in both kinds to hold out, in [0, 1); 0 holds none out.
+            held_out: fraction of the groups with texts of both kinds to hold out, in [0, 1); one at least unless 0.
             seed: seed of the draw.
 
         Raises:
@@ -87,7 +87,7 @@ class Contrast:
         return self._where(lambda group: group not in out), self._where(lambda group: group in out)
 
     def pairs(self) -> Contrast:
-        """Return the texts with a counterpart of the other kind in their group, in the same order in both kinds."""
+        """Return the texts that can be paired in their groups, row i of both kinds being a pair; drop the others."""
         places: list[tuple[int, int]] = []
         waiting: dict[Hashable, list[int]] = {}
         for place, group in enumerate(self.negative_groups):
@@ -118,7 +118,7 @@ class Contrast:
 def check_groups(
     positive: Sequence[Hashable], negative: Sequence[Hashable], *, method: str, held_out: float, seed: int = 0
 ) -> None:
-    """Check that a direction can be computed between texts of these groups, before any of them is read; see `extract`.
+    """Check, before texts are read, that a direction can be computed from texts of these groups; see `extract`.
 
     Raises:
         UnknownName: the method does not exist.
@@ -150,12 +150,12 @@ def directions_of(
     held_out: float = 0.25,
     seed: int = 0,
 ) -> DirectionSet:
-    """Compute a direction from rows, and its AUC on held-out rows.
+    """Return a set of one direction computed from rows, with its AUC on held-out rows in the provenance.
 
     Args:
         name: name of the direction.
-        contrast: the rows.
-        layers: layers along their second axis.
+        contrast: positive and negative rows.
+        layers: layer indices along the rows' second axis.
         method, site, held_out, seed: arguments as for `extract`.
 
     Raises:
@@ -196,7 +196,7 @@ def directions_of(
 
 
 def _warn_of_long(name: str, norms: Float[torch.Tensor, "texts layers"], positive: int, layers: Sequence[int]) -> None:
-    """Warn of few texts whose rows are far longer than the others'; the first `positive` texts show the property."""
+    """Warn of a few texts whose rows have far greater norms than others'; the first `positive` texts are positive."""
     median = norms.median(dim=0).values
     long = (norms > OUTLYING * median) & (median > 0)
     long &= long.double().mean(dim=0) <= _FEW
@@ -213,12 +213,12 @@ def _warn_of_long(name: str, norms: Float[torch.Tensor, "texts layers"], positiv
 
 
 def separability(vectors: LayerVectors, contrast: Contrast, layers: Sequence[int]) -> dict[int, float]:
-    """Return the AUC of the rows' projections on each layer's vector: 1 separates all, 0.5 is chance.
+    """Return by layer the AUC of the rows' projections on the layer's vector: 1 separates all, 0.5 is chance.
 
     Args:
         vectors: vectors for each of `layers` at least.
         contrast: rows that the vectors were not computed from.
-        layers: layers along the second axis of the rows.
+        layers: layer indices along the rows' second axis.
     """
     found = {}
     for at, layer in enumerate(layers):
@@ -228,8 +228,7 @@ def separability(vectors: LayerVectors, contrast: Contrast, layers: Sequence[int
 
 
 def area(positive: Float[torch.Tensor, " p"], negative: Float[torch.Tensor, " n"]) -> float:
-    """Return the area under the ROC curve of values of two classes: the fraction of pairs with the positive value
-    above, ties counted half.
+    """Return the area under the ROC curve of two classes' values: the fraction of pairs in order, ties counted half.
 
     Source: Hanley and McNeil (1982), The meaning and use of the area under a receiver operating characteristic curve.
 
@@ -244,16 +243,16 @@ def area(positive: Float[torch.Tensor, " p"], negative: Float[torch.Tensor, " n"
 
 
 def random_like(vectors: LayerVectors, index: int, seed: int, layers: Iterable[int] | None = None) -> LayerVectors:
-    """Draw a random vector for each layer, with the norm of the given one.
+    """Return a random vector for each layer, with the norm of the given one, as a control.
 
-    Directions are uniform on the sphere. Each depends on the seed, the name of the vectors, the index and the layer
-    alone, so it is the same whatever else is swept.
+    Directions are uniform on the sphere. Each depends on seed, name of the vectors, index and layer alone, and not on
+    the other layers or controls that are drawn.
 
     Args:
         vectors: vectors to match.
         index: index of the random control, from 0.
         seed: seed of the draw.
-        layers: some of the layers; all by default.
+        layers: layers to draw for; all of `vectors` by default.
     """
     sized = dict[int, torch.Tensor]()
     for layer in vectors if layers is None else layers:
@@ -264,5 +263,5 @@ def random_like(vectors: LayerVectors, index: int, seed: int, layers: Iterable[i
 
 
 def derived_seed(text: str) -> int:
-    """Derive a 63-bit seed from a text alone."""
+    """Return a 63-bit seed that depends on `text` alone, by SHA-256."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1

@@ -1,4 +1,4 @@
-"""Extraction of directions from texts: a model reads them, workers reduce each to one row; calibration of codecs."""
+"""Extraction of directions from texts, each of which workers reduce to a row per layer; and calibration of codecs."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ from steercap.steering.calibration import Calibration
 from steercap.steering.directions import DirectionSet, Provenance
 from steercap.steering.layers import LayerVectors
 
-#: Texts of one call, and concurrent calls: enough to fill vLLM's batch, few enough that their rows need little room.
+#: Texts per call, and concurrent calls: enough to fill vLLM's batch, few enough that their rows need little memory.
 CALL_TEXTS: Final = 64
 CALLS: Final = 4
 
 
 class Exchange(NamedTuple):
-    """Prompt and its answer; its rows are those of the answer.
+    """Prompt and its answer, as one text; only the answer's rows are used.
 
     Args:
         prompt: a str, token ids, or a conversation of {"role", "content"} dicts, put through the chat template.
-        response: a str, or the token ids that were generated.
+        response: answer: a str, or the token ids that were generated.
     """
 
     prompt: Any
     response: str | Sequence[int]
 
 
-#: Text to read: a str, token ids, or an exchange.
+#: Text for the model to read: a str, token ids, or an exchange.
 Text: TypeAlias = "str | Sequence[int] | Exchange"
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of texts, one per text and layer.
+    """Rows of texts, reduced to one per text and layer.
 
     Args:
         values: rows, float32 [texts, layers, hidden].
-        layers: layers along the second axis.
-        prompts: SHA-256 of the token ids of each text.
+        layers: layer indices along the second axis.
+        prompts: SHA-256 of each text's token ids.
         bytes_moved: bytes transferred from the workers.
     """
 
@@ -89,22 +89,22 @@ async def extract(
         positive, negative: str, token ids, or `Exchange(prompt, response)`, whose rows are the response's.
         name: name of the direction.
         method: "difference" of means, "pca" of paired differences, or a logistic "probe"; see `METHODS`.
-        layers, site: layers and site of the rows.
-        tokens: tokens of the rows of a text that is not an Exchange. By default all but the first, whose row in most
-            models is an attention sink: a hundred times as long as the others, it would dominate a mean.
-        reduce: reduction of a text's rows to one, in the workers, so that one row per text and layer is moved. None
-            moves all of them and takes their mean here.
-        groups: group of each positive text, such as its question; by default its index in the list. Groups are held
-            out, and paired, as a whole.
+        layers, site: layers and site of the rows that are compared.
+        tokens: tokens of a text other than an Exchange whose rows are used. By default all but the first, which in most
+            models is an attention sink: its row is a hundred times as long as the others and would dominate a mean.
+        reduce: reduction of a text's rows to one, in the workers, so that one row per text and layer is sent. None
+            sends all rows and averages them here.
+        groups: group of each positive text, such as its question; by default its index. The texts of a group are held
+            out together, and paired.
         negative_groups: the same for the negative texts; `groups` by default.
-        held_out: share of the groups to hold out for testing the direction: `provenance.auc`.
-        seed: seed of the split, and of methods that use random numbers.
+        held_out: fraction of the groups to hold out for testing the direction: `provenance.auc`.
+        seed: seed of the held-out split, and of methods that draw at random.
         add_special_tokens: argument as for `SteerModel.generate`; False for rendered chats, which have theirs.
         progress: function called with the number of texts read so far.
 
     Returns:
-        A set of one direction: added once, it moves the mean of the negative texts to that of the positive ones,
-        along its own direction.
+        A set of one direction. Added with scale 1, it moves the mean of the negative texts' rows to the positive ones',
+        as far as their difference lies along it.
 
     Raises:
         InvalidSpec: there are no texts, or too few to hold any out.
@@ -152,14 +152,14 @@ async def mean_rows(
     add_special_tokens: bool | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Rows:
-    """Read texts with the model, and fetch one row per text and layer.
+    """Read texts with the model, and return one row per text and layer.
 
     Args:
         model, layers, site, tokens, reduce, add_special_tokens, progress: arguments as for `extract`.
-        texts: texts to read, in full batches.
+        texts: texts to read.
 
     Returns:
-        Rows, float32 [texts, layers, hidden], and the layers that have the site.
+        Rows, float32 [texts, layers, hidden], in the order of the texts; of `layers`, those that have the site.
 
     Raises:
         InvalidSpec: there are no texts.
@@ -199,7 +199,7 @@ async def mean_rows(
 
 
 def check_texts(*several: Sequence[Text]) -> None:
-    """Check that arguments are sequences of texts; a single text would be read letter by letter.
+    """Check that each argument is a sequence of texts; a single text would be read character by character.
 
     Raises:
         InvalidSpec: an argument is not a sequence of texts.
@@ -210,11 +210,11 @@ def check_texts(*several: Sequence[Text]) -> None:
 
 
 def labelled(found: DirectionSet, model: ReadingModel, **known: Any) -> DirectionSet:
-    """Return directions with their model and provenance.
+    """Return directions with model name and provenance filled in: the model's revision and dtype, and `known`.
 
     Args:
-        found: directions, as returned by `directions_of`.
-        model: model of the rows.
+        found: directions returned by `directions_of`.
+        model: open model that the rows are of.
         known: further fields of `Provenance`.
     """
     known |= model.origin
@@ -227,25 +227,25 @@ def labelled(found: DirectionSet, model: ReadingModel, **known: Any) -> Directio
 
 
 def digest_of(prompts: Sequence[bytes]) -> str:
-    """Return the SHA-256 over the digests of texts, in hexadecimal."""
+    """Return the SHA-256 of several texts' digests, in order, in hexadecimal."""
     return hashlib.sha256(b"".join(prompts)).hexdigest()
 
 
 def sha_of(ids: Sequence[int]) -> bytes:
-    """Return the SHA-256 of the token ids of a text."""
+    """Return the SHA-256 of a text's token ids, taken as the bytes of an int64 array."""
     return hashlib.sha256(torch.tensor(ids, dtype=torch.int64).numpy().tobytes()).digest()
 
 
 async def prompts_and_rows(
     model: ReadingModel, texts: Sequence[Text], selection: TokenSelection, special: bool | None = None
 ) -> list[tuple[list[int], TokenSelection]]:
-    """Return the token ids to read of each text, and the selection of its rows.
+    """Return for each text, in order, the token ids to read and the selection of tokens whose rows are used.
 
     Args:
-        model: model that reads.
+        model: open model, whose tokenizer is used.
         texts: texts to read.
-        selection: selection of rows of a text that is not an Exchange.
-        special: add the tokenizer's special tokens to a str; None is True, and warns of texts that already have them.
+        selection: selection for a text that is not an Exchange; of an Exchange, the response is selected.
+        special: True to add the tokenizer's special tokens to a str; None too, with a warning for texts that have them.
 
     Raises:
         InvalidSpec: an exchange has an empty response, or an entry is not a text.
@@ -268,7 +268,7 @@ async def prompts_and_rows(
 
 
 def ids_of(tokenizer: Any, texts: Sequence[Text], special: bool | None = None) -> list[list[int]]:
-    """Return the token ids of texts; for an exchange, those of both parts. `special` is as for `prompts_and_rows`.
+    """Return each text's token ids, of an exchange those of prompt and response; `special` as in `prompts_and_rows`.
 
     Raises:
         InvalidSpec: an exchange has an empty response, or an entry is not a text.
@@ -283,12 +283,12 @@ def ids_of(tokenizer: Any, texts: Sequence[Text], special: bool | None = None) -
 
 
 def _parts_of(text: Text) -> list[tuple[Any, bool]]:
-    """Split a text into the parts that are tokenised separately, each with True if it is the first."""
+    """Return the parts of a text that are tokenised separately, each with True if it is the first."""
     return [(text.prompt, True), (text.response, False)] if isinstance(text, Exchange) else [(text, True)]
 
 
 def _prompts(texts: Sequence[Text], firsts: Sequence[list[int]]) -> Iterator[tuple[Any, list[int]]]:
-    """Yield each text, or the prompt of an exchange, with its token ids, as `repeating` takes them."""
+    """Yield each text, or the prompt of an exchange, with its token ids, as arguments of `repeating`."""
     for text, ids in zip(texts, firsts, strict=True):
         yield text.prompt if isinstance(text, Exchange) else text, ids
 
@@ -300,7 +300,7 @@ def _joined(text: Text, parts: Sequence[list[int]]) -> list[int]:
 
 
 def _row(captures: Mapping[Any, torch.Tensor]) -> torch.Tensor:
-    """Return one row per layer, with heads concatenated: float32 [layers, width]."""
+    """Return a text's rows averaged to one per layer, heads concatenated: float32 [layers, width]."""
     return torch.stack([rows.float().mean(0).flatten() for rows in captures.values()])
 
 
@@ -314,9 +314,9 @@ async def calibrate(
     add_special_tokens: bool | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Calibration:
-    """Measure location and spread of the elements of a model's rows over texts; no row leaves the workers.
+    """Measure mean and standard deviation of each element of a model's rows over texts; no row leaves the workers.
 
-    The texts are read unsteered, even inside `model.steered`. Inside `model.sketch` they join that sketch too, as all
+    The texts are read unsteered, even inside `model.steered`. Inside `model.sketch` they enter that sketch too, as all
     calls do.
 
     Args:
@@ -324,7 +324,7 @@ async def calibrate(
         texts: str, token ids, or `Exchange(prompt, response)`, which is read as a whole: some dozens that resemble the
             texts to be captured.
         layers, sites: layers and sites of the rows.
-        tokens: tokens of the rows. By default all but the first, whose row in most models is an attention sink.
+        tokens: tokens whose rows are measured. By default all but the first, in most models an attention sink.
         add_special_tokens: argument as for `SteerModel.generate`; False for rendered chats, which have theirs.
         progress: function called with the number of texts read so far.
 

@@ -1,11 +1,11 @@
-"""Methods that compute a direction from rows without a property to rows with it, and the suggestion of a layer.
+"""Methods that compute the direction from rows without a property to rows with it; and the suggestion of a layer.
 
 Shape legend: p, n = rows with the property, and without; hidden = elements of a row. All arithmetic is in float64.
 
-The rule of a suggestion: of the layers, in their order, that tie at the highest AUC held out, take the longest run of
+The rule of a suggestion: of the layers, in order, that tie at the highest held-out AUC, take the longest run of
 neighbours, and of it the middle one; among runs of equal length, the one nearest the middle of all layers. A single
-best layer may be chance; one whose neighbours do as well is less likely to be. If even the highest AUC lies inside the
-chance band of all layers, the texts do not distinguish layers, and the suggestion is only a place to begin.
+best layer may be chance; one whose neighbours do as well is less likely to be. If even the highest AUC is within the
+chance band of all layers, the texts do not distinguish layers, and the suggestion is only a layer to begin with.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from steercap.core.extras import extra
 from steercap.core.registry import Registry
 from steercap.steering.directions import DirectionSet
 
-#: Inverse strength of the penalty on standardised rows: with fewer rows than elements the classes can always be
+#: Inverse strength of the probe's L2 penalty on standardised rows: with fewer rows than elements the classes can be
 #: separated, and a weak penalty lets the probe follow noise.
 C: Final = 0.01
 
 
 class Method(ABC):
-    """Method of computing a direction at one layer."""
+    """Method of computing a direction from the rows of one layer; abstract base class."""
 
-    #: True if row i of both kinds are a pair, so that there must be as many of each.
+    #: True if row i of both kinds is a pair, so that there must be equally many of each.
     paired: bool = False
-    #: Extras that it needs beside steercap's own dependencies.
+    #: Names of steercap's extras that the method's libraries are in.
     extras: tuple[str, ...] = ()
 
     @abstractmethod
     def direction(
         self, positive: Float[torch.Tensor, "p hidden"], negative: Float[torch.Tensor, "n hidden"], seed: int
     ) -> Float[torch.Tensor, " hidden"]:
-        """Return the direction, scaled so that doses mean the same for every method: float64 [hidden].
+        """Return the direction, scaled so that scales of `Add` are comparable between methods: float64 [hidden].
 
-        Added once, it moves the mean of the negative rows along itself to the projection of the positive rows' mean. It
-        is in the units of the stream.
+        Added once, it moves the mean of the negative rows along itself to the projection of the positive rows' mean, in
+        the units of the stream.
 
         Args:
             positive, negative: float64 rows.
@@ -57,14 +57,14 @@ def carrying(
     positive: Float[torch.Tensor, "p hidden"],
     negative: Float[torch.Tensor, "n hidden"],
 ) -> Float[torch.Tensor, " hidden"]:
-    """Scale a direction of any length and sign as `Method.direction` requires; one of length 0 stays."""
+    """Return a direction of any norm and sign, scaled as `Method.direction` requires; zero stays zero."""
     unit = torch.nn.functional.normalize(direction, dim=0, eps=torch.finfo(direction.dtype).tiny)
     carried: torch.Tensor = unit * (unit @ (positive.mean(0) - negative.mean(0)))
     return carried
 
 
 class DifferenceOfMeans(Method):
-    """mean(positive) - mean(negative).
+    """Method "difference": mean(positive) - mean(negative).
 
     Source: Rimsky et al., Steering Llama 2 via Contrastive Activation Addition; Chen et al., Persona Vectors.
     """
@@ -74,7 +74,7 @@ class DifferenceOfMeans(Method):
 
 
 class Pca(Method):
-    """First principal component of the paired differences, not centred, as their mean is the target.
+    """Method "pca": first principal component of the paired differences, not centred, as their mean is the target.
 
     Source: Zou et al., Representation Engineering; they draw the sign of each difference at random, which is equivalent
     to keeping the mean.
@@ -88,7 +88,7 @@ class Pca(Method):
 
 
 class Probe(Method):
-    """Coefficients of an L2-penalised logistic regression on standardised rows, in the units of the stream."""
+    """Method "probe": coefficients of an L2-penalised logistic regression on standardised rows, in stream units."""
 
     extras = ("probes",)
 
@@ -116,24 +116,24 @@ METHODS: Final[Registry[Method]] = Registry(
 )
 
 
-#: AUCs nearer than this are equal: they are ratios of whole numbers, with rounding.
+#: Tolerance within which AUCs, ratios of whole numbers, are equal.
 EQUAL: Final = 1e-9
-#: Pairs of texts, times the texts of the rarer kind, up to which the distribution of U is counted: 50 of each kind.
-#: The normal one beyond is as good in two digits, or wider where one kind has under ten texts.
+#: Maximum of p n min(p, n), for p and n texts, up to which the distribution of U is counted exactly: 50 of each kind.
+#: The normal approximation used above is as good in two digits, or wider where one kind has under ten texts.
 COUNTED: Final = 125_000
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Suggested layer, with the reason.
+    """Suggested layer of a direction, with the reason.
 
     Args:
-        layer: layer to begin with.
+        layer: index of the suggested layer.
         auc: AUC at that layer on held-out texts; 0.5 is chance. It is optimistic, as the layer was chosen on the same
             texts.
         chance: 95 % chance range of all layers' AUCs, see `chance_band`.
-        tied: layers with this AUC.
-        layers: number of layers.
+        tied: layers with this AUC, up to rounding.
+        layers: number of layers compared.
     """
 
     layer: int
@@ -144,12 +144,12 @@ class Suggestion:
 
     @property
     def is_chance(self) -> bool:
-        """True if the AUC is within the chance range."""
+        """True if `auc` is within the chance range."""
         return self.chance[0] <= self.auc <= self.chance[1]
 
     @property
     def reason(self) -> str:
-        """Reason for the layer, in a sentence."""
+        """Reason for the layer, as a clause."""
         if len(self.tied) == 1:
             why = f"its AUC, {self.auc:.3f}, is the highest"
         else:
@@ -166,15 +166,15 @@ class Suggestion:
 
 
 def suggested_layer(directions: DirectionSet, name: str) -> Suggestion | None:
-    """Suggest the layer to begin with: the middle of the longest run of layers with the highest held-out AUC.
+    """Return the layer to begin with: the middle of the longest run of layers with the highest held-out AUC.
 
     Args:
         directions: directions with their provenance.
         name: name of the direction.
 
     Returns:
-        The suggestion, with its AUC, the range of chance and the layers that tie; None if texts of either kind were not
-        held out, or there is no such name.
+        The suggestion, with its AUC, the chance range and the layers that tie; None if no texts of one kind were held
+        out, or there is no direction of the name.
     """
     known = directions.provenance
     auc, held_out = known.auc.get(name), known.held_out.get(name, (0, 0))
@@ -186,9 +186,9 @@ def suggested_layer(directions: DirectionSet, name: str) -> Suggestion | None:
 
 
 def middle_of_best(values: Mapping[int, float]) -> int:
-    """Return the middle layer of the longest run whose values lie within `EQUAL` of the highest.
+    """Return the middle layer of the longest run of layers whose values are within `EQUAL` of the highest.
 
-    Of equally long runs, the one whose middle is nearest the middle of the layers counts.
+    Of equally long runs, the one whose middle is nearest the middle of all layers is used.
     """
     layers = sorted(values)
     highest = max(values.values())
@@ -204,7 +204,7 @@ def middle_of_best(values: Mapping[int, float]) -> int:
 
 
 def chance_band(positive: int, negative: int, *, best_of: int = 1) -> tuple[float, float]:
-    """Return the 95 % chance range of an AUC of meaningless scores, both ends included.
+    """Return the ends of the 95 % chance range of the AUC of meaningless scores, both included.
 
     The AUC is Mann and Whitney's U / (p n). Its distribution is counted where there are few texts, and is normal beyond
     `COUNTED`, with standard deviation sqrt((p + n + 1) / (12 p n)). Answers to one question are dependent, so the true
@@ -212,7 +212,7 @@ def chance_band(positive: int, negative: int, *, best_of: int = 1) -> tuple[floa
 
     Args:
         positive, negative: number of scored texts of each kind, 1 or more.
-        best_of: number of AUCs, such as one for each layer, of which the highest is looked at: with a probability of at
+        best_of: number of AUCs, such as one for each layer, of which the highest is used: with a probability of at
             least 95 % all are in the range, however they depend on each other (Bonferroni).
     """
     pairs = positive * negative
@@ -228,7 +228,7 @@ def chance_band(positive: int, negative: int, *, best_of: int = 1) -> tuple[floa
 
 
 def _ways(positive: int, negative: int) -> list[int]:
-    """Return the number of orders of p + n texts by their U, 0 to p n: the coefficients of the Gaussian binomial."""
+    """Return for each U from 0 to p n the number of orders of p + n texts: coefficients of the Gaussian binomial."""
     ways = [1] + [0] * (positive * negative)
     for part in range(1, positive + 1):
         step = negative + part
@@ -240,7 +240,7 @@ def _ways(positive: int, negative: int) -> list[int]:
 
 
 def runs_of(layers: Sequence[int]) -> str:
-    """Format layers compactly, runs of neighbours as their ends: "0 to 11, 14, 20 to 29"."""
+    """Return layer indices as a short text, in which three neighbours or more are a range: "0 to 11, 14, 20 to 29"."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and layer == runs[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""Measures of answers: base class and registry.
+"""Measures of answers, one number per answer: base class and registry.
 
 To add one, add an entry to a file's `MEMBERS`, or a file with a `MEMBER`.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Answered(msgspec.Struct, frozen=True, kw_only=True):
-    """Prompt with the model's answer.
+    """Prompt with the model's answer, as text and token ids.
 
     Args:
         prompt: text of the prompt; for a conversation, the last message.
@@ -38,27 +38,27 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measure(ABC):
-    """Measure of an answer. Its `repr` contains everything the value depends on: stored values are recognised by it."""
+    """Measure of answers. Its `repr` contains all that the value depends on: it is the key of stored values."""
 
-    #: True if it is a factor, with a geometric mean and a logarithmic axis.
+    #: True for values that are factors: averaged by the geometric mean, with a logarithmic axis.
     log: ClassVar[bool] = False
-    #: Axis label, with its unit.
+    #: Axis label in plots, with the unit.
     axis: ClassVar[str] = ""
 
     @property
     @abstractmethod
     def label(self) -> str:
-        """Column name in tables."""
+        """Name of the measure's column in tables."""
 
     @abstractmethod
     async def measure(self, model: SteerModel, records: Sequence[Answered]) -> list[float]:
-        """Return one number for each answer, in order; NaN if there is nothing to measure.
+        """Return one number for each answer, in order; NaN if the answer has nothing to measure.
 
         Args:
-            model: open model that gave the answers, for measures that use it.
+            model: open model that generated the answers, for measures that run it.
             records: the answers.
         """
 
 
-#: Every measure by its name; members are subclasses of `Measure`.
+#: Registry of measure classes, subclasses of `Measure`, by name, such as "perplexity".
 MEASURES: Registry[type] = Registry("measure", sys.modules[__name__], type)

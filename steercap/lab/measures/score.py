@@ -1,4 +1,4 @@
-"""Scores of answers, 0 to 100: of a trait, by a scorer; of one kind of text rather than another, by a classifier."""
+"""Measures of answers from 0 to 100: of a trait, by a scorer; of one kind of text against another, by a classifier."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Score(Measure):
-    """Score of a trait, 0 (not at all) to 100 (wholly); NaN if the scorer gives none.
+    """Measure of how strongly an answer shows a trait, 0 (not at all) to 100 (wholly); NaN if it cannot be scored.
 
     Args:
-        trait: a trait, or the name of one that comes with steercap.
+        trait: a trait, or the name of one shipped with steercap.
         scorer: a scorer, or the name of one in `SCORERS` that needs no arguments.
 
     Raises:
         UnknownName: there is no trait or scorer of this name.
         InvalidSetting: the scorer needs arguments, such as the judge; construct it yourself.
-        InvalidSpec: the trait or the scorer is of the wrong type.
+        InvalidSpec: the trait or the scorer is of another type.
     """
 
     axis = "trait score, 0 to 100"
@@ -65,14 +65,14 @@ class Score(Measure):
 
 @dataclass(frozen=True)
 class Classifier(Measure):
-    """100 times the mean, over an answer's sentences, of the probability that a sentence is of the positive kind.
+    """Measure: 100 times the mean, over an answer's sentences, of the probability that it is of the positive kind.
 
-    A logistic regression on all-MiniLM-L6-v2's embeddings, as the scorer "minilm", but fitted to texts of yours: a
-    model's own answers under opposite system prompts, say, to other questions than those evaluated.
+    A logistic regression on all-MiniLM-L6-v2's embeddings, as in the scorer "minilm", but fitted to your texts: a
+    model's answers under opposite system prompts, say, to other questions than those evaluated.
 
     Args:
         name: name of the measure.
-        positive, negative: texts of each kind, two at least; each counts as a whole.
+        positive, negative: texts of each kind, two at least; each is embedded as a whole.
 
     Raises:
         InvalidSpec: the name is empty, there are too few texts, or one is empty.

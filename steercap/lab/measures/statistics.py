@@ -1,6 +1,6 @@
-"""Statistics of few questions: bootstrap intervals over clusters, paired differences, multiple comparisons.
+"""Statistics over few clusters: bootstrap intervals, paired differences, multiple comparisons.
 
-Answers to one question are dependent, so questions are resampled, and a question's answers count as one: their mean.
+A cluster is a question with all its answers, which are dependent: so clusters are resampled, each by its mean.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from steercap.errors import InvalidSpec
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 
-#: Level of every interval.
+#: Confidence level of all intervals.
 LEVEL: Final = 0.95
-#: Draws of a bootstrap: the ends of an interval of 95 % move by some 2 % of its width from seed to seed.
+#: Number of bootstrap draws: the ends of a 95 % interval vary by some 2 % of its width between seeds.
 DRAWS: Final = 4000
-#: Clusters up to which every one of the 2^n signs is tried: 65,536 of them; beyond, as many are drawn.
+#: Number n of clusters up to which a test tries all 2^n sign vectors, 65,536; for more, as many are drawn.
 EXACT: Final = 16
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """Mean over clusters, with its interval.
+    """Mean over clusters, with its confidence interval.
 
     Args:
-        value: mean of the clusters' means, for a factor the geometric one; NaN if nothing could be measured.
+        value: mean of the clusters' means, for factors the geometric one; NaN without any measured cluster.
         low, high: ends of the interval; NaN for fewer than two clusters.
-        clusters: number of measured clusters.
+        clusters: number of clusters with a value.
     """
 
     value: float
@@ -42,14 +42,14 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """Paired difference on the same clusters.
+    """Mean paired difference between two sets of values of the same clusters, with interval and test.
 
     Args:
         value: mean of the clusters' differences; for factors the geometric mean of their ratios.
         low, high: ends of the interval; NaN for fewer than two clusters.
         p: two-sided p of the sign-flip test: probability of a mean difference as far from 0 if the sign of each cluster
             were random; NaN for fewer than two clusters, or if a difference is infinite.
-        clusters: number of clusters measured for both.
+        clusters: number of clusters with a value in both sets.
     """
 
     value: float
@@ -76,7 +76,7 @@ def cluster_means(values: Sequence[Sequence[float]], *, log: bool = False) -> Fl
 
 
 def estimate(means: Floats, *, seed: int = 0, log: bool = False) -> Estimate:
-    """Estimate the mean of clusters with a bootstrap interval.
+    """Return the mean of clusters with a bootstrap confidence interval.
 
     Clusters are drawn with replacement. Percentiles of the draws are too narrow where clusters are few, by
     sqrt((n - 1) / n) and by t against the normal; so they are taken further out, at
@@ -84,9 +84,9 @@ def estimate(means: Floats, *, seed: int = 0, log: bool = False) -> Estimate:
     Bootstrap, arXiv:1411.5279, section 5.3, expanded percentiles.
 
     Args:
-        means: cluster means, float64 [clusters], as returned by `cluster_means`; NaN is left out.
+        means: cluster means, float64 [clusters], as returned by `cluster_means`; NaN is ignored.
         seed: seed of the draws.
-        log: True if they are logarithms; value and ends are then exponentiated.
+        log: True if `means` are logarithms; value and ends are then exponentiated.
     """
     known = np.asarray(means, dtype=np.float64)
     known = known[~np.isnan(known)]
@@ -99,7 +99,7 @@ def estimate(means: Floats, *, seed: int = 0, log: bool = False) -> Estimate:
 
 
 def interval(known: Floats, seed: int) -> tuple[float, float]:
-    """Return the expanded percentiles of the means of resampled clusters: see `estimate`.
+    """Return the ends of the bootstrap interval of the mean, by expanded percentiles; see `estimate`.
 
     Args:
         known: cluster means, float64 [clusters], two at least.
@@ -116,10 +116,10 @@ def interval(known: Floats, seed: int) -> tuple[float, float]:
 
 
 def difference(ours: Floats, theirs: Floats, *, log: bool = False) -> Difference:
-    """Estimate the difference between two sets of values of the same clusters.
+    """Estimate the mean difference `ours` - `theirs` between two sets of values of the same clusters.
 
     Args:
-        ours, theirs: cluster means, float64 [clusters], in the same order; a cluster with NaN in either is left out.
+        ours, theirs: cluster means, float64 [clusters], in the same order; a cluster with NaN in either is ignored.
         log: as for `estimate`.
 
     Raises:
@@ -136,10 +136,10 @@ def difference(ours: Floats, theirs: Floats, *, log: bool = False) -> Difference
 
 
 def sign_flip(apart: Floats) -> float:
-    """Return the two-sided p of the mean difference under the null of symmetric differences.
+    """Return the two-sided p-value of the mean of clusters' differences, float64 [clusters], by the sign-flip test.
 
     With n clusters no p is below 2 / 2^n: 0.0005 with 12, 0.06 with 5. Source: Fisher (1935), The Design of
-    Experiments, section 21. Where there are too many signs to try all, draws of a fixed seed are tried.
+    Experiments, section 21. For more than `EXACT` clusters, signs are drawn with a fixed seed. NaN for fewer than two.
     """
     count = len(apart)
     if count < 2 or not np.isfinite(apart).all():
@@ -154,23 +154,23 @@ def sign_flip(apart: Floats) -> float:
 
 
 def holm(p: Sequence[float]) -> Floats:
-    """Adjust p by Holm's method, to bound the probability of any false discovery; in the given order, NaN stays.
+    """Return p-values adjusted by Holm's method, which bounds the probability of any false discovery: float64 [p].
 
     Source: Holm (1979), A Simple Sequentially Rejective Multiple Test Procedure.
 
     Args:
-        p: p of each comparison.
+        p: p-value of each comparison; NaN is ignored and stays.
     """
     return _adjusted(p, lambda ranked: np.maximum.accumulate(ranked * np.arange(len(ranked), 0, -1)))
 
 
 def benjamini_hochberg(p: Sequence[float]) -> Floats:
-    """Adjust p by Benjamini and Hochberg, to bound the share of false discoveries; in the given order, NaN stays.
+    """Return p-values adjusted by Benjamini and Hochberg's method, which bounds the false discovery rate: float64 [p].
 
     Source: Benjamini and Hochberg (1995), Controlling the False Discovery Rate.
 
     Args:
-        p: p of each comparison.
+        p: p-value of each comparison; NaN is ignored and stays.
     """
 
     def raised(ranked: Floats) -> Floats:
@@ -181,7 +181,7 @@ def benjamini_hochberg(p: Sequence[float]) -> Floats:
 
 
 def slope(rows: Floats) -> Floats:
-    """Return the least-squares slope of each row, per column: float64 [clusters]; NaN for fewer than two values.
+    """Return the least-squares slope of each row over the column index: float64 [clusters]; NaN for under two values.
 
     Args:
         rows: values, float64 [clusters, columns], NaN for a missing one.

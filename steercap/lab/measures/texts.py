@@ -1,4 +1,4 @@
-"""Measures of an answer's text: length, repetition, phrases of refusal, matches of an expression, and perplexity."""
+"""Measures of an answer's text: length, repetition, refusal, matches of a regular expression, and perplexity."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Length(Measure):
-    """Number of generated tokens, the one that ended the answer included."""
+    """Measure: number of generated tokens, including the one that ended the answer."""
 
     axis = "generated tokens"
 
@@ -31,9 +31,9 @@ class Length(Measure):
         return [float(len(record.output_token_ids)) for record in records]
 
 
-#: Characters at the beginning of an answer that are searched for a refusal: about two sentences.
+#: Number of characters at the beginning of an answer that are searched for a refusal: about two sentences.
 BEGINNING: Final = 240
-#: Phrases of refusals. Apologies alone are not refusals: many answers begin with one.
+#: English phrases that refuse. Apologies alone are not refusals: many answers begin with one.
 REFUSES: Final = re.compile(
     r"""\b(?:
         I(?:'m|\ am)\ (?:(?:really|very|so)\ )?(?:sorry|afraid),?\ (?:but\ |that\ )*
@@ -51,9 +51,9 @@ REFUSES: Final = re.compile(
 
 @dataclass(frozen=True)
 class Refusal(Measure):
-    """1 if an answer's beginning refuses, 0 if not; the mean is the share of refusals.
+    """Measure: 1 if an answer's beginning refuses, 0 if not; the mean is the fraction of refusals.
 
-    It searches the first 240 characters for English phrases of refusal. It matches words alone, and mistakes an answer
+    The first 240 characters are searched for English phrases of refusal. It matches words alone, and takes an answer
     about refusing for a refusal.
     """
 
@@ -69,10 +69,10 @@ class Refusal(Measure):
 
 @dataclass(frozen=True)
 class Repetition(Measure):
-    """Share of repeated n-grams, 1 - different n-grams / n-grams, over generated tokens: 0 to 1.
+    """Measure: fraction of repeated n-grams of generated tokens, 1 - distinct n-grams / n-grams: 0 to 1.
 
-    An answer of fewer than n tokens repeats nothing: 0. Source: seq-rep-n of Welleck et al. 2019, Neural Text
-    Generation with Unlikelihood Training, arXiv:1908.04319.
+    It is 0 for an answer of fewer than n tokens. Source: seq-rep-n of Welleck et al. 2019, Neural Text Generation with
+    Unlikelihood Training, arXiv:1908.04319.
 
     Args:
         n: number of tokens of an n-gram.
@@ -98,20 +98,19 @@ class Repetition(Measure):
 
 
 def repeated_share(items: Sequence[int] | Sequence[str], n: int) -> float:
-    """Return the share of repeated n-grams of tokens or words, see `Repetition`; 0 of fewer than n."""
+    """Return the fraction of repeated n-grams of tokens or words, see `Repetition`; 0 for fewer than n items."""
     grams = [tuple(items[at : at + n]) for at in range(len(items) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 @dataclass(frozen=True)
 class Matches(Measure):
-    """1 if an expression is found in the answer, 0 if not; or the number of matches per 100 words.
+    """Measure: 1 if a regular expression matches in the answer, 0 if not; or the number of matches per 100 words.
 
     Args:
         name: name of the measure.
-        pattern: expression for Python's `re`, searched anywhere; case and multi-line matching are set in the pattern:
-            "(?im)^dear".
-        per_words: count matches per 100 words; NaN for an answer without a word.
+        pattern: expression for Python's `re`, searched anywhere; flags are set in the pattern: "(?im)^dear".
+        per_words: True to count matches per 100 words; NaN for an answer without a word.
 
     Raises:
         InvalidSpec: the name is empty, the expression is not valid, or it matches an empty text, and so any.
@@ -150,17 +149,17 @@ class Matches(Measure):
         return 100 * sum(1 for _ in re.finditer(self.pattern, text)) / words if words else float("nan")
 
 
-#: Log probability of each prompt token alone; one token must be generated, and is ignored.
+#: Sampling parameters that return each prompt token's log probability; the one generated token is ignored.
 READ: Final = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
 
 
 @dataclass(frozen=True)
 class Perplexity(Measure):
-    """Perplexity of an answer under the model without steering: exp of the mean negative log-likelihood, 1 or more.
+    """Measure: perplexity of an answer under the unsteered model, exp of the mean negative log-likelihood per token.
 
     Each token is predicted from the prompt and the answer before it (teacher forcing); the token that ended the answer
-    counts. NaN of an answer without tokens. Where prompt and answer fill the context, the last token is left
-    out: vLLM reads no sequence that leaves no room to go on.
+    counts. NaN for an answer without tokens. If prompt and answer fill the context, the last token is left out, since
+    vLLM reads only sequences with room for one more token.
     """
 
     log = True
@@ -181,7 +180,7 @@ class Perplexity(Measure):
 
 
 def prompt_logprobs_of(output: Any) -> list[dict[int, float]] | None:
-    """Return the log probabilities of a prompt's tokens, each by token id, {} for the first.
+    """Return, for each prompt token, log probabilities by token id, {} for the first token; None if there are none.
 
     `output` is vLLM's RequestOutput, or OpenAI's Completion from a server.
     """
@@ -193,9 +192,15 @@ def prompt_logprobs_of(output: Any) -> list[dict[int, float]] | None:
 
 
 def _perplexity(ids: Sequence[int], prompt_len: int, logprobs: Sequence[Mapping[int, float]] | None) -> float:
-    """Compute it from the prompt's log probabilities: an entry for each token, empty for the first.
+    """Return the perplexity of an answer, NaN if it has no tokens.
 
-    An entry maps token ids to log probabilities; it holds the token itself, and may hold likelier ones.
+    Args:
+        ids: token ids of prompt and answer.
+        prompt_len: number of prompt tokens.
+        logprobs: for each of `ids`, log probabilities by token id, among them the token's; {} for the first.
+
+    Raises:
+        WorkerFailure: there is not an entry for each token.
     """
     if logprobs is None or len(logprobs) != len(ids):
         got = "none" if logprobs is None else len(logprobs)

@@ -1,7 +1,7 @@
-"""Edits: base class and registry. To add one, add a file whose `MEMBER` is its class, or an entry of its `MEMBERS`.
+"""Edits of rows: base class and registry. To add one, add a class to the `MEMBERS` of a file in this folder.
 
-An edit is a change to rows, its scope, and its lowering to rank-one edits. It is checked by itself
-when it is made, and against the model when it is used.
+An edit is a change to rows, its scope, and its lowering to rank-one edits. Its arguments are checked when it is made;
+whether it fits the model is checked when it is used.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ __all__ = ["Edit", "RankOne", "Vector", "number_in", "unit"]
 
 
 class RankOne(NamedTuple):
-    """One rank-one edit, `h <- h + f(u·h + b) w`, or one replacement.
+    """Rank-one edit of a row h, `h <- h + f(u·h + b) w`, or replacement of rows.
 
     Args:
-        write: w, float32 [1, width]; for a replacement the new rows, float32 [rows, width], with `HOLE` for
-            elements that stay.
-        response: f and b.
+        write: w, float32 [1, width]; for a replacement the new rows, float32 [rows, width], with `HOLE` for elements
+            that are kept.
+        response: function f and bias b.
         read: u, float32 [1, width], or None for a response that needs no projection.
-        joined: True if it reads the row as it was before the preceding part of the edit.
-        replaces: True if it is a replacement.
+        joined: True to compute u·h from the row as it was before the preceding rank-one part of the same edit.
+        replaces: True for a replacement.
     """
 
     write: Float[torch.Tensor, "rows width"]
@@ -48,15 +48,15 @@ class RankOne(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Edit(ABC):
-    """Change to rows, with a scope of layers, site and tokens that is the same for every operation.
+    """Base class of edits: a change to rows, and its scope of layers, site and tokens.
 
     Vectors are float32 copies of those given, and every access returns another copy, so an edit never changes after it
     was made. From `LayerVectors`, or a dict by layer, an edit takes the vector of its `layer`.
 
     Args:
         layer: one layer; negative counts from the last.
-        layers: several: a slice, a range, a sequence, a mask with a truth value for each layer of the model, or "all".
-            Give one of the two.
+        layers: several layers: a slice, range, sequence, mask with a truth value for each layer of the model, or "all".
+            Give either `layer` or `layers`.
         site: place in the layer: a name in `steercap.architectures.sites`, TransformerLens's name for it, or the path
             of a module that the engine was opened with. A name with its layer, such as "blocks.5.attn.hook_z", gives
             both.
@@ -107,7 +107,7 @@ class Edit(ABC):
         self._check()
 
     def _read_site(self) -> None:
-        """Split a site name that includes its layer into site and layer."""
+        """Split a `site` that includes its layer, such as "blocks.5.attn.hook_z", into `site` and `layer`."""
         found = read_name(self.site)
         object.__setattr__(self, "site", found.site)
         if found.layer is not None:
@@ -123,25 +123,25 @@ class Edit(ABC):
 
     @abstractmethod
     def _check(self) -> None:
-        """Check the operation's own arguments and keep copies of its vectors."""
+        """Check the subclass's own arguments, and replace its vectors by float32 copies."""
 
     @abstractmethod
     def lower(self) -> tuple[RankOne, ...]:
-        """Return the operation as rank-one edits, in order."""
+        """Return the edit as rank-one edits, in order of application."""
 
     @property
     def name(self) -> str:
-        """Name of the operation."""
+        """Name of the edit's class, such as "Add"."""
         return type(self).__name__
 
     @property
     def selection(self) -> TokenSelection:
-        """Tokens to edit, parsed."""
+        """Selection of the tokens to edit, parsed from `tokens`."""
         return cast("TokenSelection", self.tokens)
 
     @property
     def replaced(self) -> tuple[int, ...]:
-        """Positions of the rows of a replacement, in their order; empty for any other operation."""
+        """Positions of a `Replace`, in the order of its rows; empty for any other edit."""
         return ()
 
     def points(self, num_layers: int) -> tuple[Point, ...]:
@@ -162,7 +162,7 @@ class Edit(ABC):
         return f"{self.name}({', '.join(f'{name}={_shown(value)}' for name, value in named if value is not None)})"
 
     def _keep(self, field: str, *shapes: str) -> Float[torch.Tensor, " ..."]:
-        """Replace a field by a private float32 copy, independent of the user's tensor.
+        """Replace the value of a field by a float32 copy, independent of the user's tensor, and return it.
 
         Args:
             field: name of the field.
@@ -175,7 +175,7 @@ class Edit(ABC):
         return kept
 
     def _number(self, field: str) -> None:
-        """Replace a field by its value as a float, checked."""
+        """Convert the value of a field to a float, or raise InvalidEdit if it is not a number of float32."""
         number = number_of(getattr(self, field))
         if number is None:
             raise InvalidEdit(f"{self.name}: {field}={shown(getattr(self, field))} is not a number; give a real one")
@@ -184,23 +184,23 @@ class Edit(ABC):
         object.__setattr__(self, field, number)
 
     def _flag(self, field: str) -> None:
-        """Replace a field by its value as a bool, checked."""
+        """Convert the value of a field to a bool, or raise InvalidEdit if it is not a truth value."""
         flag = truth_of(getattr(self, field), f"{self.name}: {field}", wrong=InvalidEdit)
         object.__setattr__(self, field, flag)
 
 
 def _shown(value: object) -> str:
-    """Return a short text for a value; for a tensor, its shape."""
+    """Return a short text for an argument's value; for a tensor, its shape."""
     if isinstance(value, torch.Tensor):
         return f"<{' × '.join(map(str, value.shape))}>"
     return str(value) if isinstance(value, TokenSelection) else repr(value)
 
 
 def unit(edit: Edit, field: str) -> Float[torch.Tensor, "1 width"]:
-    """Return a vector of an edit, scaled to norm 1 in float64, in its own dtype, float32: [1, width].
+    """Return a vector of an edit scaled to norm 1: float32 [1, width], computed in float64.
 
     Raises:
-        InvalidVector: it is zero, and so has no direction.
+        InvalidVector: the vector is zero.
     """
     vector: torch.Tensor = getattr(edit, field)
     norm = vector.double().norm()
@@ -211,12 +211,12 @@ def unit(edit: Edit, field: str) -> Float[torch.Tensor, "1 width"]:
 
 
 def number_in(value: torch.Tensor) -> float:
-    """Return a number computed from an edit's vectors as a float, for `Response`.
+    """Return a tensor of one number, computed from an edit's vectors, as a float for `Response`.
 
-    A tensor that requires a gradient stays a tensor without dimensions; see `steercap.lab.training`.
+    One that requires a gradient is returned unchanged; see `steercap.lab.training`.
     """
     return value if value.requires_grad else float(value)  # type: ignore[return-value]
 
 
-#: Every operation by the name of its file; members are subclasses of `Edit`.
+#: Registry of edit classes, subclasses of `Edit`, by operation name, such as "add".
 EDITS: Registry[type] = Registry("edit", sys.modules[__name__], type)

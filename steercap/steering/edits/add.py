@@ -1,4 +1,4 @@
-"""Additions to rows: of a vector, to all or to those that a probe picks; of a function of the row itself.
+"""Edits that add to rows: a vector, to all rows or to those that a probe selects; or a function of the row itself.
 
 Contrastive activation addition: Rimsky et al. 2024, arXiv:2312.06681. Conditional steering: Lee et al. 2024,
 arXiv:2409.05907. Representation fine-tuning: Wu et al. 2024, arXiv:2404.03592. Feature steering: Templeton et al. 2024,
@@ -20,12 +20,12 @@ from steercap.steering.edits import Edit, RankOne, Vector, number_in, unit
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Add(Edit):
-    """Edit that adds a vector to rows: h <- h + scale v, or with `relative` h <- h + scale ‖h‖ v/‖v‖.
+    """Edit that adds a vector to each row h: h <- h + scale v, or with `relative` h <- h + scale ‖h‖ v/‖v‖.
 
     Args:
         vector: v, [hidden], in the units of the stream.
-        scale: a factor; with `relative` a fraction of the row's own norm. Any finite number, 0 changes nothing.
-        relative: True to scale by the norm of the row at that moment; then only the vector's direction counts.
+        scale: factor of the vector; with `relative` a fraction of the row's norm. Any finite number, 0 changes nothing.
+        relative: True to scale by the norm of the row as preceding edits left it; only the vector's direction counts.
         layer, layers, site, tokens, part, model: see `Edit`.
     """
 
@@ -48,7 +48,7 @@ class Add(Edit):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AddIf(Edit):
-    """Edit that adds a vector to the rows that a probe picks; each row is decided separately.
+    """Edit that adds a vector to the rows at which a linear probe exceeds a threshold, row by row.
 
     h <- h + scale v where h·probe + bias > threshold, and h unchanged elsewhere.
 
@@ -56,8 +56,8 @@ class AddIf(Edit):
         vector: v, [hidden], in the units of the stream.
         probe: [hidden], used without normalisation, such as the weights of a linear probe.
         threshold: value that the probe must exceed.
-        scale: a factor; with `relative` a fraction of the row's own norm.
-        bias: the probe's own bias.
+        scale: factor of the vector; with `relative` a fraction of the row's norm.
+        bias: bias of the probe.
         relative: True to scale by the norm of the row; then only the vector's direction counts.
         layer, layers, site, tokens, part, model: see `Edit`.
     """
@@ -94,16 +94,16 @@ MAX_RANK: Final = 16
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LowRank(Edit):
-    """Edit that adds a low-rank affine function of the row: h <- h + scale Wᵀ(U h + b).
+    """Edit that adds a low-rank affine function of each row h: h <- h + scale Wᵀ(U h + b).
 
-    All k projections are read from the same row. LoReFT's `h + Rᵀ(W h + b - R h)` is
+    All k projections are of the same row. LoReFT's `h + Rᵀ(W h + b - R h)` is
     `LowRank(read=W - R, write=R, bias=b)`.
 
     Args:
         read: U, [k, hidden], k at most 16.
         write: W, [k, hidden].
         bias: b, [k], or None for zeros.
-        scale: a factor on the whole change.
+        scale: factor of the whole change.
         layer, layers, site, tokens, part, model: see `Edit`.
     """
 
@@ -150,9 +150,9 @@ class SAEFeature(Edit):
 
     Args:
         encoder: the feature's encoder weights, [hidden], used as they are.
-        decoder: its decoder weights, [hidden], used as they are.
-        value: its activation afterwards; 0 switches it off.
-        bias: its encoder bias.
+        decoder: the feature's decoder weights, [hidden], used as they are.
+        value: activation of the feature after the edit; 0 switches it off.
+        bias: the feature's encoder bias.
         decoder_bias: [hidden]; the bias that the SAE subtracts from a row before encoding it, or None.
         threshold: threshold of a jumprelu SAE, 0 or above.
         layer, layers, site, tokens, part, model: see `Edit`.

@@ -1,6 +1,6 @@
-"""Conversion of users' vectors and rows to float32 copies, or to an error that names the problem.
+"""Conversion of users' vectors and rows to float32 copies, with checks; and fingerprints of directions.
 
-Copies are independent of the user's tensor, so that no later change of it reaches what was checked.
+Copies are independent of the user's tensor, so that changing it later does not change a vector that was checked.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from steercap.core.values import index_of, parts_of, shown
 from steercap.errors import InvalidSpec, InvalidVector
 from steercap.files.fingerprint import short_name
 
-#: User input for a vector, or for rows: a tensor, an array, or numbers; kept as a float32 copy. For a single layer also
+#: User's value for a vector or rows: a tensor, array or (nested) numbers; kept as a float32 copy. For one layer also
 #: vectors by layer, see `at_layer`.
 Vector: TypeAlias = (
     "torch.Tensor | np.ndarray[Any, Any] | Sequence[float] | Sequence[Sequence[float]] | Mapping[int, torch.Tensor]"
@@ -55,16 +55,16 @@ class FrozenMapping(Mapping[Key, Value], Generic[Key, Value]):
 
 
 def at_layer(value: Any, what: str, layer: int | None, site: str) -> Any:
-    """Take the vector of one layer from `LayerVectors` or a dict by layer; anything else is returned as it is.
+    """Return the vector of one layer from `LayerVectors` or a dict by layer; any other value is returned unchanged.
 
     Args:
         value: the user's vector.
-        what: name of the value, for messages: "Add: vector".
-        layer: the layer that it is for; None if it is for several.
-        site: the site that it is for.
+        what: name of the value in messages, such as "Add: vector".
+        layer: layer of the edit; None if it has several.
+        site: site of the edit.
 
     Raises:
-        InvalidVector: there is none for this layer, or they are of another site, or by name.
+        InvalidVector: there is no vector for this layer, they are of another site, or the mapping is not by layer.
     """
     if not isinstance(value, Mapping):
         return value
@@ -88,10 +88,14 @@ def at_layer(value: Any, what: str, layer: int | None, site: str) -> Any:
 
 
 def model_of(given: Mapping[str, Any], what: str) -> str:
-    """Return the model of the vectors by layer among an edit's arguments, "" if none names one.
+    """Return the model named by the LayerVectors among an edit's arguments, "" if none names one.
+
+    Args:
+        given: arguments by name.
+        what: name of the edit in messages.
 
     Raises:
-        InvalidVector: they are of several models.
+        InvalidVector: they name several models.
     """
     known = models_of(getattr(value, "model", "") for value in given.values() if isinstance(value, Mapping))
     if len(known) > 1:
@@ -100,7 +104,7 @@ def model_of(given: Mapping[str, Any], what: str) -> str:
 
 
 def models_of(labels: Iterable[str]) -> list[str]:
-    """Return the distinct models that labels name, each under its first label; "" names none."""
+    """Return the distinct models in a list of model names, which may have different prefixes; "" is skipped."""
     known: dict[str, str] = {}
     for label in filter(None, labels):
         known.setdefault(short_name(label), label)
@@ -108,10 +112,10 @@ def models_of(labels: Iterable[str]) -> list[str]:
 
 
 def several(given: object, what: str) -> list[Any]:
-    """Return the items of a list, or of anything else that has some, as plain values.
+    """Return the items of a list or another finite iterable, as plain values.
 
     Raises:
-        InvalidSpec: it has none, is text or has no end.
+        InvalidSpec: `given` is not iterable, is text, or is endless.
     """
     found = parts_of(given, what)
     if found is None:
@@ -120,16 +124,16 @@ def several(given: object, what: str) -> list[Any]:
 
 
 def float32_copy(value: Any, what: str, *shapes: str) -> Float[torch.Tensor, " ..."]:
-    """Return a contiguous float32 copy on the CPU.
+    """Return a user's numbers as a contiguous float32 copy on the CPU.
 
     Args:
         value: real numbers: a tensor of any dtype, device, layout or strides, with or without gradient, an array, or
             (nested) lists. Integers are converted; truth values and complex numbers are refused.
-        what: name of the value, for messages: "Add: vector".
+        what: name of the value in messages, such as "Add: vector".
         shapes: allowed shapes: "width" for one vector, "rows width" for several.
 
     Raises:
-        InvalidVector: no such numbers, another shape, empty, or NaN or inf in float32.
+        InvalidVector: not real numbers, another shape, empty, or NaN or inf in float32.
     """
     if isinstance(value, Mapping):  # NumPy would take the keys of some for the numbers
         raise InvalidVector(f"{what} is a mapping with keys {shown(list(value))}; give one of its values")
@@ -156,10 +160,10 @@ def float32_copy(value: Any, what: str, *shapes: str) -> Float[torch.Tensor, " .
 
 
 def _tensor(value: Any) -> torch.Tensor:
-    """Return the user's value as a tensor.
+    """Return a user's value as a tensor of real numbers.
 
     Raises:
-        TypeError, ValueError, RuntimeError: it holds something else than numbers, or rows of different lengths.
+        TypeError, ValueError, RuntimeError: it contains something other than numbers, or rows of different lengths.
     """
     if isinstance(value, (list, tuple)) and value and all(isinstance(part, torch.Tensor) for part in value):
         value = torch.stack([part.detach() for part in value])
@@ -178,40 +182,40 @@ def _tensor(value: Any) -> torch.Tensor:
 
 
 def _plain(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return a copy with a dtype, byte order and strides that torch knows."""
+    """Return a copy of an array with a dtype, byte order and strides that torch supports."""
     known = array.dtype.kind == "f" and array.dtype.itemsize in {2, 4, 8}
     with np.errstate(over="ignore"):  # what becomes infinite is refused
         return np.array(array, dtype=array.dtype.newbyteorder("=") if known else np.float64, order="C")
 
 
 def _holds_truth(value: Any) -> bool:
-    """Return True if a truth value is among the numbers, which NumPy would convert to one of them."""
+    """Return True if a (nested) list contains a truth value, which NumPy would convert to a number."""
     if isinstance(value, (list, tuple)):
         return any(_holds_truth(part) for part in value)
     return isinstance(value, (bool, np.bool_))
 
 
-#: Fingerprint of a direction at one layer.
+#: Fingerprint of a direction at one layer: four numbers, see `marks_of`.
 Mark: TypeAlias = tuple[float, ...]
 
 
-#: Squares of the waves' frequencies: primes, so that no wave is a multiple of another.
+#: Squares of the frequencies of the waves in `marks_of`: primes, so that no frequency is a multiple of another.
 WAVES: Final = (2.0, 3.0, 5.0, 7.0)
 
 
-#: Marks nearer than this are one direction's. Float32 moves a mark by less than 1e-6 at width 8,192; another direction,
+#: Fingerprints nearer than this are equal. Float32 moves one by less than 1e-6 at width 8,192; another direction,
 #: at an angle of x, moves its four marks by about 0.7 x each.
 MARKED: Final = 1e-4
 
 
 def marks_of(units: Float[torch.Tensor, "names hidden"]) -> tuple[Mark, ...]:
-    """Return fingerprints of directions: scalar products with fixed waves of growing frequency.
+    """Return fingerprints of directions, in order: scalar products with fixed waves of growing frequency.
 
-    They are numbers and not a digest of the bytes: the unit vector of a unit vector, or one computed on another
-    machine, differs in its last bits and is the same direction.
+    They are numbers and not a digest of the bytes: a vector that was normalised twice, or computed on another machine,
+    differs in its last bits and is the same direction.
 
     Args:
-        units: directions of length 1, float32 [names, hidden].
+        units: directions of norm 1, float32 [names, hidden].
     """
     places = np.arange(units.shape[1], dtype=np.float64)
     waves = np.cos(np.outer(places**2, np.sqrt(WAVES)))
@@ -219,7 +223,7 @@ def marks_of(units: Float[torch.Tensor, "names hidden"]) -> tuple[Mark, ...]:
 
 
 def alike(first: Mark, second: Mark) -> bool:
-    """Return True if two marks are of the same direction."""
+    """Return True if two fingerprints are of the same direction, up to rounding."""
     return len(first) == len(second) and all(
         abs(mine - theirs) < MARKED for mine, theirs in zip(first, second, strict=True)
     )

@@ -1,4 +1,4 @@
-"""Replacement of rows by others, or of a row's projection on a direction: removed, bounded, or set to a value.
+"""Edits that replace rows by others, or that remove, bound or set a row's projection on a direction.
 
 Activation patching: Meng et al. 2022, arXiv:2202.05262. Directional ablation: Arditi et al. 2024, arXiv:2406.11717.
 Activation capping, as in the assistant axis: Lu et al. 2026, arXiv:2601.10387.
@@ -24,19 +24,19 @@ from steercap.steering.edits import Edit, RankOne, Vector, unit
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Replace(Edit):
-    """Edit that puts rows at positions, such as rows captured from another request: h[positions] <- rows.
+    """Edit that replaces the rows at positions by given ones, such as another request's: h[positions] <- rows.
 
     The first row goes to the first position. This is the one edit that is not rank-one.
 
     Args:
-        rows: [positions, width], or [width] for one position; rounded to the dtype of the point where they are put.
+        rows: [positions, width], or [width] for one position; rounded to the dtype of the point's rows.
         positions: one position or several, all different; negative counts from the end of the prompt. Or a mask, with a
             truth value for each prompt token or for each of prompt + `max_tokens` - 1 positions: the first row goes to
             the first that is true.
-        elements: elements of each row that are replaced; the others keep their values: a slice, a range,
-            indices, or a mask with a truth value for each. None for all of them.
+        elements: elements of each row that are replaced; the others keep their values: a slice, a range, indices, or a
+            mask with a truth value for each. None for all of them.
         layer, layers, site, part, model: see `Edit`; with `part` a row is that of a part, such as a head of `z`.
-        tokens: left out, since `positions` says it.
+        tokens: not given; `positions` selects the tokens.
     """
 
     rows: Vector
@@ -67,7 +67,7 @@ class Replace(Edit):
         object.__setattr__(self, "tokens", selection)
 
     def _positions(self) -> tuple[int, ...] | Mask:
-        """Return the positions as integers, in the order of the rows, or as a mask."""
+        """Return `positions` as integers, in the order of the rows, or as a mask, after checking them."""
         given = plain(self.positions)
         if isinstance(given, Mask):
             return given
@@ -102,7 +102,7 @@ class Replace(Edit):
 
 
 def _elements(given: object, width: int) -> tuple[int, ...]:
-    """Return the indices of the elements that are replaced, ascending."""
+    """Return the indices, ascending, of the elements to replace in rows of `width` elements."""
     parts: list[Any] | None = None
     if isinstance(given, slice):
         with suppress(TypeError, ValueError):
@@ -126,7 +126,7 @@ def _elements(given: object, width: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Ablate(Edit):
-    """Edit that scales the projection of rows on a vector, to 0 by default.
+    """Edit that multiplies the projection of rows on a vector by `keep`, by default 0.
 
     h <- h + (keep - 1) (h·v̂) v̂ with v̂ = v/‖v‖.
 
@@ -151,7 +151,7 @@ class Ablate(Edit):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Cap(Edit):
-    """Edit that clamps the projection of rows on a vector; rows within the bounds are unchanged.
+    """Edit that clamps the projection of rows on a vector to bounds; rows within the bounds are unchanged.
 
     h <- h + (clamp(p, low, high) - p) v̂ with p = h·v̂, v̂ = v/‖v‖.
 
@@ -192,7 +192,7 @@ class SetProjection(Edit):
 
     Args:
         vector: v, [hidden]; its length does not count.
-        value: the projection on v̂, in the units of the stream.
+        value: projection on v̂ after the edit, in the units of the stream.
         layer, layers, site, tokens, part, model: see `Edit`.
     """
 

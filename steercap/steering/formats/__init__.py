@@ -1,4 +1,4 @@
-"""Files of steering in other tools' formats, read into our own types, whose `save` and `load` have our own format."""
+"""Files of steering vectors in other tools' formats, read into and written from steercap's types."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Architecture "controlvector", keys `controlvector.model_hint` and `controlvector.layer_count`, tensors `direction.<N>`
 [hidden], written in float32 and read in float16, float32 or float64. Both programs add direction.N to the output of
-decoder layer N counted from 0: our `resid_post` of layer N. llama.cpp refuses a file with direction.0.
+decoder layer N counted from 0: `resid_post` of layer N here. llama.cpp refuses a file with direction.0.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from steercap.files.base import blame, check_extension, require_file, write_whol
 from steercap.steering.layers import LayerVectors
 
 ARCHITECTURE: Final = "controlvector"
-#: Architecture, name and model in the header.
+#: Keys of the header for architecture, name and model.
 TEXTS: Final = ("general.architecture", "general.name", "controlvector.model_hint")
-#: Allowed dtypes of directions, by GGUF's names.
+#: Allowed dtypes of directions, named as in GGUF.
 FLOATS: Final = ("F32", "F16", "F64")
-#: Errors that gguf's reader raises on damaged files: collected by changing and cutting bytes at random.
+#: Errors that gguf's reader raises on damaged files, found by changing and cutting bytes at random.
 _NO_GGUF: Final = (OSError, ValueError, LookupError, TypeError, OverflowError, MemoryError)
 
 
 def load_control_vector(path: str | Path) -> LayerVectors:
-    """Read the directions, with the model hint as `model` and GGUF's name, if there is one, as `name`.
+    """Read a GGUF control vector; `model` is the file's model hint, `name` its GGUF name, "" if it has none.
 
     Raises:
         InvalidFile: damaged, a GGUF file of something else, or a tensor that is no finite direction in F16, F32, F64.
@@ -54,17 +54,17 @@ def load_control_vector(path: str | Path) -> LayerVectors:
 
 
 def save_control_vector(vectors: LayerVectors, path: str | Path, *, model_hint: str = "") -> Path:
-    """Write directions that repeng and llama.cpp can read.
+    """Write a GGUF control vector, which repeng and llama.cpp can read; return its path.
 
     Args:
         vectors: vectors at `resid_post`, none at layer 0.
         path: the file.
-        model_hint: the file's model hint, `vectors.model` if empty; repeng writes transformers' `model_type`,
-            such as "llama".
+        model_hint: the file's model hint, `vectors.model` if empty; repeng writes transformers' `model_type`, such as
+            "llama".
 
     Raises:
         InvalidSpec: another site, a vector at layer 0, or neither hint nor model.
-        InvalidFile: the name has another extension.
+        InvalidFile: the name does not end in .gguf.
     """
     hint = model_hint or vectors.model
     _check_writable(vectors, hint)
@@ -109,14 +109,18 @@ def _check_writable(vectors: LayerVectors, hint: str) -> None:
 
 
 def _text(reader: Any, key: str) -> str:
-    """Return a text of the header, "" if it is missing or not a text."""
+    """Return the text of a key in the header, "" if it is missing or not a text."""
     field = reader.get_field(key)
     found = field.contents() if field is not None else ""
     return found if isinstance(found, str) else ""
 
 
 def _layer(path: Path, tensor: Any) -> int:
-    """Return the layer of a direction, checked to be floats [hidden]."""
+    """Return the layer in a direction's tensor name, after checking that the tensor is floats [hidden].
+
+    Raises:
+        InvalidFile: it is not, or has another name.
+    """
     match = re.fullmatch(r"direction\.(0|[1-9]\d*)", tensor.name, re.ASCII)
     if not match:
         raise InvalidFile(

@@ -1,4 +1,4 @@
-"""Persona vectors as other programs write them: means by level of roles and traits, and their principal components.
+"""Files of other programs' persona vectors: means of roles and traits by level, and their principal components.
 
     vectors/NAME.pt              level -> [layers, hidden]
     default_vectors.pt           beside the folder; "activations": level -> [layers, hidden]
@@ -28,20 +28,20 @@ from steercap.steering.directions import DirectionSet
 from steercap.steering.edits.inputs import several
 from steercap.steering.layers import LayerVectors
 
-#: Levels that people use by default: of roles, of traits, of captures.
+#: Levels that are read by default: of roles, of traits, of captures.
 DEFAULTS: Final = ("pos_3", "pos_neg_50", "contrast")
 _DIFFERENCES: Final = ("pos_neg", "pos_default", "contrast")  # how levels begin that are differences already
 
 
 @dataclass(frozen=True, eq=False)
 class PersonaFolder:
-    """Vectors of a folder of personas; made by `load_personas`.
+    """Vectors read from a folder of personas by `load_personas`.
 
     Args:
-        directions: vectors by persona.
-        level: their level, such as "pos_3 - default_1".
-        found: number of files that have each level.
-        left_out: reason why a file has no vector, by its name.
+        directions: vectors by persona's name.
+        level: level of the vectors, such as "pos_3 - default_1".
+        found: number of files by level that they have.
+        left_out: reason why a file gave no vector, by file name.
     """
 
     directions: DirectionSet
@@ -55,7 +55,7 @@ class PersonaFolder:
 
 
 def load_levels(path: str | Path, *, model: str = "", layers: Iterable[int] | None = None) -> dict[str, LayerVectors]:
-    """Read every level of one file: of a persona, of defaults, or a capture.
+    """Read all levels (means of some answers) of one file: of a persona, of defaults, or a capture.
 
     Args:
         path: the file.
@@ -63,11 +63,11 @@ def load_levels(path: str | Path, *, model: str = "", layers: Iterable[int] | No
         layers: layers to keep; None for all.
 
     Returns:
-        Vectors at `resid_post` by level, without levels of zeros, which some scripts write where there are no answers.
+        Vectors at `resid_post` by level, without levels of zeros, which some scripts write if there are no answers.
 
     Raises:
-        InvalidFile: damaged, not such a file, or with NaN or inf.
-        LayerOutOfRange, InvalidSpec: a layer that the file does not have; layers that are no list.
+        InvalidFile: damaged, of another format, or with NaN or inf.
+        LayerOutOfRange, InvalidSpec: a layer that the file does not have; `layers` that is not a list.
     """
     path, kept = Path(path), None if layers is None else several(layers, "layers")
     rows = {level: tensor for level, tensor in _tensors(path).items() if bool(tensor.any())}
@@ -86,21 +86,21 @@ def load_personas(
     model: str = "",
     layers: Iterable[int] | None = None,
 ) -> PersonaFolder:
-    """Read one vector of every persona in a folder: `pos_3 - default_1` of roles, `pos_neg_50` of traits.
+    """Read a vector by layer of each persona in a folder: `pos_3 - default_1` of roles, `pos_neg_50` of traits.
 
     Args:
         folder: folder of `NAME.pt`, such as `vectors` or `vectors_vllm_bfloat16`; or one such file.
         level: level to read; None for the one of "pos_3", "pos_neg_50" and "contrast" that the files have.
-        raw: return means as they are, without subtracting the default.
-        default: file of defaults; None for `default_vectors.pt` beside the folder. Read if a mean is not raw.
-        minus: level of that file to subtract.
+        raw: True to return means as they are, without subtracting the default.
+        default: file of defaults; None for `default_vectors.pt` beside the folder. Read only to subtract.
+        minus: level of the file of defaults to subtract.
         model: model of the vectors, which the files do not name.
-        layers: layers to keep, which bounds memory; None for all.
+        layers: layers to keep, to save memory; None for all.
 
     Raises:
         InvalidFile: no folder, no persona in it, no file of defaults, or a file is damaged or of another shape.
-        UnknownName: no file has the level, or the defaults do not; the message lists those there are.
-        LayerOutOfRange, InvalidSpec: a layer that the files do not have; layers that are no list.
+        UnknownName: no file has the level, or the defaults lack `minus`; the message lists the levels.
+        LayerOutOfRange, InvalidSpec: a layer that the files do not have; `layers` that is not a list.
     """
     folder, kept = Path(folder), None if layers is None else several(layers, "layers")
     wanted = DEFAULTS if level is None else (level,)
@@ -136,11 +136,11 @@ def load_personas(
 
 
 def save_levels(levels: Mapping[str, LayerVectors], path: str | Path) -> Path:
-    """Write a persona's levels: a dict of float32 [layers, hidden].
+    """Write a persona's vectors by level to a `.pt`: a dict of float32 [layers, hidden]; return its path.
 
     Raises:
         InvalidSpec: no levels, another site, or layers that are not all from 0 on.
-        InvalidFile: the name has another extension.
+        InvalidFile: the name does not end in .pt.
     """
     return _save({level: _rows(vectors) for level, vectors in levels.items()}, path)
 
@@ -148,12 +148,12 @@ def save_levels(levels: Mapping[str, LayerVectors], path: str | Path) -> Path:
 def save_default_levels(
     levels: Mapping[str, LayerVectors], path: str | Path, *, metadata: Mapping[str, Any] | None = None
 ) -> Path:
-    """Write levels of defaults, such as "default_1", to the `default_vectors.pt` beside a folder.
+    """Write vectors of defaults by level, such as "default_1", to a `default_vectors.pt`; return its path.
 
     Args:
-        levels: the levels.
+        levels: vectors by level.
         path: the file.
-        metadata: plain values to write beside them, such as counts.
+        metadata: plain values to write too, such as counts.
 
     Raises:
         InvalidSpec, InvalidFile: as for `save_levels`.
@@ -165,13 +165,13 @@ def save_default_levels(
 def save_persona_capture(
     persona: LayerVectors, control: LayerVectors, path: str | Path, *, metadata: Mapping[str, Any] | None = None
 ) -> Path:
-    """Write a persona's means, and their difference from those of a control, to a `vectors_vllm_DTYPE/NAME.pt`.
+    """Write a persona's means, and their difference from a control's, to a `vectors_vllm_DTYPE/NAME.pt`.
 
     Args:
-        persona: means of the persona.
-        control: means of the control, whose name is written as `control` of the metadata.
+        persona: mean rows of the persona, by layer.
+        control: mean rows of the control, whose name is written as `control` in the metadata.
         path: the file.
-        metadata: further plain values.
+        metadata: further plain values to write.
 
     Raises:
         InvalidSpec: the control has no name, differs in model, site, width or layers; or as for `save_levels`.
@@ -189,13 +189,13 @@ class PersonaComponents:
 
     Args:
         kind: "role" or "trait".
-        layer: layer from 0.
-        components: unit vectors, float64 [components, hidden].
-        mean: mean of the vectors, float64 [hidden].
+        layer: layer of all vectors, from 0.
+        components: principal components, unit vectors: float64 [components, hidden].
+        mean: mean of the personas' vectors, float64 [hidden].
         variance_explained: fraction of the variance along each component, float64 [components].
-        vectors: float32 [personas, hidden] by level, at the layer.
-        names: names of the personas, by level.
-        further: names of the file's other entries, which are not read.
+        vectors: personas' vectors, float32 [personas, hidden], by level.
+        names: personas' names in the order of `vectors`, by level.
+        further: keys of the file's other entries, which are not read.
     """
 
     kind: str
@@ -213,7 +213,7 @@ def load_components(path: str | Path) -> PersonaComponents:
     """Read a file of principal components, such as `layer22_pos23.pt`; no code in it is run.
 
     Raises:
-        InvalidFile: damaged, lacks something, or its numbers do not fit one another or are not finite.
+        InvalidFile: damaged, incomplete, or with shapes that do not fit one another or numbers that are not finite.
     """
     found = read_pickled(Path(path))
     with blame(Path(path)):
@@ -235,7 +235,7 @@ def load_components(path: str | Path) -> PersonaComponents:
 
 
 def _at_layer(vectors: Any, names: Any, layer: int, width: int) -> Float[torch.Tensor, "personas hidden"]:
-    """Return vectors [hidden] or [layers, hidden] at one layer, checked to be as many as their names."""
+    """Return vectors, each [hidden] or [layers, hidden], at one layer: float32 [personas, hidden]."""
     read = (_numbers(one, 1, 2) for one in vectors)
     rows = [(one[layer] if one.dim() == 2 and layer < len(one) else one).float() for one in read]
     told = all(isinstance(name, str) for name in names)
@@ -245,7 +245,7 @@ def _at_layer(vectors: Any, names: Any, layer: int, width: int) -> Float[torch.T
 
 
 def _numbers(value: Any, *axes: int) -> torch.Tensor:
-    """Return a tensor or an array of one of some numbers of axes in float64, checked to be finite."""
+    """Return a tensor or pickled array of finite floats as float64, if its number of axes is one of `axes`."""
     found = torch.from_numpy(value.numpy()) if isinstance(value, PickledArray) else value
     fits = isinstance(found, torch.Tensor) and found.dim() in axes and found.is_floating_point()
     if not fits or not bool(found.isfinite().all()):
@@ -254,7 +254,7 @@ def _numbers(value: Any, *axes: int) -> torch.Tensor:
 
 
 def _tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors [layers, hidden] of a file by level, in any of its forms."""
+    """Return the tensors [layers, hidden] of a file by level, in any of the formats of this module."""
     found = read_pt(path)
     if isinstance(found, dict) and isinstance(found.get("activations"), dict):
         found = found["activations"]
@@ -270,7 +270,7 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _listing(folder: Path) -> tuple[list[Path], dict[str, str]]:
-    """Return a folder's `.pt` files, or one file, and the others with the reason why they are left out."""
+    """Return a folder's `.pt` files, or the one file given, and the reasons why other entries are left out, by name."""
     if not folder.is_dir():
         require_file(folder)
     held = folder.iterdir() if folder.is_dir() else [folder]

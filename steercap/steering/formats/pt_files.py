@@ -1,7 +1,7 @@
-"""Steering in a `.pt` of other programs: vectors [layers, hidden], one trained vector [hidden], or experiments of caps.
+"""Steering in other programs' `.pt` files: vectors [layers, hidden], a trained vector [hidden], or experiments of caps.
 
 The first is the format of persona vectors (Chen et al. 2025, arXiv:2507.21509). Such a file does not say which layer
-row 0 is, so the caller must: `base` is the row of our layer 0.
+row 0 is, so the caller must: `base` is the row of layer 0.
 
     base=0    row i is layer i
     base=1    row i is layer i - 1; row 0, the embeddings, is not a layer and is left out
@@ -11,9 +11,9 @@ persona_vectors stacks transformers' `hidden_states`, whose entry 0 is the embed
 The second is a folder: `steering_vector.pt` holds "steering_vector", `steering_config.json` names the model and the
 layer, from 0, to whose output the vector is added.
 
-The third is of chatspace, and of the assistant axis (Lu et al. 2026): `{"vectors": {name: {"vector": [hidden], "layer":
-int}}, "experiments": [{"id": str, "interventions": [{"vector": name, "cap": float}]}]}`; other keys are left alone. A
-layer is the output of a decoder layer counted from 0, our `resid_post`; a cap is a projection on the unit vector, in
+The third is chatspace's and the assistant axis's (Lu et al. 2026): `{"vectors": {name: {"vector": [hidden], "layer":
+int}}, "experiments": [{"id": str, "interventions": [{"vector": name, "cap": float}]}]}`; other keys are ignored. A
+layer is the output of a decoder layer counted from 0, `resid_post` here; a cap is a projection on the unit vector, in
 the units of the stream.
 """
 
@@ -34,7 +34,7 @@ from steercap.steering.edits.replace import Cap
 from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec
 
-#: Names of the files of a trained vector.
+#: Names of the two files of a trained vector.
 VECTOR: Final = "steering_vector.pt"
 CONFIG: Final = "steering_config.json"
 
@@ -42,16 +42,16 @@ CONFIG: Final = "steering_config.json"
 def load_layers_pt(
     path: str | Path, *, base: Literal[0, 1], name: str = "", model: str = "", site: str = "resid_post"
 ) -> LayerVectors:
-    """Read a tensor [layers, hidden] of any floating dtype.
+    """Read vectors by layer from a `.pt` that contains a tensor [layers, hidden] of any floating dtype.
 
     Args:
         path: the file.
         base: the row of layer 0: 1 for persona vectors, whose row 0 is the embeddings.
-        name, model, site: labels, which the file does not hold.
+        name, model, site: attributes of the result, which the file does not have.
 
     Raises:
-        InvalidSpec: another base.
-        InvalidFile: damaged, not such a tensor, or holding NaN or inf.
+        InvalidSpec: `base` is neither 0 nor 1.
+        InvalidFile: damaged, not such a tensor, or with NaN or inf.
     """
     first, path = _checked_base(base), Path(path)
     rows = read_pt(path)
@@ -64,11 +64,11 @@ def load_layers_pt(
 
 
 def save_layers_pt(vectors: LayerVectors, path: str | Path, *, base: Literal[0, 1]) -> Path:
-    """Write a float32 tensor [layers, hidden]; with base=1 its row 0, of the embeddings, is zero.
+    """Write vectors to a `.pt` as a float32 tensor [layers, hidden]; with base=1 row 0, the embeddings', is zero.
 
     Raises:
-        InvalidSpec: another base, or a layer missing below the last, for which a row of zeros would be a lie.
-        InvalidFile: the name has another extension.
+        InvalidSpec: another base, or no vector for a layer below the last; a row of zeros there would be wrong.
+        InvalidFile: the name does not end in .pt.
     """
     first = _checked_base(base)
     missing = sorted(set(range(max(vectors))) - set(vectors))
@@ -86,12 +86,12 @@ def save_layers_pt(vectors: LayerVectors, path: str | Path, *, base: Literal[0, 
 
 
 class SteeringConfig(msgspec.Struct, frozen=True):
-    """Contents of `steering_config.json`.
+    """Content of `steering_config.json`, which describes a trained vector.
 
     Args:
-        model_name: the model.
+        model_name: name of the model.
         target_layer: layer from 0 whose output the vector is added to.
-        init_scale: scale of the random vector that training began with; 0 for none.
+        init_scale: scale of the random vector that training started from; 0 for none.
     """
 
     model_name: str
@@ -100,13 +100,13 @@ class SteeringConfig(msgspec.Struct, frozen=True):
 
 
 def load_steering_vector(folder: str | Path) -> tuple[LayerVectors, SteeringConfig]:
-    """Read a trained vector, `steering_vector.pt` and `steering_config.json` in one folder.
+    """Read a trained vector from a folder with `steering_vector.pt` and `steering_config.json`.
 
     Returns:
-        The vector at `resid_post` of its layer, with its model and the folder's name; and the rest.
+        The vector at `resid_post` of its layer, named like the folder; and the configuration.
 
     Raises:
-        InvalidFile: a file is missing or damaged, or lacks something.
+        InvalidFile: a file is missing, damaged or incomplete.
     """
     folder = Path(folder)
     require_file(folder / CONFIG)
@@ -124,7 +124,7 @@ def load_steering_vector(folder: str | Path) -> tuple[LayerVectors, SteeringConf
 
 
 def save_steering_vector(vectors: LayerVectors, folder: str | Path, *, init_scale: float = 0.0) -> Path:
-    """Write a vector of one layer in the form that `load_steering_vector` reads; the configuration last.
+    """Write a vector of one layer to a folder in the form that `load_steering_vector` reads; return the folder.
 
     Raises:
         InvalidSpec: several layers, another site, or no model.
@@ -158,18 +158,18 @@ def _shown(content: object) -> str:
 def load_capping(
     path: str | Path, *, bound: Literal["high", "low"] = "high", experiments: Iterable[str] | None = None
 ) -> dict[str, SteeringSpec]:
-    """Read experiments by id, each as `Cap` edits in the order of its interventions.
+    """Read experiments of capping: a spec of `Cap` edits for each, by id, in the order of its interventions.
 
     Args:
         path: the file, such as `capping_config.pt` of the assistant axis.
-        bound: meaning of a cap: "high" for the greatest projection, as published; "low" for the least, in files of
+        bound: meaning of a cap: "high" for the maximum projection, as published; "low" for the minimum, in files of
             floors.
         experiments: ids to read; None for all.
 
     Raises:
-        InvalidSpec: another bound, or experiments that are no list of ids.
+        InvalidSpec: another `bound`, or `experiments` that is not a list of ids.
         UnknownName: an experiment that the file does not have.
-        InvalidFile: damaged, of another shape, or an experiment or vector that lacks something or holds NaN or inf.
+        InvalidFile: damaged, of another format, or with an experiment or vector that is incomplete or not finite.
     """
     if not isinstance(bound, str) or bound not in {"high", "low"}:
         raise InvalidSpec(f"bound={shown(bound)}; give 'high' for a greatest projection or 'low' for a least one")
@@ -221,7 +221,11 @@ def _cap(path: Path, where: str, intervention: Any, vectors: Any, bound: str) ->
 
 
 def _item(path: Path, where: str, holder: Any, key: str, kinds: tuple[type, ...]) -> Any:
-    """Return `holder[key]`, checked to be of one of some types."""
+    """Return `holder[key]` after checking that it is of one of the types `kinds`; `where` names the holder in errors.
+
+    Raises:
+        InvalidFile: it is missing, or of another type.
+    """
     if not isinstance(holder, dict):
         raise InvalidFile(f"{path}: {where} is {_kind(holder)}, not dict; is this a capping configuration?")
     if key not in holder:

@@ -21,37 +21,37 @@ from steercap.core.values import choices, shown
 from steercap.errors import InvalidFile, InvalidSetting
 from steercap.files.base import require_file
 
-#: Placeholders that a rubric must have.
+#: Placeholders that a trait's rubric must contain.
 PLACES: Final = ("{question}", "{answer}")
 
 
 class Examples(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Sentences that show a trait and sentences that do not, not written by a model, to train a classifier.
+    """Sentences that show a trait and sentences that do not, written by people, to fit a classifier.
 
     Args:
-        positive, negative: equally many of each; those of one index are on one subject, so that only the trait differs.
+        positive, negative: equally many of each; those of one index share a subject, so that only the trait differs.
     """
 
     positive: tuple[str, ...]
     negative: tuple[str, ...]
 
     def __repr__(self) -> str:
-        """Return all sentences under a fixed class name, since folders of scores are named by it."""
+        """Return all sentences under a fixed class name, since names of folders of scores are derived from it."""
         return f"Examples(positive={self.positive!r}, negative={self.negative!r})"
 
 
 class Trait(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Trait of answers: prompts that bring it out, and examples, keywords and a rubric to recognise it.
+    """Trait of answers, such as kindness: prompts that elicit it, and examples, keywords and a rubric to score it.
 
     Args:
         name: one word of letters, digits, _ and -.
         description: one sentence.
-        positive, negative: system prompts that ask for the trait and for its opposite; one at least, and those of one
-            index contrast.
+        positive, negative: system prompts that ask for the trait and for its opposite; one at least; those of one index
+            form a pair.
         questions: everyday questions whose answers may show the trait or not.
         examples: sentences for the scorer "minilm"; four pairs at least.
         keywords: words and phrases that show the trait, for the scorer "keywords".
-        rubric: prompt of the scorer "judge" to the judging model, with placeholders {question} and {answer}.
+        rubric: prompt to the judging model, for the scorer "judge", with placeholders {question} and {answer}.
 
     Raises:
         ValueError: a field is missing, empty or has duplicates, or the rubric lacks a placeholder.
@@ -107,7 +107,7 @@ def load_trait(path: str | Path) -> Trait:
 
 @functools.cache
 def traits() -> Mapping[str, Trait]:
-    """Return the shipped traits, by name."""
+    """Return the traits shipped with steercap, by name."""
     with resources.as_file(resources.files("steercap.lab.personas") / "shipped") as folder:
         found = [load_trait(path) for path in sorted(folder.glob("*.yaml"))]
     return MappingProxyType({trait.name: trait for trait in found})
@@ -124,12 +124,12 @@ def _check(name: str, texts: tuple[str, ...], least: int) -> None:
 
 
 def straightened(text: str) -> str:
-    """Return a text with straight apostrophes and single spaces, so that a phrase is found wherever a line ends."""
+    """Return a text with straight apostrophes, and single spaces for all white space, to search it for phrases."""
     return " ".join(text.replace("’", "'").split())
 
 
 class Scored(NamedTuple):
-    """Question and answer to score.
+    """Answer to score, with its question.
 
     Args:
         question: text of the question; "" for none.
@@ -141,7 +141,7 @@ class Scored(NamedTuple):
 
 
 class Scorer(ABC):
-    """Scorer of a trait; frozen, made from its settings."""
+    """Scorer of answers by a trait: abstract base class; subclasses are frozen dataclasses of their settings."""
 
     @abstractmethod
     async def score(self, trait: Trait, exchanges: Sequence[Scored]) -> list[float | None]:
@@ -152,22 +152,22 @@ class Scorer(ABC):
             exchanges: answers to score, in any number.
 
         Returns:
-            One number each, 0 (not at all) to 100 (wholly); None if it cannot be scored, such as for an empty answer.
+            One number each, in order, 0 (not at all) to 100 (wholly); None for one that cannot be scored (empty).
         """
 
 
 __all__ = ["SCORERS", "Scored", "Scorer", "make_scorer"]
 
-#: Every scorer by the name of its file; members are subclasses of `Scorer`.
+#: Registry of scorer classes, subclasses of `Scorer`, by name, such as "judge".
 SCORERS: Registry[type[Scorer]] = Registry("scorer", sys.modules[__name__], type)
 
 
 def make_scorer(name: str, arguments: Mapping[str, Any] | None = None) -> Scorer:
-    """Return a scorer from its name and arguments, as in settings.
+    """Return a scorer, constructed from its name and arguments.
 
     Args:
         name: name in `SCORERS`.
-        arguments: arguments of its class.
+        arguments: arguments of the scorer's class; None for the defaults.
 
     Raises:
         UnknownName: no scorer has this name.

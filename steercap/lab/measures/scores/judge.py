@@ -1,4 +1,4 @@
-"""Scorer that asks a judging model behind an OpenAI-compatible endpoint, with the trait's rubric."""
+"""Scorer that asks a judging model at an OpenAI-compatible endpoint, with the trait's rubric."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from steercap.lab.measures.scores import Scored, Scorer, Trait
 if TYPE_CHECKING:
     import httpx
 
-#: Maximum tokens of a judge's answer: a number, or a few words around one.
+#: Maximum tokens of a judge's reply: a number, or a few words around one.
 REPLY_TOKENS: Final = 16
-#: Requested candidates for the first token: the most that OpenAI's interface gives.
+#: Number of candidates requested for each token, with probabilities: the maximum of OpenAI's interface.
 CANDIDATES: Final = 20
-#: Less probability than this on numbers is not a judgement. Source: Chen et al., Persona Vectors.
+#: Minimum total probability of numbers for a score by probabilities. Source: Chen et al., Persona Vectors.
 LEAST_MASS: Final = 0.25
-#: Words for the scale, which are not scores.
+#: Mentions of the scale, such as "0-100", which are not scores.
 SCALE: Final = re.compile(r"(?<![\d.,\-])0\s*(?:-|–|—|\bto\b)\s*100(?![\d.,]*\d)", re.IGNORECASE)
-#: Text that may follow a score: its maximum.
+#: Mention of the maximum after a score, such as "/100".
 OF_WHAT: Final = re.compile(r"(?<=\d)\s*(?:/|(?:out )?of)\s*100(?![\d.,]*\d)", re.IGNORECASE)
-#: A whole number at the beginning that is neither a part of a longer one, nor of another scale or a range.
+#: Whole number at the beginning of a reply that is not part of a longer number, another scale or a range.
 NUMBER: Final = re.compile(
     r"\s*([0-9]{1,3})(?!\d|\.\d|,\s*\d|\s*(?:[/\-\u2012-\u2015\u2212]|\bto\b|(?:\bout )?\bof\b)\s*\d)", re.IGNORECASE
 )
-#: Replies of a judge that says that the answer refuses: they begin with this word.
+#: Beginning of a reply that says that the answer refuses.
 REFUSES: Final = re.compile(r"\W*REFUS(?:AL|ED|ES)\b", re.IGNORECASE)
 #: Maximum wait before a retry, in seconds.
 LONGEST_WAIT: Final = 60.0
 
 
 class Judgement(msgspec.Struct, frozen=True):
-    """Judge's reply about one answer.
+    """Judge's reply about one answer, and the score in it.
 
     Args:
-        score: score of the answer, 0 to 100; None if it was refused, or the reply has no score.
+        score: score of the answer, 0 to 100; None if the answer refuses, or the reply has no score.
         refused: True if the judge says that the answer refuses: its reply begins with REFUSAL.
         reply: text of the reply.
     """
@@ -59,28 +59,27 @@ class Judgement(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Judge(Scorer):
-    """Score by a judge: the mean of the numbers 0 to 100 under its probabilities for its first token.
+    """Scorer by a judging model: the mean of the numbers 0 to 100 under its probabilities for its reply's first token.
 
-    Source: Chen et al., Persona Vectors. Probabilities count only where the reply begins with a whole number in one
-    token. Where it does not ("8" and "5" are two tokens of 85), or the server gives no probabilities, the score is the
-    one number in the judge's words, alone or before "/100", "%", "out of 100"; the scale itself ("0-100", "0 to 100")
-    does not count. None if there is neither, if there are several numbers ("8/10"), the number is not from 0 to 100, or
-    the reply is REFUSAL, as a rubric may ask for.
+    Source: Chen et al., Persona Vectors. Probabilities count only if the reply begins with a whole number in one token.
+    If not ("8" and "5" are two tokens of 85), or if the server gives no probabilities, the score is the one number in
+    the reply, alone or before "/100", "%", "out of 100"; the scale itself ("0-100", "0 to 100") does not count. None if
+    there is no number, several ("8/10"), one outside 0 to 100, or the reply is REFUSAL, as a rubric may ask for.
 
     Args:
         base_url: URL of the endpoint, such as "https://api.openai.com/v1".
-        model: name of the judge at the endpoint.
-        api_key: key sent as bearer token; "" takes that of the environment, if it is set.
-        api_key_env: environment variable of the key.
+        model: name of the judging model at the endpoint.
+        api_key: key sent as bearer token; "" for that in the environment, if set.
+        api_key_env: name of the environment variable with the key.
         concurrency: maximum concurrent calls.
         retries: maximum retries after status 429 or 5xx, or no response.
-        backoff: seconds before the second attempt; doubled for each further one, unless the server says how long.
+        backoff: maximum seconds before the second attempt; doubled for each further one, unless the server says.
         timeout: maximum seconds of an attempt.
-        logprobs: request probabilities, which some servers refuse.
+        logprobs: True to request probabilities, which some servers refuse.
 
     Raises:
         InvalidSetting: a value is not valid.
-        JudgeFailed: on scoring; the endpoint refuses, cannot be reached, or answers in another form.
+        JudgeFailed: when scoring, if the endpoint refuses, cannot be reached, or answers in another form.
     """
 
     base_url: str
@@ -118,11 +117,11 @@ class Judge(Scorer):
         return [one.score for one in await self.judge(trait.rubric, exchanges)]
 
     async def judge(self, rubric: str, exchanges: Sequence[Scored]) -> list[Judgement]:
-        """Ask about each answer, and return the replies with their scores, in order.
+        """Ask the judging model about each answer, concurrently; return the judgements in order.
 
         Args:
             rubric: prompt with placeholders {question} and {answer}.
-            exchanges: answers to judge, in any number.
+            exchanges: questions and answers to judge.
 
         Raises:
             JudgeFailed: the endpoint refuses, cannot be reached, or answers in another form.
@@ -139,7 +138,7 @@ class Judge(Scorer):
             return await each_of(exchanges, one, self.concurrency)
 
     async def _reply(self, client: httpx.AsyncClient, prompt: str) -> Mapping[str, Any]:
-        """Return the first choice of the endpoint's answer."""
+        """Send a prompt, with retries, and return the first choice of the endpoint's answer, or raise JudgeFailed."""
         with extra("personas"):
             from httpx import TransportError
         body: dict[str, Any] = {
@@ -173,13 +172,13 @@ class Judge(Scorer):
 
 
 def filled_rubric(rubric: str, exchange: Scored) -> str:
-    """Return the rubric with question and answer filled in; braces in these are kept literally."""
+    """Return a rubric with question and answer filled in; placeholders in these are kept literally."""
     filled = {"{question}": exchange.question, "{answer}": exchange.answer}
     return re.sub(r"\{question\}|\{answer\}", lambda place: filled[place[0]], rubric)
 
 
 def judgement(choice: Mapping[str, Any]) -> Judgement:
-    """Read the score, or the refusal, in a judge's answer: see `Judge`."""
+    """Return the judgement in a choice of the endpoint's chat completion; see `Judge` for the rule."""
     # A judge that refuses itself may say so in a field of its own; that is no score, and no refusal of the answer's.
     reply = content_text(choice["message"]) or str(choice["message"].get("refusal") or "")
     if REFUSES.match(reply):
@@ -196,7 +195,7 @@ def _without_scale(text: str) -> str:
 
 
 def _only_number(text: str) -> float | None:
-    """Read the score from text with a single number; None if it is ambiguous."""
+    """Return the only number in a reply, if it is from 0 to 100; else None."""
     numbers = re.findall(r"[-\u2212]?\d[\d.,]*", _without_scale(text))
     if len(numbers) != 1:
         return None
@@ -205,7 +204,10 @@ def _only_number(text: str) -> float | None:
 
 
 def _expected(candidates: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the mean of the numbers 0 to 100 among a token's candidates; None if they are not whole numbers."""
+    """Return the mean, by probability, of the numbers 0 to 100 among a token's candidates.
+
+    None if their total probability is below `LEAST_MASS`, or if all are digits, which may begin longer numbers.
+    """
     mass: dict[int, float] = {}
     for candidate in candidates:
         text = str(candidate["token"]).strip()
@@ -228,7 +230,7 @@ def _choice(url: str, answer: httpx.Response) -> Mapping[str, Any]:
 
 
 def _retry_seconds(answer: httpx.Response, otherwise: float) -> float:
-    """Return the seconds that the server asks to wait."""
+    """Return the seconds that the server asks to wait, at most `LONGEST_WAIT`; `otherwise` if it does not."""
     try:
         return min(float(answer.headers["retry-after"]), LONGEST_WAIT)
     except (KeyError, ValueError):

