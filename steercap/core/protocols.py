@@ -39,7 +39,7 @@ class OpenModel(Protocol):
 
     @property
     def engine(self) -> Any:
-        """Engine client that serves the model."""
+        """vLLM's `AsyncLLM` that serves the model."""
 
 
 class ReadingModel(OpenModel, Protocol):
@@ -95,11 +95,11 @@ class FetchedRows(Protocol):
 
     @property
     def directions(self) -> Any:
-        """Directions that the rows were projected on, or None; see `CaptureHandle.directions`."""
+        """Names of the directions that the rows were projected on; see `CaptureHandle.directions`."""
 
     @property
     def marks(self) -> Any:
-        """Marks of positions; see `CaptureHandle.marks`."""
+        """Fingerprints of the directions that the rows were projected on, by layer; see `CaptureHandle.marks`."""
 
     @property
     def num_layers(self) -> int:

@@ -95,7 +95,7 @@ class EncoderShape(msgspec.Struct, frozen=True, array_like=True):
     Args:
         d_in: number of elements of a row.
         d_sae: number of features.
-        k: maximum number of active features of a row, 0 for any number.
+        k: number of greatest pre-activations kept per row, 0 for all.
         normalisation: name of the normalisation applied to a row first.
         centred: True if a row's mean is subtracted before normalisation.
         thresholds, shifts: True if the encoder has these tensors.
