@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
-from steercap import Ablate, Add, Cap, LowRank, Point, Replace, SteeringSpec
+from steercap import Ablate, Add, Cap, LogitBias, LowRank, Point, Replace, SteeringSpec
 from steercap.errors import InvalidFile, InvalidSpec, RunDiffers, UnknownName
 from steercap.files.tables import read_table
 from steercap.lab.measures.score import Classifier
@@ -205,6 +205,14 @@ def test_a_replacement_belongs_to_one_prompt() -> None:
     """Its positions mean nothing in another text."""
     with pytest.raises(InvalidSpec, match="it cannot be compared on many prompts"):
         over_read(SteeringSpec([Replace(torch.ones(1, WIDTH), positions=[0], layer=1)]), 4, 6)
+
+
+@pytest.mark.parametrize("tokens", ["all", "last_prompt", ["last_prompt", "generated"]])
+def test_a_bias_of_logits_cannot_be_read_under(tokens) -> None:
+    """vLLM computes the logits of a text that is read apart, so the task would be that of no steering."""
+    bias = LogitBias({3: 1.0}, tokens=tokens)
+    with pytest.raises(InvalidSpec, match=r"evaluate it with tasks=\[\]"):
+        over_read(SteeringSpec([Add(vectors(1)[1], layer=1), SteeringSpec([bias])]), 4, 6)
 
 
 def test_random_edits_are_as_long() -> None:
