@@ -642,6 +642,33 @@ def test_a_method_that_costs_nothing_is_not_compared_at_no_steering() -> None:
         alike.matched()
 
 
+def test_a_loss_of_accuracy_is_a_cost() -> None:
+    """Where more is better, methods are compared at the accuracy that all fall to; one that gains does not lift the rest."""
+    shares = {("none", 1): 0.9, ("mine", 1): 0.8, ("mine", 2): 0.5, ("weak", 1): 0.95, ("weak", 3): 0.4}
+    one, task = results(), Choices(first=20)
+    readings = {}
+    for condition in one.evaluation.conditions():
+        right = round(20 * shares.get((condition.method, condition.dose), 0.9))
+        readings[condition] = [1.0] * right + [0.0] * (20 - right)
+    found = dataclasses.replace(one, readings={"choices": readings}, tasks={"choices": task})
+    assert found.reached_by_all("choices") == pytest.approx(0.5)
+    lines = {line.method: line for line in found.matched(by="choices")}
+    assert (lines["mine"].how, lines["mine"].dose) == ("interpolated", pytest.approx(2))
+    assert (lines["weak"].how, lines["weak"].dose) == ("interpolated", pytest.approx(1 + 2 * 0.45 / 0.55))
+    beyond = {line.method: line for line in found.matched(by="choices", at=0.3)}
+    assert [(beyond[name].how, beyond[name].dose) for name in ("mine", "weak")] == [("never", 2), ("never", 3)]
+    gains = {one: [1.0] * 20 if one.method == "weak" else row for one, row in readings.items() if one.method != "mine"}
+    gains |= {one: [1.0] * 20 for one in readings if one.method == "mine"}
+    with pytest.raises(InvalidSpec, match="choices is below that of no steering"):
+        dataclasses.replace(found, readings={"choices": gains}).reached_by_all("choices")
+
+
+def test_no_perplexity_is_zero() -> None:
+    """A factor is above 0."""
+    with pytest.raises(InvalidSpec, match="at=0: neutral is a factor"):
+        results().matched(at=0)
+
+
 def test_costs_are_of_what_every_method_was_measured_on() -> None:
     """A dear item that one method has no number for makes nothing cheap; a dose of which nothing is known is passed over."""
     one = results()
