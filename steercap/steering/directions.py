@@ -168,13 +168,18 @@ class DirectionSet(Mapping[str, LayerVectors]):
         return replace(self, directions={name: self[name] for name in wanted})
 
     def at_layers(self, layers: Iterable[int]) -> DirectionSet:
-        """Return the same directions with only some of their layers.
+        """Return the same directions with only some of their layers, and what the provenance says of these.
 
         Raises:
             LayerOutOfRange: a layer they have no vectors for.
         """
         wanted = several(layers, "layers")
-        return self._each(lambda vectors: vectors.at_layers(wanted))
+        found = self._each(lambda vectors: vectors.at_layers(wanted))
+        auc, norms = (
+            {name: {layer: value for layer, value in each.items() if layer in found.layers} for name, each in by.items()}
+            for by in (self.provenance.auc, self.provenance.row_norms)
+        )
+        return replace(found, provenance=replace(self.provenance, auc=auc, row_norms=norms))
 
     def unit(self) -> DirectionSet:
         """Return the same directions at length 1.
