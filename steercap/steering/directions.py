@@ -175,11 +175,12 @@ class DirectionSet(Mapping[str, LayerVectors]):
         """
         wanted = several(layers, "layers")
         found = self._each(lambda vectors: vectors.at_layers(wanted))
-        auc, norms = (
-            {name: {layer: value for layer, value in each.items() if layer in found.layers} for name, each in by.items()}
-            for by in (self.provenance.auc, self.provenance.row_norms)
-        )
-        return replace(found, provenance=replace(self.provenance, auc=auc, row_norms=norms))
+        known = self.provenance
+
+        def kept(measured: Mapping[str, Mapping[int, float]]) -> dict[str, dict[int, float]]:
+            return {name: {at: by[at] for at in found.layers if at in by} for name, by in measured.items()}
+
+        return replace(found, provenance=replace(known, auc=kept(known.auc), row_norms=kept(known.row_norms)))
 
     def unit(self) -> DirectionSet:
         """Return the same directions at length 1.

@@ -419,7 +419,7 @@ def test_random_vectors_that_agree_have_no_deviation(value, count) -> None:
     one = msgspec.structs.replace(results().effects("length")[0], random=(value,) * count)
     for steered, away in ((value, 0.0), (value + 0.5, math.inf), (value - 0.5, -math.inf), (math.nan, math.nan)):
         at = msgspec.structs.replace(one, steered=Mean(steered, 0.0, 3)).deviations
-        assert at == away or math.isnan(at) and math.isnan(away)
+        assert at == away or (math.isnan(at) and math.isnan(away))
 
 
 @pytest.mark.parametrize("name", list(OPERATIONS))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -175,9 +174,9 @@ class EvaluationResults:
                 costs = [cost for dose, cost in self._numbers.costs(line, by).items() if dose]
                 most += [max(costs)] if costs and max(costs) > self._numbers.plain_cost(by) else []
         if not most:
+            worse = "above" if self._numbers.less_better(by) else "below"
             raise InvalidSpec(
-                f"no method has doses at which its {by} is {'above' if self._numbers.less_better(by) else 'below'} that "
-                "of no steering; say where to compare: at="
+                f"no method has doses at which its {by} is {worse} that of no steering; say where to compare: at="
             )
         return self._numbers.value_at(min(most), by)
 
