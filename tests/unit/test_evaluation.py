@@ -18,6 +18,7 @@ from hypothesis import strategies as some
 from steercap import Ablate, Add, Cap, LogitBias, LowRank, Point, Replace, SteeringSpec
 from steercap.errors import InvalidFile, InvalidSpec, RunDiffers, UnknownName
 from steercap.files.tables import read_table
+from steercap.lab.directions import extract
 from steercap.lab.measures.score import Classifier
 from steercap.lab.measures.statistics import cluster_means, difference, estimate, sign_flip, slope
 from steercap.lab.measures.texts import Length, Matches, Perplexity, Refusal
@@ -33,6 +34,7 @@ from steercap.lab.studies.evaluation import (
     benjamini_hochberg,
     corrected,
     holm,
+    read_results,
 )
 from steercap.lab.studies.evaluation.columns import Place, path, place_of
 from steercap.lab.studies.evaluation.definition import FOLDER
@@ -389,6 +391,17 @@ def test_a_folder_takes_further_methods(tmp_path) -> None:
     (tmp_path / "evaluation.json").write_text("{")
     with pytest.raises(InvalidFile, match=r"evaluation\.json"):
         FOLDER.check_same(tmp_path, lambda found: first.definition(found.model))
+
+
+def test_results_are_read_without_a_trace(tmp_path) -> None:
+    """A method that was not evaluated is refused, and the folder stays as it is."""
+    mine = Method(name="mine", steering=vectors(1))
+    Folder(tmp_path, evaluation(methods=[mine]), MODEL)
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*")}
+    more = evaluation(methods=[mine, Method(name="prompt", system="Be warm.")])
+    with pytest.raises(InvalidFile, match=r"lacks a part of .*'prompt'"):
+        read_results(more, out=tmp_path, tasks=[])
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*")} == before
 
 
 # Measures and tasks
@@ -829,6 +842,23 @@ def test_texts_are_dealt_to_two_sides_alike(sizes) -> None:
     for group in range(len(sizes)):
         here, there = (sum(own == group for _, own in side) for side in (one, other))
         assert abs(here - there) <= 1
+
+
+async def test_each_text_has_a_group() -> None:
+    """Another number is refused before anything is read; the negative texts take the positive ones' groups by default."""
+    model: Any = None  # nothing is read
+    like = LayerVectors({1: torch.ones(4)})
+    for groups, says in (
+        ({"groups": [0, 1, 2]}, "groups of 3 texts, and there are 2"),
+        ({"groups": [0, 1]}, "negative_groups of 2 texts, and there are 3"),
+        ({"negative_groups": [0]}, "negative_groups of 1 texts, and there are 3"),
+    ):
+        for made in (
+            extract(model, ["a", "b"], ["c", "d", "e"], name="x", **groups),
+            shuffled(model, ["a", "b"], ["c", "d", "e"], like=like, **groups),
+        ):
+            with pytest.raises(InvalidSpec, match=says):
+                await made
 
 
 async def test_a_control_of_pairs_is_refused() -> None:
