@@ -24,12 +24,13 @@ from steercap.captures.files import Saved, constants_of, shape_of
 from steercap.captures.handle import CaptureHandle
 from steercap.captures.rows import Rows
 from steercap.core.display import brief
+from steercap.core.schema import ATTENTION
 from steercap.core.spec import Point
 from steercap.errors import InvalidFile
 from steercap.files.base import blame
 from steercap.files.folder import FolderKind, differences
 from steercap.files.journal import Journal
-from steercap.kernels.codecs.coded import coding_of, parts_of
+from steercap.kernels.codecs.coded import FEATURES, coding_of, parts_of
 
 VERSION: Final = 1
 FILE: Final = "manifest.json"
@@ -100,7 +101,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Args:
         points: captured points, layer by layer.
         returned: "gathered" if rows are whole, "sharded" if `gather=False` left some as the tensor-parallel ranks
-            had them, "summary" if numbers computed of rows were kept: a reduction or projections.
+            had them, "summary" if numbers computed of rows were kept: a reduction, projections, features of an SAE or
+            a summary of attention.
         reduce: the reduction, or None.
         directions: names of the directions that rows were projected on.
         versions: versions of the libraries that wrote them.
@@ -314,7 +316,8 @@ def layout_of(saved: Saved) -> Layout:
     """Return the storage format of a handle's rows."""
     header = saved.header
     points = tuple(_point(point.layer, point.site, rows) for point, rows in saved.rows.items())
-    summary = header.reduce is not None or bool(header.directions)
+    computed = any(point.codec in {FEATURES, ATTENTION} for point in points)
+    summary = header.reduce is not None or bool(header.directions) or computed
     returned: Returned = "sharded" if any(point.shards for point in points) else "gathered"
     return Layout(points, "summary" if summary else returned, header.reduce, header.directions, versions())
 
