@@ -17,7 +17,7 @@ import torch
 from steercap.captures import files, npz
 from steercap.captures.experts import Experts, experts, logits_of
 from steercap.captures.fetching import fetch_all, fetched_in_parts
-from steercap.captures.lens import BEHIND, MOST_BYTES, Lens, point_of, unembed
+from steercap.captures.lens import BEHIND, MOST_BYTES, Lens, check_own, point_of, unembed
 from steercap.captures.lifecycle import Lifecycle, Source, Stage
 from steercap.captures.rows import Captures, Coded, Featured, Found
 from steercap.core.attention import AttentionRule
@@ -341,7 +341,7 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
         """Return next-token predictions of stream rows, by the model's own final norm and unembedding on its workers.
 
         Without `layer` they are the model's own: the logits that it samples from, with the log probabilities that vLLM
-        reports, except for a LoRA adapter's change of the unembedding itself.
+        reports, except for a LoRA adapter's change of the unembedding itself, a `LogitBias`, and what a codec rounds.
 
         Args:
             layer: layer of the rows; left out, the rows behind the final norm, or at the end of the last layer.
@@ -355,14 +355,17 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
 
         Raises:
             CaptureNotFetched, CaptureReleased: as for `captures`.
-            InvalidRequest: rows that were not captured or are not of the stream, a handle from a file or a server
-                (`unembed` of an open model takes its rows), or numbers that do not fit.
+            InvalidRequest: rows that were not captured or are not of the stream, without `layer` rows that an edit
+                changed behind where they were captured, a handle from a file or a server (`unembed` of an open model
+                takes its rows), or numbers that do not fit.
             InvalidSelection: tokens of which no row was captured.
             EngineFailure: the engine has died or was closed.
         """
         source = self._open_source("lens", "give its rows to unembed() of an open model")
         self._require_rows("lens")
         point = point_of(self.points, self.num_layers, layer, site)
+        if layer is None and site is None:
+            check_own(source, point, self.num_layers)
         at = slice(None) if tokens is None else self._rows_at(tokens)
         rows = self.captures.elements(point)[at]
         if translator is not None:

@@ -23,6 +23,7 @@ from steercap.errors import CaptureError, CaptureIncomplete, CaptureNotFetched, 
 
 if TYPE_CHECKING:
     from steercap.core.budget import Reservation
+    from steercap.core.spec import Point
     from steercap.engine.engine import Engine
     from steercap.files.spill import SpillFile
 
@@ -145,6 +146,7 @@ class Source:
         reservation: the memory they take.
         expected: the expected rows; the last token has no row, since it was never an input.
         recomputable: object that can recompute them once the engine has died, or None.
+        edited: points that the request's steering edits.
     """
 
     engine: Engine
@@ -152,6 +154,7 @@ class Source:
     reservation: Reservation
     expected: Expected
     recomputable: Recomputable | None = None
+    edited: frozenset[Point] = frozenset()
 
     @property
     def wanted(self) -> Wanted:

@@ -20,7 +20,7 @@ from steercap.captures.handle import CaptureHandle
 from steercap.captures.rows import Rows
 from steercap.core.receipt import SteeringReceipt
 from steercap.core.spec import CaptureSpec, Point
-from steercap.errors import CaptureMemoryFull
+from steercap.errors import CaptureMemoryFull, InvalidRequest
 from steercap.kernels.codecs.coded import CodedRows, coding_of
 from steercap.requests.job import Job, rows_so_far
 from steercap.requests.sketching import RunningSketch
@@ -237,7 +237,7 @@ async def logits_of(handle: CaptureHandle, vocabulary: int, deliver: Callable[[b
     """Describe the logits of all rows of a capture, [1, rows, vocabulary], and deliver them as a safetensors file.
 
     They are in the dtype of the rows where that changes none of them, else in float32. What is too large to be made or
-    to be kept, or would be made of rounded rows, is left out, and `note` says why.
+    to be kept, or would be made of rounded rows or of others than the model's, is left out, and `note` says why.
 
     Args:
         handle: fetched, with rows of the stream at the last layer.
@@ -255,15 +255,15 @@ async def logits_of(handle: CaptureHandle, vocabulary: int, deliver: Callable[[b
             "tokens"
         )
     else:
-        found = (await handle.lens(full=True, top=1, max_bytes=MOST_LOGITS)).logits
-        assert found is not None
-        rows = next(iter(handle.captures.values())).dtype
-        if torch.equal(found.to(rows).float(), found):
-            found, dtype = found.to(rows), rows
-        size = found.nbytes
         try:
+            found = (await handle.lens(full=True, top=1, max_bytes=MOST_LOGITS)).logits
+            assert found is not None
+            rows = next(iter(handle.captures.values())).dtype
+            if torch.equal(found.to(rows).float(), found):
+                found, dtype = found.to(rows), rows
+            size = found.nbytes
             place = deliver(await asyncio.to_thread(save, {"_logits": found[None]}))
-        except CaptureMemoryFull as error:
+        except (InvalidRequest, CaptureMemoryFull) as error:
             why = f": {error}"
     said = _tensor(str(dtype).removeprefix("torch."), shape, size, place)
     return {**said, "note": said["note"] + why, **place}
