@@ -17,7 +17,7 @@ import torch
 from steercap.captures import files, npz
 from steercap.captures.experts import Experts, experts, logits_of
 from steercap.captures.fetching import fetch_all, fetched_in_parts
-from steercap.captures.lens import BEHIND, MOST_BYTES, Lens, check_own, point_of, unembed
+from steercap.captures.lens import BEHIND, MOST_BYTES, Lens, point_of, unembed
 from steercap.captures.lifecycle import Lifecycle, Source, Stage
 from steercap.captures.rows import Captures, Coded, Featured, Found
 from steercap.core.attention import AttentionRule
@@ -365,7 +365,7 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
         self._require_rows("lens")
         point = point_of(self.points, self.num_layers, layer, site)
         if layer is None and site is None:
-            check_own(source, point, self.num_layers)
+            source.require_own(point, Point(self.num_layers - 1, BEHIND))
         at = slice(None) if tokens is None else self._rows_at(tokens)
         rows = self.captures.elements(point)[at]
         if translator is not None:

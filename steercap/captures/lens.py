@@ -32,7 +32,6 @@ from steercap.files.fingerprint import nearest_path
 from steercap.kernels.bits import exact_products
 
 if TYPE_CHECKING:
-    from steercap.captures.lifecycle import Source
     from steercap.engine.engine import Engine
 
 CONFIG: Final = "config.json"
@@ -261,26 +260,6 @@ def point_of(points: Sequence[Point], num_layers: int, layer: int | None, site: 
             f"lens: {' or '.join(map(str, wanted))} was not captured; captured: {', '.join(map(str, points))}"
         )
     return found
-
-
-def check_own(source: Source, point: Point, num_layers: int) -> None:
-    """Check that rows of the last point are those that the model made its logits of.
-
-    Raises:
-        InvalidRequest: they are from before their edits, or before the norm whose rows were edited.
-    """
-    kept = source.expected.plan.capture
-    if kept is not None and kept.before_edits and point in source.edited:
-        raise InvalidRequest(
-            f"lens: rows of {point} are from before their edits, so the model predicted from others; capture without "
-            f"before_edits=, or give layer={point.layer} to read them as they are"
-        )
-    behind = Point(num_layers - 1, BEHIND)
-    if point != behind and behind in source.edited:
-        raise InvalidRequest(
-            f"lens: the request edits {behind}, so the model predicted from other rows than the norm makes of {point}; "
-            f"capture {BEHIND!r}, or give layer={point.layer} to read these without that edit"
-        )
 
 
 def _rounded(rows: torch.Tensor, width: int, dtype: torch.dtype) -> Float[torch.Tensor, "rows hidden"]:

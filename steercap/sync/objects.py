@@ -306,7 +306,7 @@ class CaptureHandle(
         """Return next-token predictions of stream rows, by the model's own final norm and unembedding on its workers.
 
         Without `layer` they are the model's own: the logits that it samples from, with the log probabilities that vLLM
-        reports, except for a LoRA adapter's change of the unembedding itself.
+        reports, except for a LoRA adapter's change of the unembedding itself, a `LogitBias`, and what a codec rounds.
 
         Args:
             layer: layer of the rows; left out, the rows behind the final norm, or at the end of the last layer.
@@ -320,8 +320,9 @@ class CaptureHandle(
 
         Raises:
             CaptureNotFetched, CaptureReleased: as for `captures`.
-            InvalidRequest: rows that were not captured or are not of the stream, a handle from a file or a server
-                (`unembed` of an open model takes its rows), or numbers that do not fit.
+            InvalidRequest: rows that were not captured or are not of the stream, without `layer` rows that an edit
+                changed behind where they were captured, a handle from a file or a server (`unembed` of an open model
+                takes its rows), or numbers that do not fit.
             InvalidSelection: tokens of which no row was captured.
             EngineFailure: the engine has died or was closed.
         """

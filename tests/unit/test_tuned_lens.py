@@ -19,7 +19,6 @@ from torch import nn
 from steercap import Point
 from steercap.captures import TunedLens
 from steercap.captures.checks import Expected
-from steercap.captures.lens import check_own
 from steercap.captures.lifecycle import Source
 from steercap.core.messages import Owner
 from steercap.errors import InvalidFile, InvalidRequest
@@ -137,4 +136,4 @@ def test_the_model_s_own_prediction_is_of_rows_as_they_were_edited(edited, captu
     expected = Expected("r", plan, (point,), TOKENS)
     source = Source(keeper, Owner("r", 0), reservation, expected, edited=frozenset({Point(2, edited)}))
     with pytest.raises(InvalidRequest, match=says) if says else nullcontext():
-        check_own(source, point, 3)
+        source.require_own(point, Point(2, "final_norm"))
