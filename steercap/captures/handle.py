@@ -338,7 +338,7 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
         """Return next-token predictions from captured rows, by the model's own final norm and unembedding on workers.
 
         Without `layer` they are the model's own: the logits that it samples from, with the log probabilities that vLLM
-        reports, except for a LoRA adapter's change of the unembedding itself.
+        reports, except for a LoRA adapter's change of the unembedding itself, a `LogitBias`, and what a codec rounds.
 
         Args:
             layer: layer of the rows; None for rows behind the final norm, or at the end of the last layer.
@@ -352,14 +352,17 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
 
         Raises:
             CaptureNotFetched, CaptureReleased: as for `captures`.
-            InvalidRequest: the rows were not captured or are not of the residual stream, the handle is from a file or a
-                server (use `unembed` of an open model), or a number is out of range.
+            InvalidRequest: the rows were not captured, are not of the residual stream, an edit changed them after their
+                capture (without `layer`), the handle is from a file or a server (use `unembed` of an open model), or a
+                number is out of range.
             InvalidSelection: a selected token has no captured row.
             EngineFailure: the engine has died or was closed.
         """
         source = self._open_source("lens", "give its rows to unembed() of an open model")
         self._require_rows("lens")
         point = point_of(self.points, self.num_layers, layer, site)
+        if layer is None and site is None:
+            source.require_own(point, Point(self.num_layers - 1, BEHIND))
         at = slice(None) if tokens is None else self._rows_at(tokens)
         rows = self.captures.elements(point)[at]
         if translator is not None:

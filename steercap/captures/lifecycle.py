@@ -19,10 +19,18 @@ from steercap.captures.rows import Captures, Found
 from steercap.captures.spilled import Spilled
 from steercap.core.messages import Owner, Wanted
 from steercap.core.protocols import AWAITED, NonCopyable
-from steercap.errors import CaptureError, CaptureIncomplete, CaptureNotFetched, CaptureNotFinite, CaptureReleased
+from steercap.errors import (
+    CaptureError,
+    CaptureIncomplete,
+    CaptureNotFetched,
+    CaptureNotFinite,
+    CaptureReleased,
+    InvalidRequest,
+)
 
 if TYPE_CHECKING:
     from steercap.core.budget import Reservation
+    from steercap.core.spec import Point
     from steercap.engine.engine import Engine
     from steercap.files.spill import SpillFile
 
@@ -145,6 +153,7 @@ class Source:
         reservation: worker memory that is reserved for the rows.
         expected: the expected rows; the last token has no row, since it was never an input.
         recomputable: object that can recompute the rows once the engine has died, or None.
+        edited: points that the request's steering edits.
     """
 
     engine: Engine
@@ -152,6 +161,7 @@ class Source:
     reservation: Reservation
     expected: Expected
     recomputable: Recomputable | None = None
+    edited: frozenset[Point] = frozenset()
 
     @property
     def wanted(self) -> Wanted:
@@ -163,6 +173,28 @@ class Source:
         """True if the rows can be fetched in parts: they are neither reduced nor summarised as attention."""
         capture = self.expected.plan.capture
         return capture is not None and capture.reduce is None and capture.attention is None
+
+    def require_own(self, point: Point, behind: Point) -> None:
+        """Check that rows of a point are those that the model made its logits of.
+
+        Args:
+            point: the point, at the end of the last layer or behind the final norm.
+            behind: the point behind the final norm.
+
+        Raises:
+            InvalidRequest: they are from before their edits, or before the norm whose rows were edited.
+        """
+        capture = self.expected.plan.capture
+        if capture is not None and capture.before_edits and point in self.edited:
+            raise InvalidRequest(
+                f"lens: rows of {point} are from before their edits, so the model predicted from others; capture "
+                f"without before_edits=, or give layer={point.layer} to read them as they are"
+            )
+        if point != behind and behind in self.edited:
+            raise InvalidRequest(
+                f"lens: the request edits {behind}, so the model predicted from other rows than the norm makes of "
+                f"{point}; capture {behind.site!r}, or give layer={point.layer} to read these without that edit"
+            )
 
     @property
     def place(self) -> object:

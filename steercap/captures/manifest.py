@@ -24,12 +24,13 @@ from steercap.captures.files import Saved, constants_of, shape_of
 from steercap.captures.handle import CaptureHandle
 from steercap.captures.rows import Rows
 from steercap.core.display import brief
+from steercap.core.schema import ATTENTION
 from steercap.core.spec import Point
 from steercap.errors import InvalidFile
 from steercap.files.base import blame
 from steercap.files.folder import FolderKind, differences
 from steercap.files.journal import Journal
-from steercap.kernels.codecs.coded import coding_of, parts_of
+from steercap.kernels.codecs.coded import FEATURES, coding_of, parts_of
 
 VERSION: Final = 1
 FILE: Final = "manifest.json"
@@ -99,7 +100,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Args:
         points: captured points, layer by layer.
         returned: "gathered" for whole rows, "sharded" if `gather=False` left some in shards of the tensor-parallel
-            ranks, "summary" for numbers computed from rows: a reduction or projections.
+            ranks, "summary" for numbers computed from rows: a reduction, projections, SAE features or attention
+            summaries.
         reduce: the reduction, or None.
         directions: names of the directions that rows were projected on.
         versions: versions of the libraries that wrote the captures.
@@ -313,7 +315,8 @@ def layout_of(saved: Saved) -> Layout:
     """Return the storage format of a capture's rows, for a manifest."""
     header = saved.header
     points = tuple(_point(point.layer, point.site, rows) for point, rows in saved.rows.items())
-    summary = header.reduce is not None or bool(header.directions)
+    computed = any(point.codec in {FEATURES, ATTENTION} for point in points)
+    summary = header.reduce is not None or bool(header.directions) or computed
     returned: Returned = "sharded" if any(point.shards for point in points) else "gathered"
     return Layout(points, "summary" if summary else returned, header.reduce, header.directions, versions())
 

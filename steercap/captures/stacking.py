@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
 from steercap.captures.handle import CaptureHandle
 from steercap.captures.rows import Captures
+from steercap.core.display import span
 from steercap.core.spec import Layers, Point, resolve_layers
 from steercap.core.tokens import Tokens, TokenSelection, selected
 from steercap.core.values import choices, shown
@@ -39,8 +40,8 @@ def stack(
         [prompts, layers, hidden] in the dtype of the rows; with `project=`, [prompts, layers, directions].
 
     Raises:
-        InvalidRequest: there are no handles, lists are nested, or handles differ in model, layers, site, width, dtype,
-            reduction or directions.
+        InvalidRequest: there are no handles, lists are nested, layers have different widths, or handles differ in
+            model, layers, site, width, dtype, reduction or directions.
         InvalidSelection: `tokens` selects no token of a handle, several, or one that was not captured.
         LayerOutOfRange: a layer was not captured.
         CaptureNotFetched, CaptureReleased: a handle is not fetched, or was released.
@@ -51,7 +52,9 @@ def stack(
     rows = []
     for number, handle in enumerate(given):
         at = _row(number, handle, tokens)
-        rows.append(torch.stack([_point_rows(handle.captures, Point(layer, site), at) for layer in wanted]))
+        by_layer = {layer: _point_rows(handle.captures, Point(layer, site), at) for layer in wanted}
+        _check_widths(by_layer, site)
+        rows.append(torch.stack([*by_layer.values()]))
     return torch.stack(rows)
 
 
@@ -110,6 +113,16 @@ def _check_alike(handles: Sequence[CaptureHandle], site: str, *, every: bool) ->
                     f"stack: handles differ in their {name}: {found[0]!r} of handle 0, {value!r} of handle {number}; "
                     "stack those that are alike" + (", or give layers=" if name.startswith("layers") else "")
                 )
+
+
+def _check_widths(rows: Mapping[int, torch.Tensor], site: str) -> None:
+    """Check that the rows of all layers have one shape; `k` of some models, such as Gemma 4, has several."""
+    layers: dict[tuple[int, ...], list[int]] = {}
+    for layer, row in rows.items():
+        layers.setdefault(tuple(row.shape), []).append(layer)
+    if len(layers) > 1:
+        held = ", ".join(f"{list(shape)} at layers {span(at)}" for shape, at in layers.items())
+        raise InvalidRequest(f"stack: rows of {site!r} are {held}; give layers= of one width")
 
 
 def _form(handle: CaptureHandle, site: str) -> tuple[int | str, torch.dtype] | None:

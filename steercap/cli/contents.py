@@ -283,7 +283,7 @@ def _named(directions: DirectionSet, name: str | None) -> DirectionSet:
     (old,) = directions
     renamed: dict[str, Any] = {
         field: {name: known[old]} if old in (known := getattr(directions.provenance, field)) else {}
-        for field in ("prompts", "rows", "held_out", "auc")
+        for field in ("prompts", "rows", "held_out", "auc", "row_norms")
     }
     return DirectionSet({name: directions[old]}, replace(directions.provenance, **renamed))
 

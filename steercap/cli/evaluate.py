@@ -125,7 +125,9 @@ def report(results: EvaluationResults, settings: EvaluationFile, out: Path, term
     results.save_summary(out / "methods.parquet")
     results.save_summary(out / "methods.md")
     if plot and by and matched and len(results.columns) > 1:
-        results.plot(out / "methods.png", by=by)
+        from steercap.lab.studies.evaluation.plots import plot_methods
+
+        plot_methods(results, out / "methods.png", by=by, at=at)
 
 
 def summary_table(results: EvaluationResults) -> Table:

@@ -50,6 +50,10 @@ class ReadingModel(OpenModel, Protocol):
         """Number of decoder layers."""
 
     @property
+    def max_model_len(self) -> int:
+        """See `SteerModel.max_model_len`."""
+
+    @property
     def origin(self) -> Mapping[str, str]:
         """Facts that identify the model; see `SteerModel.origin`."""
 

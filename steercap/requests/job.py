@@ -364,7 +364,10 @@ def handles_of(
 
 def _source(job: Job, plan: Plan, sample: Sample, reservation: Reservation, expected: Expected) -> Source:
     """Return the source that the rows of a sample are fetched from."""
-    return Source(job.engine, Owner(plan.key, sample.index), reservation, expected, job.recompute(job, sample))
+    edits = job.steering.lowered.configuration.entries if job.steering else ()
+    numbers = {number for entry in edits for number in entry.points}
+    edited = frozenset(point for point, number in job.engine.armed.items() if number in numbers)
+    return Source(job.engine, Owner(plan.key, sample.index), reservation, expected, job.recompute(job, sample), edited)
 
 
 def _rules_of(job: Job) -> Mapping[int, AttentionRule]:

@@ -20,7 +20,7 @@ from steercap.captures.handle import CaptureHandle
 from steercap.captures.rows import Rows
 from steercap.core.receipt import SteeringReceipt
 from steercap.core.spec import CaptureSpec, Point
-from steercap.errors import CaptureMemoryFull
+from steercap.errors import CaptureMemoryFull, InvalidRequest
 from steercap.kernels.codecs.coded import CodedRows, coding_of
 from steercap.requests.job import Job, rows_so_far
 from steercap.requests.sketching import RunningSketch
@@ -237,7 +237,8 @@ async def logits_of(handle: CaptureHandle, vocabulary: int, deliver: Callable[[b
     """Deliver the logits of a capture's rows, [1, rows, vocabulary], as a safetensors file, and describe it.
 
     They are in the dtype of the rows if that is lossless, else in float32. Logits that are too large to be computed or
-    stored, or whose rows are kept in a lossy codec, are left out; `note` gives the reason.
+    stored, whose rows are kept in a lossy codec, or that would not be the model's own, are left out; `note` gives the
+    reason.
 
     Args:
         handle: fetched capture of the residual stream after the last layer.
@@ -255,15 +256,15 @@ async def logits_of(handle: CaptureHandle, vocabulary: int, deliver: Callable[[b
             "tokens"
         )
     else:
-        found = (await handle.lens(full=True, top=1, max_bytes=MOST_LOGITS)).logits
-        assert found is not None
-        rows = next(iter(handle.captures.values())).dtype
-        if torch.equal(found.to(rows).float(), found):
-            found, dtype = found.to(rows), rows
-        size = found.nbytes
         try:
+            found = (await handle.lens(full=True, top=1, max_bytes=MOST_LOGITS)).logits
+            assert found is not None
+            rows = next(iter(handle.captures.values())).dtype
+            if torch.equal(found.to(rows).float(), found):
+                found, dtype = found.to(rows), rows
+            size = found.nbytes
             place = deliver(await asyncio.to_thread(save, {"_logits": found[None]}))
-        except CaptureMemoryFull as error:
+        except (InvalidRequest, CaptureMemoryFull) as error:
             why = f": {error}"
     said = _tensor(str(dtype).removeprefix("torch."), shape, size, place)
     return {**said, "note": said["note"] + why, **place}

@@ -74,9 +74,7 @@ class DirectionSet(Mapping[str, LayerVectors]):
 
     def __post_init__(self) -> None:
         if not isinstance(self.directions, Mapping) or not self.directions:
-            raise InvalidSpec(
-                "DirectionSet: no directions; give a mapping from name to LayerVectors, with at least one"
-            )
+            raise InvalidSpec("DirectionSet: no directions; give a mapping from name to LayerVectors, not empty")
         for name, vectors in self.directions.items():
             if not isinstance(name, str) or not name or not isinstance(vectors, LayerVectors):
                 raise InvalidSpec(f"DirectionSet: {shown(name)}: {shown(vectors)}; give LayerVectors by their name")
@@ -168,13 +166,19 @@ class DirectionSet(Mapping[str, LayerVectors]):
         return replace(self, directions={name: self[name] for name in wanted})
 
     def at_layers(self, layers: Iterable[int]) -> DirectionSet:
-        """Return the same directions with the vectors of some layers only.
+        """Return the same directions with the vectors, and the provenance, of some layers only.
 
         Raises:
             LayerOutOfRange: there are no vectors for a layer.
         """
         wanted = several(layers, "layers")
-        return self._each(lambda vectors: vectors.at_layers(wanted))
+        found = self._each(lambda vectors: vectors.at_layers(wanted))
+        known = self.provenance
+
+        def kept(measured: Mapping[str, Mapping[int, float]]) -> dict[str, dict[int, float]]:
+            return {name: {at: by[at] for at in found.layers if at in by} for name, by in measured.items()}
+
+        return replace(found, provenance=replace(known, auc=kept(known.auc), row_norms=kept(known.row_norms)))
 
     def unit(self) -> DirectionSet:
         """Return the same directions with all vectors scaled to norm 1.

@@ -517,7 +517,7 @@ def extract(
         as far as their difference lies along it.
 
     Raises:
-        InvalidSpec: there are no texts, or too few to hold any out.
+        InvalidSpec: there are no texts, too few to hold any out, or another number of groups.
         UnknownName: the method does not exist.
         MissingExtra: the method's libraries are not installed.
         The errors of `SteerModel.generate`.
@@ -811,6 +811,9 @@ def projections_by_text(
     layers: Sequence[int] | None = None,
 ) -> list[dict[int, Float[torch.Tensor, " tokens"]]]:
     """Return projections of every token on the axis, by layer, for each text separately.
+
+    Where prompt and answer fill the context, the answer's last token is left out: it had no row, and vLLM reads no
+    sequence that leaves no room to go on.
 
     Args:
         model, vectors, texts, layers: arguments as for `token_projections`.

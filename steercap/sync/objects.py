@@ -303,7 +303,7 @@ class CaptureHandle(
         """Return next-token predictions from captured rows, by the model's own final norm and unembedding on workers.
 
         Without `layer` they are the model's own: the logits that it samples from, with the log probabilities that vLLM
-        reports, except for a LoRA adapter's change of the unembedding itself.
+        reports, except for a LoRA adapter's change of the unembedding itself, a `LogitBias`, and what a codec rounds.
 
         Args:
             layer: layer of the rows; None for rows behind the final norm, or at the end of the last layer.
@@ -317,8 +317,9 @@ class CaptureHandle(
 
         Raises:
             CaptureNotFetched, CaptureReleased: as for `captures`.
-            InvalidRequest: the rows were not captured or are not of the residual stream, the handle is from a file or a
-                server (use `unembed` of an open model), or a number is out of range.
+            InvalidRequest: the rows were not captured, are not of the residual stream, an edit changed them after their
+                capture (without `layer`), the handle is from a file or a server (use `unembed` of an open model), or a
+                number is out of range.
             InvalidSelection: a selected token has no captured row.
             EngineFailure: the engine has died or was closed.
         """

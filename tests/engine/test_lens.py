@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.rows import GREEDY, inputs_of, random_prompt
 
-from steercap import CaptureHandle, CaptureSpec, Point, errors
+from steercap import Add, CaptureHandle, CaptureSpec, Point, errors
 from steercap.captures import TunedLens
 from steercap.captures.lens import point_of
 
@@ -35,6 +35,24 @@ async def test_the_last_row_says_what_vllm_says(tiny) -> None:
             one = await handle.lens(tokens=[position], ids=list(said), top=0)
             known = torch.tensor([entry.logprob for entry in said.values()])
             assert (one.chosen[0] - known).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("before", [False, True])
+async def test_without_a_layer_it_is_what_vllm_says_or_refused(tiny, before) -> None:
+    """Rows from before their edits are not what the model predicted from."""
+    vector = 3 * torch.randn(tiny.hidden_size, generator=torch.Generator().manual_seed(2))
+    capture, steering = CaptureSpec(layers=3, before_edits=before), Add(vector, layer=3)
+    output = await tiny.run(random_prompt(9, 6), ASKED, steering=steering, capture=capture)
+    async with output.handle as handle:
+        if before:
+            with pytest.raises(errors.InvalidRequest, match=r"resid_post\[3\] are from before their edits"):
+                await handle.lens()
+            assert len(await handle.lens(3)) == len(handle.positions)
+            return
+        found = await handle.lens(tokens=["last_prompt"], top=8)
+        said = output.output.outputs[0].logprobs[0]
+        ours = dict(zip(found.token_ids[0].tolist(), found.log_probs[0].tolist(), strict=True))
+        assert max(abs(ours[token] - said[token].logprob) for token in said) < 1e-4
 
 
 async def test_any_row_says_what_transformers_makes_of_it(tiny, tiny_reference) -> None:

@@ -22,6 +22,7 @@ from workers import KINDS, batch, device_of, kept_of, some_runtime, tap
 from steercap import AttentionSummary, CaptureHandle, CaptureSpec, Point, SteeringSpec, stack
 from steercap.captures import npz
 from steercap.captures.lifecycle import Lifecycle
+from steercap.captures.manifest import layout_of
 from steercap.captures.rows import Captures, Found
 from steercap.core.attention import AttentionRule, joined
 from steercap.core.messages import (
@@ -490,6 +491,7 @@ def test_targets_in_files_are_those_of_the_workers(tmp_path) -> None:
         torch.testing.assert_close(read.sink, wanted.sink, atol=0.5 / 255 + 1e-6, rtol=0)
         torch.testing.assert_close(read.entropy, wanted.entropy, atol=1e-6, rtol=2**-11)
     assert torch.equal(again.attention(1, top=2, tokens=[4, 5]).targets, wanted.targets[:, 4:6, :2])
+    assert layout_of(handle.as_saved()).returned == "summary"
     (rows,) = npz.read(handle.save_npz(tmp_path / "a.npz")).values()
     assert torch.equal(rows, kept.numbers())
     kept.parts["entropy"][3, 1] = torch.nan

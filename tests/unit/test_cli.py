@@ -585,7 +585,9 @@ def test_a_renamed_direction_keeps_its_provenance(directions, tmp_path) -> None:
     one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
     assert call("vectors", "convert", directions, "--out", one, "--name", "kind").exit_code == 0
     assert call("vectors", "convert", one, "--out", two, "--name", "warm").exit_code == 0
-    assert DirectionSet.load(two).provenance.auc == {"warm": DirectionSet.load(directions).provenance.auc["kind"]}
+    known, renamed = (DirectionSet.load(file).provenance for file in (directions, two))
+    assert renamed.auc == {"warm": known.auc["kind"]}
+    assert renamed.row_norms == {"warm": known.row_norms["kind"]}
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from cli_calls import call, vectors
 
@@ -173,6 +175,16 @@ def test_results_are_shown_written_and_drawn(here, capsys) -> None:
     assert document["matched"]["by"] == "neutral"
     assert len(document["summary"]) == len({(line.method, line.dose) for line in found.summary()})
     assert {line["how"] for line in document["matched"]["methods"]} == {"interpolated", "as it is"}
+
+
+def test_a_picture_is_drawn_at_the_cost_of_the_file(here, capsys) -> None:
+    """Also where no method costs more than no steering, so that there is no cost that all reach."""
+    (here / "x").mkdir()
+    found, settings = results(here)
+    free = dataclasses.replace(found, readings={"neutral": {key: [2.0, 3.0] for key in found.readings["neutral"]}})
+    report(free, msgspec.structs.replace(settings, at=9.0), here / "x", Terminal(Output()), plot=True)
+    assert "at neutral" in capsys.readouterr().out
+    assert (here / "x" / "methods.png").stat().st_size > 10_000
 
 
 @pytest.mark.usefixtures("here")

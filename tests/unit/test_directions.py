@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from steercap.errors import InvalidFile, InvalidSpec, InvalidVector, UnknownName
-from steercap.lab.directions import METHODS
+from steercap.lab.directions import METHODS, suggested_layer
 from steercap.lab.directions.contrast import Contrast, directions_of, separability
 from steercap.steering import DirectionSet, LayerVectors, Provenance
 
@@ -151,6 +151,18 @@ def test_what_was_measured_of_a_direction_goes_with_it() -> None:
     # what a part of a set still says of the others does not reach directions of their names
     assert (mine.select("d0b") | other).provenance.auc == {"d0b": {2: 0.98}}
     assert (other | mine.select("d0b")).provenance.auc == {"d0b": {2: 0.98}}
+
+
+def test_what_was_measured_at_a_layer_goes_with_it() -> None:
+    """So a set of some layers has no AUC of the others, and none of them is suggested."""
+    measured = {"d0a": {2: 0.9, 5: 0.6}}
+    mine = some_set(auc=measured, row_norms=measured, held_out={"d0a": (4, 4)})
+    some = mine.at_layers([5])
+    assert (some.provenance.auc, some.provenance.row_norms) == ({"d0a": {5: 0.6}}, {"d0a": {5: 0.6}})
+    for one in (some, dataclasses.replace(some, provenance=mine.provenance)):  # the latter as in files of before
+        found = suggested_layer(one, "d0a")
+        assert found is not None
+        assert (found.layer, found.layers) == (5, 1)
 
 
 def test_sets_are_joined_only_if_they_were_made_alike() -> None:

@@ -15,9 +15,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
-from steercap import Ablate, Add, Cap, LowRank, Point, Replace, SteeringSpec
+from steercap import Ablate, Add, Cap, LogitBias, LowRank, Point, Replace, SteeringSpec
 from steercap.errors import InvalidFile, InvalidSpec, RunDiffers, UnknownName
 from steercap.files.tables import read_table
+from steercap.lab.directions import extract
 from steercap.lab.measures.score import Classifier
 from steercap.lab.measures.statistics import cluster_means, difference, estimate, sign_flip, slope
 from steercap.lab.measures.texts import Length, Matches, Perplexity, Refusal
@@ -33,6 +34,7 @@ from steercap.lab.studies.evaluation import (
     benjamini_hochberg,
     corrected,
     holm,
+    read_results,
 )
 from steercap.lab.studies.evaluation.columns import Place, path, place_of
 from steercap.lab.studies.evaluation.definition import FOLDER
@@ -205,6 +207,14 @@ def test_a_replacement_belongs_to_one_prompt() -> None:
     """Its positions mean nothing in another text."""
     with pytest.raises(InvalidSpec, match="it cannot be compared on many prompts"):
         over_read(SteeringSpec([Replace(torch.ones(1, WIDTH), positions=[0], layer=1)]), 4, 6)
+
+
+@pytest.mark.parametrize("tokens", ["all", "last_prompt", ["last_prompt", "generated"]])
+def test_a_bias_of_logits_cannot_be_read_under(tokens) -> None:
+    """vLLM computes the logits of a text that is read apart, so the task would be that of no steering."""
+    bias = LogitBias({3: 1.0}, tokens=tokens)
+    with pytest.raises(InvalidSpec, match=r"evaluate it with tasks=\[\]"):
+        over_read(SteeringSpec([Add(vectors(1)[1], layer=1), SteeringSpec([bias])]), 4, 6)
 
 
 def test_random_edits_are_as_long() -> None:
@@ -381,6 +391,17 @@ def test_a_folder_takes_further_methods(tmp_path) -> None:
     (tmp_path / "evaluation.json").write_text("{")
     with pytest.raises(InvalidFile, match=r"evaluation\.json"):
         FOLDER.check_same(tmp_path, lambda found: first.definition(found.model))
+
+
+def test_results_are_read_without_a_trace(tmp_path) -> None:
+    """A method that was not evaluated is refused, and the folder stays as it is."""
+    mine = Method(name="mine", steering=vectors(1))
+    Folder(tmp_path, evaluation(methods=[mine]), MODEL)
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*")}
+    more = evaluation(methods=[mine, Method(name="prompt", system="Be warm.")])
+    with pytest.raises(InvalidFile, match=r"lacks a part of .*'prompt'"):
+        read_results(more, out=tmp_path, tasks=[])
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*")} == before
 
 
 # Measures and tasks
@@ -634,6 +655,33 @@ def test_a_method_that_costs_nothing_is_not_compared_at_no_steering() -> None:
         alike.matched()
 
 
+def test_a_loss_of_accuracy_is_a_cost() -> None:
+    """Where more is better, methods are compared at the accuracy that all fall to; one that gains does not lift the rest."""
+    shares = {("none", 1): 0.9, ("mine", 1): 0.8, ("mine", 2): 0.5, ("weak", 1): 0.95, ("weak", 3): 0.4}
+    one, task = results(), Choices(first=20)
+    readings = {}
+    for condition in one.evaluation.conditions():
+        right = round(20 * shares.get((condition.method, condition.dose), 0.9))
+        readings[condition] = [1.0] * right + [0.0] * (20 - right)
+    found = dataclasses.replace(one, readings={"choices": readings}, tasks={"choices": task})
+    assert found.reached_by_all("choices") == pytest.approx(0.5)
+    lines = {line.method: line for line in found.matched(by="choices")}
+    assert (lines["mine"].how, lines["mine"].dose) == ("interpolated", pytest.approx(2))
+    assert (lines["weak"].how, lines["weak"].dose) == ("interpolated", pytest.approx(1 + 2 * 0.45 / 0.55))
+    beyond = {line.method: line for line in found.matched(by="choices", at=0.3)}
+    assert [(beyond[name].how, beyond[name].dose) for name in ("mine", "weak")] == [("never", 2), ("never", 3)]
+    gains = {one: [1.0] * 20 if one.method == "weak" else row for one, row in readings.items() if one.method != "mine"}
+    gains |= {one: [1.0] * 20 for one in readings if one.method == "mine"}
+    with pytest.raises(InvalidSpec, match="choices is below that of no steering"):
+        dataclasses.replace(found, readings={"choices": gains}).reached_by_all("choices")
+
+
+def test_no_perplexity_is_zero() -> None:
+    """A factor is above 0."""
+    with pytest.raises(InvalidSpec, match="at=0: neutral is a factor"):
+        results().matched(at=0)
+
+
 def test_costs_are_of_what_every_method_was_measured_on() -> None:
     """A dear item that one method has no number for makes nothing cheap; a dose of which nothing is known is passed over."""
     one = results()
@@ -794,6 +842,23 @@ def test_texts_are_dealt_to_two_sides_alike(sizes) -> None:
     for group in range(len(sizes)):
         here, there = (sum(own == group for _, own in side) for side in (one, other))
         assert abs(here - there) <= 1
+
+
+async def test_each_text_has_a_group() -> None:
+    """Another number is refused before anything is read; the negative texts take the positive ones' groups by default."""
+    model: Any = None  # nothing is read
+    like = LayerVectors({1: torch.ones(4)})
+    for groups, says in (
+        ({"groups": [0, 1, 2]}, "groups of 3 texts, and there are 2"),
+        ({"groups": [0, 1]}, "negative_groups of 2 texts, and there are 3"),
+        ({"negative_groups": [0]}, "negative_groups of 1 texts, and there are 3"),
+    ):
+        for made in (
+            extract(model, ["a", "b"], ["c", "d", "e"], name="x", **groups),
+            shuffled(model, ["a", "b"], ["c", "d", "e"], like=like, **groups),
+        ):
+            with pytest.raises(InvalidSpec, match=says):
+                await made
 
 
 async def test_a_control_of_pairs_is_refused() -> None:

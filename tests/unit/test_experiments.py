@@ -29,7 +29,7 @@ from steercap.lab.studies import Value
 from steercap.lab.studies.running import measures_of
 from steercap.lab.studies.sweeps import MEASURES, OPERATIONS, Answered, Condition, Sweep, SweepResults
 from steercap.lab.studies.sweeps.running import _answer, mean_of, open_folder
-from steercap.lab.studies.sweeps.summaries import Record, _figure
+from steercap.lab.studies.sweeps.summaries import Mean, Record, _figure
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.steering.edits.inputs import alike, marks_of
 
@@ -405,9 +405,28 @@ def test_an_effect_stands_beside_its_controls() -> None:
     assert one.outside > 5
     for unknown in ((math.nan, 1.0, 2.0), (1.0, math.nan, 2.0)):
         assert math.isnan(msgspec.structs.replace(one, random=unknown).outside)
+        assert math.isnan(msgspec.structs.replace(one, random=unknown).deviations)
+    assert math.isnan(msgspec.structs.replace(one, random=(1.0, 1.0, math.nan)).deviations)
     assert one.deviations == pytest.approx((one.steered.value - np.mean(one.random)) / np.std(one.random, ddof=1))
     with pytest.raises(InvalidSpec, match="was not measured"):
         results().effects("score")
+
+
+@pytest.mark.parametrize("value", [0.1, 0.2, 0.7])
+@pytest.mark.parametrize("count", [3, 6, 20])
+def test_random_vectors_that_agree_have_no_deviation(value, count) -> None:
+    """Whatever rounding makes of their mean: one that equals them is at 0, another infinitely far."""
+    one = msgspec.structs.replace(results().effects("length")[0], random=(value,) * count)
+    for steered, away in ((value, 0.0), (value + 0.5, math.inf), (value - 0.5, -math.inf), (math.nan, math.nan)):
+        at = msgspec.structs.replace(one, steered=Mean(steered, 0.0, 3)).deviations
+        assert at == away or (math.isnan(at) and math.isnan(away))
+
+
+@pytest.mark.parametrize("name", list(OPERATIONS))
+def test_an_effect_has_another_sign_where_that_is_the_reverse(name) -> None:
+    """A bound at minus the scale, or at minus 0, is another bound."""
+    for effect in results(operations=(name,), scales=(-2, 0, 2)).effects("length"):
+        assert (effect.negated is not None) == OPERATIONS[name].signed
 
 
 def test_a_notebook_shows_both_signs_of_each_effect() -> None:

@@ -24,7 +24,7 @@ import steercap.sync
 from steercap import CaptureHandle, CaptureRun, Manifest, save_run, stack
 from steercap.captures import npz
 from steercap.captures.lifecycle import Lifecycle
-from steercap.captures.manifest import JOURNAL, TensorLayout, versions
+from steercap.captures.manifest import JOURNAL, TensorLayout, layout_of, versions
 from steercap.captures.npz import FORMULAS
 from steercap.captures.rows import Captures, Found
 from steercap.captures.saving import forget_run
@@ -470,6 +470,12 @@ def test_every_codec_has_a_formula() -> None:
 
 
 # A run
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_features_are_a_summary_and_codes_of_rows_are_rows(name) -> None:
+    """`returned` says whether a layout keeps rows, or numbers computed of them."""
+    assert layout_of(coded(name).as_saved()).returned == ("summary" if name == "features" else "gathered")
 
 
 def test_a_run_lists_what_was_saved_and_gives_it_back(tmp_path) -> None:

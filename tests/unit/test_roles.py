@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,8 +21,10 @@ from pyarrow import parquet
 from support.examples import cross_validated
 
 from steercap import Cap, SteeringSpec
+from steercap.core.tokens import selected
 from steercap.errors import (
     InvalidFile,
+    InvalidPrompt,
     InvalidSetting,
     InvalidSpec,
     LayerOutOfRange,
@@ -29,6 +33,7 @@ from steercap.errors import (
     UnknownName,
 )
 from steercap.files.native import read_header
+from steercap.lab.directions import Exchange
 from steercap.lab.personas.roles import (
     ASSISTANT,
     AssistantAxis,
@@ -52,6 +57,7 @@ from steercap.lab.personas.roles import (
     plot_stability,
     shipped_roles,
     stability,
+    token_projections,
 )
 from steercap.lab.personas.roles import (
     split_half as halves,
@@ -61,6 +67,7 @@ from steercap.lab.personas.roles.folder import check_same, open_folder
 from steercap.lab.personas.roles.role import trait_of
 from steercap.lab.personas.roles.settings import described, digests_of, requests_of, share_of
 from steercap.lab.personas.roles.stages import kept_of
+from steercap.steering import LayerVectors
 from steercap.steering.formats import load_capping
 
 QUESTIONS = ("Who are you?", "What is the sea?", "Why?")
@@ -580,6 +587,42 @@ def test_floors_are_percentiles_as_numpy_has_them(values, percentile) -> None:
         edit.low == made.floors[1] == float(np.percentile(np.array(values, dtype=np.float32).astype(float), percentile))
     )
     assert (edit.layer, edit.high, list(made.floors)) == (1, None, [1])
+
+
+class Reader:
+    """A model of a context of 6 tokens; the row of a token is its id, everywhere."""
+
+    max_model_len = 6
+
+    async def token_ids(self, text: Any, **_options: Any) -> list[int]:
+        """Ids stay as they are."""
+        return list(text)
+
+    async def read(self, prompts: Any, *, capture: Any, **_unsteered: Any) -> list[Any]:
+        """Return the rows of texts that leave room for a token, as vLLM does."""
+        found = []
+        for prompt, spec in zip(prompts, capture, strict=True):
+            ids = prompt["prompt_token_ids"]
+            if len(ids) >= self.max_model_len:
+                raise InvalidPrompt(f"{len(ids)} tokens")
+            places = selected(spec.tokens.ranges(len(ids), len(ids)), len(ids)).nonzero()[0]
+            rows = torch.tensor([[float(ids[place])] for place in places])
+            found.append(SimpleNamespace(captures=dict.fromkeys(spec.layers, rows)))
+        return found
+
+    async def fetch_captures_batch(self, _handles: Any) -> None:
+        """Nothing is left to fetch."""
+
+
+async def test_an_answer_that_filled_the_context_is_read_without_its_last_token() -> None:
+    """Its row was never computed; a longer one is of another model, and is refused."""
+    model: Any = Reader()
+    vectors = LayerVectors({1: torch.ones(1)})
+    short, full = Exchange([1, 2], [3, 4]), Exchange([1, 2], [3, 4, 5, 6])
+    found = await token_projections(model, vectors, [short, full])
+    assert found[1].tolist() == [3, 4, 3, 4, 5]
+    with pytest.raises(InvalidPrompt):
+        await token_projections(model, vectors, [Exchange([1, 2], [3, 4, 5, 6, 7])])
 
 
 def test_a_floor_is_saved_with_its_provenance_and_read_as_steering(tmp_path) -> None:

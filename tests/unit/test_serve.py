@@ -129,6 +129,13 @@ async def test_logits_are_not_made_of_rounded_rows() -> None:
     assert (said["shape"], said["data_included"], "url" in said) == ([1, 4, 10], False, False)
 
 
+async def test_logits_that_cannot_be_made_are_left_out_with_the_reason() -> None:
+    """A lens that refuses the rows, here those of a file, does not lose the answer."""
+    said = await logits_of(a_handle((3,)), 10, lambda _: {"url": "x"})
+    assert said["note"].startswith("left out: lens: the handle is from a file")
+    assert "url" not in said
+
+
 #: Every place of a request where vectors stand by name.
 PLACES: dict[str, Any] = {
     "steering": lambda name: name,

@@ -8,7 +8,7 @@ from handles import a_handle
 
 from steercap import errors, stack
 from steercap.captures.lifecycle import Lifecycle
-from steercap.captures.rows import Found
+from steercap.captures.rows import Captures, Found
 from steercap.core.receipt import Receipt
 
 
@@ -42,6 +42,16 @@ def test_layers_are_ascending_and_may_be_chosen() -> None:
         stack(handles, layers=2)
     with pytest.raises(errors.LayerOutOfRange):
         stack(handles, layers=[0])
+
+
+def test_layers_of_two_widths_are_no_tensor() -> None:
+    """As `k` of Gemma 4; those of one width are."""
+    handle = a_handle((0, 1, 2, 3))
+    rows = {point: found.repeat(1, 2) if point.layer == 2 else found for point, found in handle.captures.items()}
+    handle.lifecycle = Lifecycle("r", found=Found(Captures(rows, 4), handle.receipt))
+    with pytest.raises(errors.InvalidRequest, match=r"\[2\] at layers 0, 1, 3, \[4\] at layers 2; give layers="):
+        stack([handle])
+    assert stack([handle], layers=[0, 3]).shape == (1, 2, 2)
 
 
 def test_a_reduction_is_its_one_row() -> None:

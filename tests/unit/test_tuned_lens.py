@@ -1,18 +1,26 @@
-"""Tuned lenses from files as the package tuned-lens writes them, against its published formula; damaged ones."""
+"""Tuned lenses from files as the package tuned-lens writes them, against its formula; damaged ones; edited rows."""
 
 from __future__ import annotations
 
 import json
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 import torch
+from keepers import PLAN, TOKENS, Keeper
 from safetensors.torch import save_file
 from torch import nn
 
 from steercap import Point
 from steercap.captures import TunedLens
+from steercap.captures.checks import Expected
+from steercap.captures.lifecycle import Source
+from steercap.core.messages import Owner
 from steercap.errors import InvalidFile, InvalidRequest
 
 LAYERS, WIDTH = 3, 8
@@ -107,3 +115,25 @@ def test_what_is_no_tuned_lens_is_refused(tmp_path) -> None:
     (path / "params.pt").unlink()
     with pytest.raises(InvalidFile, match=r"neither params\.safetensors nor params\.pt"):
         TunedLens.load(path)
+
+
+@pytest.mark.parametrize(
+    ("edited", "captured", "before", "says"),
+    [
+        ("resid_post", "resid_post", False, ""),
+        ("resid_post", "resid_post", True, r"resid_post\[2\] are from before their edits"),
+        ("resid_post", "final_norm", True, ""),
+        ("final_norm", "final_norm", False, ""),
+        ("final_norm", "final_norm", True, r"final_norm\[2\] are from before their edits"),
+        ("final_norm", "resid_post", False, r"the request edits final_norm\[2\]"),
+    ],
+)
+def test_the_model_s_own_prediction_is_of_rows_as_they_were_edited(edited, captured, before, says) -> None:
+    """Not of those from before their edits, nor of those before a norm that is edited."""
+    keeper: Any = Keeper()
+    plan = msgspec.structs.replace(PLAN, capture=msgspec.structs.replace(PLAN.capture, before_edits=before))
+    point, reservation = Point(2, captured), SimpleNamespace()
+    expected = Expected("r", plan, (point,), TOKENS)
+    source = Source(keeper, Owner("r", 0), reservation, expected, edited=frozenset({Point(2, edited)}))
+    with pytest.raises(InvalidRequest, match=says) if says else nullcontext():
+        source.require_own(point, Point(2, "final_norm"))

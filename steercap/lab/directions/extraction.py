@@ -107,17 +107,13 @@ async def extract(
         as far as their difference lies along it.
 
     Raises:
-        InvalidSpec: there are no texts, or too few to hold any out.
+        InvalidSpec: there are no texts, too few to hold any out, or another number of groups.
         UnknownName: the method does not exist.
         MissingExtra: the method's libraries are not installed.
         The errors of `SteerModel.generate`.
     """
     check_texts(positive, negative)
-    ours = tuple(groups) if groups is not None else tuple(range(len(positive)))
-    if negative_groups is not None:
-        theirs = tuple(negative_groups)
-    else:
-        theirs = ours if groups is not None else tuple(range(len(negative)))
+    ours, theirs = groups_of(positive, negative, groups, negative_groups)
     check_groups(ours, theirs, method=method, held_out=held_out, seed=seed)
     rows = await mean_rows(
         model,
@@ -207,6 +203,25 @@ def check_texts(*several: Sequence[Text]) -> None:
     for texts in several:
         if isinstance(texts, (str, bytes, Exchange)) or not isinstance(texts, Sequence):
             raise InvalidSpec(f"texts={shown(texts)}; give several in a list: str, token ids, or Exchange")
+
+
+def groups_of(
+    positive: Sequence[Text],
+    negative: Sequence[Text],
+    groups: Sequence[Hashable] | None,
+    negative_groups: Sequence[Hashable] | None,
+) -> tuple[tuple[Hashable, ...], tuple[Hashable, ...]]:
+    """Return the group of each text of both kinds; arguments as for `extract`.
+
+    Raises:
+        InvalidSpec: there are not as many groups as texts.
+    """
+    ours = tuple(range(len(positive)) if groups is None else groups)
+    theirs = tuple(negative_groups if negative_groups is not None else range(len(negative)) if groups is None else ours)
+    for what, texts, kinds in (("groups", positive, ours), ("negative_groups", negative, theirs)):
+        if len(texts) != len(kinds):
+            raise InvalidSpec(f"{what} of {len(kinds)} texts, and there are {len(texts)}; give one for each text")
+    return ours, theirs
 
 
 def labelled(found: DirectionSet, model: ReadingModel, **known: Any) -> DirectionSet:

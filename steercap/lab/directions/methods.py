@@ -177,7 +177,8 @@ def suggested_layer(directions: DirectionSet, name: str) -> Suggestion | None:
         out, or there is no direction of the name.
     """
     known = directions.provenance
-    auc, held_out = known.auc.get(name), known.held_out.get(name, (0, 0))
+    measured, held_out = known.auc.get(name, {}), known.held_out.get(name, (0, 0))
+    auc = {layer: value for layer, value in measured.items() if layer in directions.layers}  # old files have others too
     if not auc or not all(held_out):
         return None
     layer = middle_of_best(auc)

@@ -114,6 +114,9 @@ async def projections_by_text(
 ) -> list[dict[int, Float[torch.Tensor, " tokens"]]]:
     """Return projections of every token on the axis, by layer, for each text separately.
 
+    Where prompt and answer fill the context, the answer's last token is left out: it had no row, and vLLM reads no
+    sequence that leaves no room to go on.
+
     Args:
         model, vectors, texts, layers: arguments as for `token_projections`.
 
@@ -130,7 +133,8 @@ async def projections_by_text(
     async def read(part: Sequence[Exchange]) -> list[dict[int, torch.Tensor]]:
         asked = await prompts_and_rows(model, part, TokenSelection.parse("all"))
         specs = [CaptureSpec(project=vectors, layers=list(wanted), tokens=tokens) for _, tokens in asked]
-        prompts = [{"prompt_token_ids": ids} for ids, _ in asked]
+        full = model.max_model_len
+        prompts = [{"prompt_token_ids": ids[:-1] if len(ids) == full else ids} for ids, _ in asked]
         handles = await model.read(prompts, capture=specs, steering=None)
         await model.fetch_captures_batch(handles)
         return [{layer: handle.captures[layer][:, 0].clone() for layer in wanted} for handle in handles]

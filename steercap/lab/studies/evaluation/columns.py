@@ -130,17 +130,28 @@ class Columns:
         return found if self._is_prompted(line) else {0.0: means[self.evaluation.plain, 1.0], **found}
 
     def costs(self, line: str, by: str) -> dict[float, float]:
-        """Return the mean of a column at each dose of a line.
+        """Return the cost at each dose of a line: the mean of a column, negative where more is better.
 
         The mean is over the questions or items measured under all methods and doses; a dose without any is left out.
         """
         shared = self._shared(by)
         along = {dose: means for dose, means in self.along(line, by).items() if not np.isnan(means).all()}
-        return {dose: float(means[shared].mean()) for dose, means in along.items()}
+        return {dose: self._sign(by) * float(means[shared].mean()) for dose, means in along.items()}
 
     def plain_cost(self, by: str) -> float:
-        """Return the mean of a column without steering, over the same questions or items as `costs`."""
-        return float(self.means[by][self.evaluation.plain, 1.0][self._shared(by)].mean())
+        """Return the cost of no steering, over the same questions or items as `costs`."""
+        return self._sign(by) * float(self.means[by][self.evaluation.plain, 1.0][self._shared(by)].mean())
+
+    def value_at(self, cost: float, by: str) -> float:
+        """Return the value of a column that has a cost."""
+        return math.exp(self._sign(by) * cost) if self[by].log else self._sign(by) * cost
+
+    def less_better(self, column: str) -> bool:
+        """Return True if more of a column costs more; False for a task whose more is better, such as an accuracy."""
+        return column not in self.tasks or self.tasks[column].better != "more"
+
+    def _sign(self, column: str) -> int:
+        return 1 if self.less_better(column) else -1
 
     def _shared(self, column: str) -> npt.NDArray[np.bool_]:
         """Return a mask of the questions, or items of a task, that were measured everywhere.
@@ -160,11 +171,17 @@ class Columns:
         return next(bool(method.system) for method in self.evaluation.methods if method.line == line)
 
     def place(self, line: str, by: str, at: float) -> Place:
-        """Return the place between doses at which a line has a given cost."""
+        """Return the place between doses at which the column of the cost has a given value.
+
+        Raises:
+            InvalidSpec: the value is a factor, and not above 0.
+        """
+        if self[by].log and not at > 0:
+            raise InvalidSpec(f"at={at}: {by} is a factor; give a number above 0")
         if not self.has_doses(line):
             (own,) = self.doses(line)
             return Place(own, own, 0.0, reached=False)
-        return place_of(self.costs(line, by), math.log(at) if self[by].log else at)
+        return place_of(self.costs(line, by), self._sign(by) * (math.log(at) if self[by].log else at))
 
 
 @dataclass(frozen=True)

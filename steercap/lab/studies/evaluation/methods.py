@@ -14,7 +14,7 @@ from steercap.core.spec import Reduction
 from steercap.core.tokens import BUT_THE_FIRST, Tokens, TokenSelection
 from steercap.core.values import index_of, number_of, parts_of, shown
 from steercap.errors import InvalidSpec
-from steercap.lab.directions.extraction import Text, extract
+from steercap.lab.directions.extraction import Text, extract, groups_of
 from steercap.lab.directions.methods import METHODS
 from steercap.lab.studies.sweeps.operations import dosed, has_doses, random_spec
 from steercap.steering.edits import Edit
@@ -187,8 +187,7 @@ async def shuffled(
         raise InvalidSpec(f"shuffled: {len(positive)} and {len(negative)} texts; give two of each label at least")
     if METHODS[method].paired:
         raise InvalidSpec(f"shuffled: method={method!r} compares pairs; give one that does not, such as 'difference'")
-    ours = list(range(len(positive)) if groups is None else groups)
-    theirs = list(ours if negative_groups is None and groups is not None else negative_groups or range(len(negative)))
+    ours, theirs = groups_of(positive, negative, groups, negative_groups)
     group_order = list(dict.fromkeys([*ours, *theirs]))
     draw = Random(seed)  # noqa: S311 -- a control, no secret
     draw.shuffle(group_order)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -148,10 +147,10 @@ class EvaluationResults:
 
         Args:
             by: measure or task of the cost; the perplexity of neutral prose by default.
-            at: cost; by default that of `reached_by_all`.
+            at: its value; by default that of `reached_by_all`.
 
         Raises:
-            InvalidSpec: a column was not taken.
+            InvalidSpec: a column was not taken, or `at` is no value of it.
         """
         self.check(by)
         at = self.reached_by_all(by) if at is None else at
@@ -163,7 +162,7 @@ class EvaluationResults:
         Methods that never cost more than no steering are ignored: they would leave nothing to compare but dose 0.
 
         Args:
-            by: measure or task of the cost.
+            by: measure or task of the cost. Of a task whose more is better, such as accuracy, less costs more.
 
         Raises:
             InvalidSpec: no method has doses and costs more than no steering, or a column was not taken.
@@ -175,10 +174,11 @@ class EvaluationResults:
                 costs = [cost for dose, cost in self._numbers.costs(line, by).items() if dose]
                 most += [max(costs)] if costs and max(costs) > self._numbers.plain_cost(by) else []
         if not most:
+            worse = "above" if self._numbers.less_better(by) else "below"
             raise InvalidSpec(
-                f"no method has doses at which its {by} is above that of no steering; say where to compare: at="
+                f"no method has doses at which its {by} is {worse} that of no steering; say where to compare: at="
             )
-        return math.exp(min(most)) if self._numbers[by].log else min(most)
+        return self._numbers.value_at(min(most), by)
 
     def compare_matched(
         self, column: str, *, against: str, by: str = COST, at: float | None = None
@@ -201,7 +201,7 @@ class EvaluationResults:
         at = self.reached_by_all(by) if at is None else at
         places = {line: self._numbers.place(line, by, at) for line in self._numbers.methods}
         if self._numbers.has_doses(against) and not places[against].reached:
-            raise InvalidSpec(f"{against!r} never reaches {by}={at:.4g}; give a lower at=, or more doses")
+            raise InvalidSpec(f"{against!r} never reaches {by}={at:.4g}; give an at= that costs less, or more doses")
         theirs = places[against].between(self._numbers.along(against, column))
         return corrected(
             [

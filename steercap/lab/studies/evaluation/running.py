@@ -95,7 +95,7 @@ def read_results(
         InvalidFile: the folder holds no evaluation, or lacks a part of this one.
     """
     require("evaluation")
-    folder = Folder(out, evaluation, FOLDER.read(out).model)
+    folder = Folder(out, evaluation, FOLDER.read(out).model, write=False)
     return _results(evaluation, folder, measures_of(measures, COLUMNS), tasks_of(tasks))
 
 

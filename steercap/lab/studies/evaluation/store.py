@@ -41,19 +41,22 @@ class Folder(StudyFolder[Answer]):
         path: the folder, created if needed.
         evaluation: evaluation of the folder.
         model: identity of the model; see `steercap.files.fingerprint`.
+        write: False to leave the folder as it is.
 
     Raises:
         RunDiffers: it holds answers to other questions, of another model or sampled otherwise.
-        InvalidFile: its evaluation.json cannot be read.
+        InvalidFile: its evaluation.json cannot be read, or lacks a method or dose that may not be written.
     """
 
-    def __init__(self, path: str | Path, evaluation: Evaluation, model: dict[str, str]) -> None:
+    def __init__(self, path: str | Path, evaluation: Evaluation, model: dict[str, str], *, write: bool = True) -> None:
         wanted = evaluation.definition(model)
-        found = FOLDER.open(path, wanted)
+        found = FOLDER.open(path, wanted) if write else FOLDER.check_same(path, lambda _: wanted)
         known = list(found.conditions) if found else []
         digests = [one.digest for one in known]
-        for one in wanted.conditions:
+        for condition, one in zip(evaluation.conditions(), wanted.conditions, strict=True):
             if one.digest not in digests:
+                if not write:
+                    raise self._lacking(path, condition)
                 known.append(one)
                 digests.append(one.digest)
         if found is None or len(known) > len(found.conditions):
@@ -110,5 +113,9 @@ class Folder(StudyFolder[Answer]):
 
     def _stored_row(self, kept: Table[Row], number: int, what: object) -> Row:
         if number not in kept.rows:
-            raise InvalidFile(f"{self.path} lacks a part of {shown(what)}; call `evaluate` again to compute it")
+            raise self._lacking(self.path, what)
         return kept.rows[number]
+
+    @staticmethod
+    def _lacking(path: str | Path, what: object) -> InvalidFile:
+        return InvalidFile(f"{path} lacks a part of {shown(what)}; call `evaluate` again to compute it")

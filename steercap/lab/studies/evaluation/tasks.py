@@ -270,7 +270,7 @@ async def logprobs_of(
     The edits are those of a generation, moved to the corresponding tokens.
 
     Raises:
-        InvalidSpec: an edit cannot apply to a text that is read, see `over_read`; or a LogitBias reaches into it.
+        InvalidSpec: an edit or a LogitBias cannot apply to a text that is read, see `over_read`.
         WorkerFailure: vLLM gives no log probabilities.
         The errors of `SteerModel.generate`.
     """

@@ -101,12 +101,13 @@ def over_read(spec: SteeringSpec, prompt_len: int, total: int) -> SteeringSpec:
 
     Raises:
         InvalidSelection, EmptySelection: the edits select tokens that such a text does not have.
-        InvalidSpec: an edit is a Replace, whose rows belong to fixed positions.
+        InvalidSpec: an edit is a Replace, whose rows belong to fixed positions, or a LogitBias: vLLM computes the
+            logits of a text that is read apart, unbiased.
     """
 
     def at_ranges(edit: Any) -> Any:
         if not isinstance(edit, Edit):
-            return edit
+            raise InvalidSpec(f"{edit!r} does not bias the logits of a text that is read; evaluate it with tasks=[]")
         if edit.replaced:
             raise InvalidSpec(f"{edit!r} puts rows at positions of one prompt; it cannot be compared on many prompts")
         ranges = edit.selection.ranges(prompt_len, total)

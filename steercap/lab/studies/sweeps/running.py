@@ -23,6 +23,7 @@ from steercap.lab.measures.statistics import cluster_means
 from steercap.lab.studies import StudyFolder, Table
 from steercap.lab.studies.running import CONCURRENT, ask, fill, measured, measures_of, steered
 from steercap.lab.studies.sweeps.grid import SWEEP, Condition, Sweep, SweepDefinition, SweepRequest
+from steercap.lab.studies.sweeps.operations import OPERATIONS
 from steercap.lab.studies.sweeps.summaries import Effect, Mean, Record, Summary, plot_doses
 from steercap.steering.spec import SteeringSpec
 
@@ -88,7 +89,9 @@ class SweepResults:
                     negated = [
                         mean
                         for other, mean in alike.items()
-                        if other.scale == -condition.scale and other.control in {"", "negated"}
+                        if OPERATIONS[condition.operation].signed
+                        and other.scale == -condition.scale
+                        and other.control in {"", "negated"}
                     ]
                     random = tuple(
                         mean.value

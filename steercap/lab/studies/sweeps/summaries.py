@@ -119,15 +119,14 @@ class Effect(msgspec.Struct, frozen=True):
     def deviations(self) -> float:
         """Distance of the mean from that of the random vectors, in their standard deviations.
 
-        Infinite if they all agree and it does not, NaN with fewer than two of them.
+        Infinite if they all agree and it does not, NaN with fewer than two of them, or if one of these means is NaN.
         """
-        if len(self.random) < 2:
+        if len(self.random) < 2 or any(map(math.isnan, (*self.random, self.steered.value))):
             return math.nan
-        spread = float(np.std(self.random, ddof=1))
-        apart = self.steered.value - float(np.mean(self.random))
-        if not apart:
-            return 0.0
-        return apart / spread if spread else math.copysign(math.inf, apart)
+        if min(self.random) == max(self.random):  # the mean of equal numbers is rounded, and seldom one of them
+            apart = self.steered.value - self.random[0]
+            return math.copysign(math.inf, apart) if apart else 0.0
+        return (self.steered.value - float(np.mean(self.random))) / float(np.std(self.random, ddof=1))
 
 
 STEERED, NEGATED, RANDOM = COLOURS[0], COLOURS[1], GREY
