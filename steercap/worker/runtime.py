@@ -347,8 +347,8 @@ class Runtime:
                 return self._sketches.answer(call.question)
             case OpenSAE() | CloseSAE():
                 return self._saes.answer(call.question)
-            case Read(ranges):
-                return Lines(self._read(ranges))
+            case Read(nonce, ranges):
+                return Lines(self._read(ranges)) if nonce == self._attached().segment.nonce else NotCapturing()
             case GetStats():
                 return self._count()
         raise WorkerFailure(f"no answer to {call.question!r}")

@@ -338,7 +338,7 @@ async def test_lines_can_be_sent_as_bytes() -> None:
     bench.plan("r1", points=(0,))
     bench.step(("r1", 0, 3))
     captured_rows, rows = await bench.rows("r1", 3)
-    answer = bench.ask(Read(captured_rows.lines))
+    answer = bench.ask(Read(bench.attached.nonce, captured_rows.lines))
     assert isinstance(answer, Lines)
     sent = np.frombuffer(answer.data, dtype=np.uint8).reshape(3, LINE_BYTES)
     assert sent[:, : WIDTH * 4].tobytes() == rows[0].numpy().tobytes()
