@@ -165,8 +165,6 @@ _LOG: Final = logging.getLogger(__name__)
 #: Line numbers of the file of rows that left memory, as a multiple of the lines that it may hold: it is sparse, and a
 #: request's rows lie together, so that those that end in between leave no gaps in which nothing fits.
 SPARSE: Final = 16
-#: Maximum number of lines that a message can name.
-MOST_LINES: Final = (1 << 32) - 1
 #: Memory that stays resident while nothing is captured, so that short requests do not fault pages in anew.
 WARM_BYTES: Final = 64 << 20
 #: Block size, in bytes, of reads that are moved to a device.
@@ -214,8 +212,7 @@ class Arena:
             most_bytes: maximum bytes in the file; the client grants requests no more.
         """
         try:
-            lines = min(SPARSE * most_bytes // LINE_BYTES, MOST_LINES - len(self.lines))
-            self.file = ChunkFile(folder, len(self.lines), lines)
+            self.file = ChunkFile(folder, len(self.lines), SPARSE * most_bytes // LINE_BYTES)
         except InvalidSetting as error:
             _LOG.warning("rows cannot move to disk, so all rows of a request must fit in memory: %s", error)
 

@@ -289,3 +289,13 @@ def test_what_the_quota_grants_has_room_between_others(tmp_path) -> None:
     arena.file.free(first)
     arena.file.free(last)
     assert arena.file.take(5 * block) is not None
+
+
+def test_an_arena_of_more_lines_than_32_bits_number_has_a_file(tmp_path) -> None:
+    """Behind 300 GiB of memory, none of which is touched."""
+    arena = Arena(page_shape(1), 300 << 30, torch.device("cpu"))
+    arena.add_file(tmp_path, 10 * BLOCK_BYTES)
+    line = arena.file.take(3)
+    assert line == len(arena.lines) > 1 << 32
+    arena.file.write(line, np.full(3 * LINE_BYTES, 7, dtype=np.uint8))
+    assert (arena.stored(line, 3) == 7).all()
