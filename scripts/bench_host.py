@@ -196,7 +196,7 @@ def measure_churn(requests: int, every: int, passes: int) -> Row:
             starts = np.array(list(live.values()))
             counts = np.where(starts == 0, PROMPT, 1)
             times.append(rank.run(list(live), starts, counts))
-            rank.ask(Read(()), [Owner(name, 0) for name in gone])  # their rows are given back
+            rank.ask(Read(b"", ()), [Owner(name, 0) for name in gone])  # their rows are given back
             live = dict(zip(live, (starts + counts).tolist(), strict=True))
         for name, total in live.items():
             rank.check([Plan(name, PROMPT, limit, capture=everything())], total)

@@ -9,7 +9,7 @@ import random
 import subprocess
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from support.sketching import sketches_agree
 from support.specs import OPERATIONS, spec
 
 from steercap import CaptureHandle, CaptureSpec, SteerModel
+from steercap.adapters.gpus import gather_processes
 from steercap.architectures.families import FAMILIES
 from steercap.testing import Parity, Reference, compare_rows, tiny_checkpoint
 from steercap.testing.architectures import FAMILY_CONFIGS
@@ -687,10 +688,18 @@ async def _held(machine: Machine, model: SteerModel) -> dict[str, int]:
     ours = [psutil.Process(), *psutil.Process().children(recursive=True)]
     held["RSS MiB"] = sum(process.memory_info().rss for process in ours) >> 20
     if machine.cuda:
-        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", f"--id={first}"]
-        held["GPU MiB"] = int(subprocess.run(query, check=True, capture_output=True, text=True).stdout)
+        held["GPU MiB"] = gpu_mib({process.pid for process in ours})
     return held
+
+
+def gpu_mib(ours: Collection[int]) -> int:
+    """GPU memory of some processes; where nvidia-smi lists none of them, as in a container, all that the GPU has in use."""
+    own = [one.bytes for one in gather_processes() if one.pid in ours and one.bytes is not None]
+    if own:
+        return sum(own) >> 20
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", f"--id={first}"]
+    return int(subprocess.run(query, check=True, capture_output=True, text=True).stdout)
 
 
 def _two_workers(machine: Machine) -> str:

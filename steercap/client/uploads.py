@@ -72,11 +72,14 @@ class Uploads:
                     one.there = True
             yield one.name
         except InvalidSpec as error:
-            if one.name in str(error):  # somebody deleted it there, or the server is another one by now
-                self._kept.pop(digest, None)
+            # Somebody deleted it there, or the server is another one by now. There may be a new upload of it already.
+            if one.name in str(error) and self._kept.get(digest) is one:
+                del self._kept[digest]
             raise
         finally:
             one.users -= 1
+            if not one.users and self._kept.get(digest) is not one:
+                self._connection.let_go(f"{VECTORS}/{one.name}")
             self._drop_unused()
 
     async def put(self, name: str, data: bytes) -> Any:

@@ -16,7 +16,7 @@ from steercap.errors import InvalidFrame
 Part = TypeVar("Part")
 
 #: Version of the frames, plans and configurations that this steercap writes; it reads no other.
-VERSION: Final = 2
+VERSION: Final = 3
 _MAGIC: Final = b"sc"
 HEADER: Final = _MAGIC + VERSION.to_bytes(2, "little")
 #: Maximum length of a frame in bytes: more than any message needs, and too little to exhaust memory.

@@ -7,6 +7,7 @@ uses stays. Encoders are loaded one after the other. The transfer to the workers
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import weakref
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -181,12 +182,11 @@ class Dictionaries:
             entry = self._entries.get(key)
             if entry is None or entry.users or len(entry.wanted) or self._workers.closed:
                 return
-            if entry.there:
-                try:
-                    await self._close(key)
-                except EngineFailure:  # a dead engine holds nothing; its next caller is told
-                    return
-            self._entries.pop(key, None)
+            if not entry.there:
+                del self._entries[key]
+                return
+            with contextlib.suppress(EngineFailure):  # a dead engine holds nothing; its next caller is told
+                await self._close(key)
 
 
 def _gone(held: weakref.ref[Dictionaries], key: Key) -> None:

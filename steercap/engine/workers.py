@@ -223,9 +223,8 @@ class Workers:
             self._channels = await self._listened()
 
         def rank(engine: int, index: int, attached: Attached) -> Rank:
-            return Rank(
-                index, attached, open_reader(attached, settings.transport, self.line_source(engine, index)), engine
-            )
+            reader = open_reader(attached, settings.transport, self.line_source(engine, attached.nonce))
+            return Rank(index, attached, reader, engine)
 
         return tuple(
             tuple(rank(engine, index, attached) for index, attached in enumerate(answers))
@@ -369,16 +368,19 @@ class Workers:
         """Return the memory and other resources in use on each capturing worker, engine by engine."""
         return await self.ask(GetStats(), Counted)
 
-    def line_source(self, engine: int, rank: int) -> Callable[[tuple[LineRange, ...]], Awaitable[bytes]]:
-        """Return a coroutine function that reads ranges of arena lines from one worker.
+    def line_source(self, engine: int, nonce: bytes) -> Callable[[tuple[LineRange, ...]], Awaitable[bytes]]:
+        """Return a coroutine function that reads ranges of arena lines from the worker whose arena has the nonce.
 
         It calls this worker's engine alone, so it sends no releases, which must reach all engines.
         """
 
         async def ask(ranges: tuple[LineRange, ...]) -> bytes:
             self.require_open()
-            frames = await self._vllm.rpc(encode(Call((), Read(ranges))), engine)
-            return _answers(frames, Lines)[0][rank].data
+            frames = await self._vllm.rpc(encode(Call((), Read(nonce, ranges))), engine)
+            (found,) = _answers(frames, Lines)
+            if len(found) != 1:
+                raise WorkerFailure(f"{len(found)} workers of engine {engine} have the arena that holds these rows")
+            return found[0].data
 
         return ask
 

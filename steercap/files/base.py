@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import os
 import pickle
 import re
 import shutil
 import struct
+import time
 import uuid
 import zipfile
 from collections.abc import Iterator
@@ -50,8 +53,10 @@ _NO_PICKLE: Final = (
 DAMAGED: Final = (zipfile.BadZipFile, OSError, ValueError, EOFError, KeyError, NotImplementedError)
 #: Maximum number of file names that an error message lists.
 SHOWN: Final = 6
-#: Temporary name of a file that is still being written; it contains the id of the writing process.
-_SCRATCH: Final = re.compile(r"\..+\.(?P<pid>[0-9a-f]{8})[0-9a-f]{24}")
+#: Temporary name of a file that is still being written; it contains the id of the writing process and its `_place`.
+_SCRATCH: Final = re.compile(r"\..+\.(?P<pid>[0-9a-f]{8})(?P<place>[0-9a-f]{8})[0-9a-f]{16}")
+#: Seconds after its last change in which a temporary file of another place may still be written.
+_LASTING: Final = 86_400
 #: Names of the methods that write files, by extension, for messages.
 WRITING_METHODS: Final = {
     ".safetensors": "`save` of a SteeringSpec, LayerVectors, a DirectionSet, a Sketch or a CaptureHandle",
@@ -136,15 +141,37 @@ def save_figure(figure: Figure, path: str | Path, dpi: int, **further: Any) -> P
 
 
 def sweep(folder: Path) -> None:
-    """Remove temporary files that killed processes left in a folder and those below; files of living processes stay."""
+    """Remove temporary files that killed processes left in a folder and those below; files of living processes stay.
+
+    Files of processes of other machines and containers, which cannot be seen, stay for `_LASTING` after their change.
+    """
     for path in [*folder.rglob(".*")]:
         found = _SCRATCH.fullmatch(path.name)
-        if found is None or Path(f"/proc/{int(found['pid'], 16)}").exists():
+        if found is None or _may_be_written(path, int(found["pid"], 16), found["place"]):
             continue
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+
+
+def _may_be_written(path: Path, pid: int, place: str) -> bool:
+    if place == _place():
+        return Path(f"/proc/{pid}").exists()
+    try:
+        return path.stat().st_mtime > time.time() - _LASTING
+    except FileNotFoundError:
+        return True  # by now it has its name
+
+
+@functools.cache
+def _place() -> str:
+    """Return eight digits that stand for the process ids seen here: those of one boot of a machine, and a namespace."""
+    seen = ""
+    for read, path in ((Path.read_text, "/proc/sys/kernel/random/boot_id"), (Path.readlink, "/proc/self/ns/pid")):
+        with contextlib.suppress(OSError):  # a sandbox may lack one
+            seen += str(read(Path(path)))
+    return hashlib.sha256(seen.encode()).hexdigest()[:8]
 
 
 def write_tensors(
@@ -179,8 +206,8 @@ def _metadata(header: msgspec.Struct) -> dict[str, str]:
 
 
 def _scratch(path: Path) -> Path:
-    """Return a unique temporary name beside `path`, which contains the process id for `sweep`."""
-    return path.with_name(f".{path.name}.{os.getpid():08x}{uuid.uuid4().hex[:24]}")
+    """Return a unique temporary name beside `path`, which contains the process id and the place for `sweep`."""
+    return path.with_name(f".{path.name}.{os.getpid():08x}{_place()}{uuid.uuid4().hex[:16]}")
 
 
 def read_tensors(path: Path, *, tensors: bool = True) -> tuple[str, dict[str, torch.Tensor]]:

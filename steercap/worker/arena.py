@@ -165,8 +165,6 @@ _LOG: Final = logging.getLogger(__name__)
 #: Line numbers of the file of rows that left memory, per line that it may hold. The file is sparse and a request's rows
 #: are consecutive: with spare numbers, a freed region is rarely too small for the next request.
 SPARSE: Final = 16
-#: Maximum number of lines that a message can address, with 32-bit line numbers.
-MOST_LINES: Final = (1 << 32) - 1
 #: Bytes of the arena that stay resident while nothing is captured, so that short requests cause no page faults.
 WARM_BYTES: Final = 64 << 20
 #: Block size, in bytes, of reads that are copied to a CUDA device.
@@ -214,8 +212,7 @@ class Arena:
             most_bytes: maximum bytes in the file; the client grants requests no more.
         """
         try:
-            lines = min(SPARSE * most_bytes // LINE_BYTES, MOST_LINES - len(self.lines))
-            self.file = ChunkFile(folder, len(self.lines), lines)
+            self.file = ChunkFile(folder, len(self.lines), SPARSE * most_bytes // LINE_BYTES)
         except InvalidSetting as error:
             _LOG.warning("rows cannot move to disk, so all rows of a request must fit in memory: %s", error)
 

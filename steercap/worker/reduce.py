@@ -93,8 +93,13 @@ def rows_of(records: torch.Tensor, layout: RecordLayout, schemas: Sequence[Point
 
 
 def write_reduced(arena: Arena, line: int, schemas: Sequence[PointSchema], rows: Sequence[torch.Tensor]) -> None:
-    """Write one row per point, [shard width], as float32 at a line, in the layout of `kernels.codecs.floats`."""
+    """Write one row per point, [shard width], as float32 at a line, in the layout of `kernels.codecs.floats`: all or none."""
     encoding = ENCODINGS["reduced"]
     offsets = encoding.record(schemas, REDUCED).offsets
-    for schema, offset, row in zip(schemas, offsets, rows, strict=True):
-        arena.write(line, encoding.encode(row[None], schema, REDUCED, None)[0], offset)
+    # They may be written over the rows that they were computed from: nothing that can fail comes in between.
+    stored = [
+        encoding.encode(row[None], schema, REDUCED, None)[0].to("cpu")
+        for schema, row in zip(schemas, rows, strict=True)
+    ]
+    for offset, row in zip(offsets, stored, strict=True):
+        arena.write(line, row, offset)

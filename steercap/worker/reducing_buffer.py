@@ -162,6 +162,8 @@ class ReducingBuffer(CaptureBuffer):
 def finish(taps: Taps, asked: Mapping[CaptureBuffer, int]) -> None:
     """Finish the running reductions of requests together: copy them to the arena, and wait for the copies.
 
+    What is raised in between fails them: their held rows may have been added, and must not be added again.
+
     Args:
         taps: taps that carry out the reductions.
         asked: number of inputs of the sequence, by the request's buffer; buffers without reduction are skipped.
@@ -175,6 +177,11 @@ def finish(taps: Taps, asked: Mapping[CaptureBuffer, int]) -> None:
     divisors = np.where([box.capture.reduce == "mean" for box, *_ in ready], found, 1)
     targets = [box.target for box, *_ in ready]
     lines = np.array([line for line, _ in targets])
-    taps.wait_for(taps.finish(updates, divisors, [layout for _, layout in targets], lines))
+    try:
+        taps.wait_for(taps.finish(updates, divisors, [layout for _, layout in targets], lines))
+    except Exception as error:
+        for box, *_ in ready:
+            box.fail(f"its reduction was interrupted: {error!r}")
+        raise
     for (box, _, rows), added in zip(ready, found.tolist(), strict=True):
         box.finished(rows, added)

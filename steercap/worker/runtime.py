@@ -253,7 +253,11 @@ class Runtime:
                 first += len(step)
         for token in np.flatnonzero(report.nonfinite != NONE).tolist():
             if (capture_buffer := self._request_table.at(int(whole.requests[token])).capture_buffer) is not None:
-                capture_buffer.found_nonfinite(int(whole.positions[token]), self.taps.points[report.nonfinite[token]])
+                point, position = int(report.nonfinite[token]), int(whole.positions[token])
+                if reason := self._impossible(point, position):
+                    capture_buffer.fail(reason)
+                else:
+                    capture_buffer.found_nonfinite(position, self.taps.points[point])
         self._request_table.label(whole, report.token_ids)
 
     def _refuse(self, step: Step, report: StepReport, wrong: np.ndarray) -> None:
@@ -277,13 +281,22 @@ class Runtime:
             return f"{len(own)} of {count} tokens of a pass were not copied exactly once at each point"
         if (report.edits[own] != step.edits[own]).any():
             return f"{len(own)} of {count} tokens of a pass did not get their edits"
-        point = report.overflowed[first]
+        point = int(report.overflowed[first])
+        if reason := self._impossible(point, int(step.positions[first])):
+            return reason
         schema = self.taps.schemas[point]
         return (
             f"the edited row of position {step.positions[first]} overflows at {self._names[point]}: an element is NaN, "
             f"infinite or beyond {edited_most(dtype_of(schema)):.3g}, the most that an edit may leave in "
             f"{schema.dtype}; use a smaller scale"
         )
+
+    def _impossible(self, point: int, position: int) -> str | None:
+        """Describe a reported point that this rank does not have; None for one that it has."""
+        count = len(self.taps.points)
+        if 0 <= point < count:
+            return None
+        return f"its pass reported point {point} of {count} at position {position}, so its rows cannot be trusted"
 
     def _wait_for(self, wanted: Sequence[Wanted]) -> None:
         """Wait for the passes that computed the wanted tokens, but not for later ones."""
@@ -350,8 +363,8 @@ class Runtime:
                 return self._sketches.answer(call.question)
             case OpenSAE() | CloseSAE():
                 return self._saes.answer(call.question)
-            case Read(ranges):
-                return Lines(self._read(ranges))
+            case Read(nonce, ranges):
+                return Lines(self._read(ranges)) if nonce == self._attached().segment.nonce else NotCapturing()
             case GetStats():
                 return self._count()
         raise WorkerFailure(f"no answer to {call.question!r}")

@@ -231,7 +231,7 @@ async def test_bytes_over_rpc_equal_shared_memory(tiny) -> None:
     assert isinstance(rank.reader, memory.SharedReader)
     prompt = random_prompt(100, 12)
     _, handle = await tiny.generate(prompt, SIX, capture=CaptureSpec(sites=ALL_SITES))
-    wire = memory.WireReader(engine.workers.line_source(0, 0))
+    wire = memory.WireReader(engine.workers.line_source(0, rank.attached.nonce))
     (shared,) = await engine.collect([handle.lifecycle.source.wanted])
     engine._ranks = ((replace(rank, reader=wire),),)
     try:

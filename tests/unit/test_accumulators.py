@@ -15,6 +15,7 @@ from steercap.core.messages import (
     Collect,
     Configure,
     Configured,
+    Failed,
     GetStats,
     Owner,
     Placed,
@@ -30,6 +31,7 @@ from steercap.core.schema import LINE_BYTES, RAW
 from steercap.core.spec import Point
 from steercap.core.tokens import Range
 from steercap.kernels.bits import SUM
+from steercap.kernels.codecs.floats import Reduced
 from steercap.kernels.triton_accumulate import launch_accumulate
 from steercap.steering.lowering import lower, scopes_of
 from steercap.worker.reduce import Accumulator
@@ -251,6 +253,60 @@ def test_one_owner_twice_is_finished_once(kind) -> None:
     engine.step([(request, 4, 1)])
     (captured_rows,) = engine.ask(Collect((Wanted(Owner("r", 0), 5),))).shares
     assert len(np.frombuffer(captured_rows.positions, dtype=np.int64)) == 4  # which the client compares with 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reductions_that_are_interrupted_are_not_finished_twice(kind, monkeypatch) -> None:
+    """Their held rows may be in the sums by then; all that one call finishes fail, and a reduction after them is right."""
+    engine = Engine(kind, 0, 0, 1)
+    requests = {name: Request(engine.rng, 0) for name in "abc"}
+    for name, request in requests.items():
+        request.key, request.done, request.total = name, 6, 6
+        capture = CapturePlan((0,), (Range(0, None),), "sum", RAW, accumulates=True)
+        engine.runtime.register(name, Plan(name, 4, LIMIT, capture=capture).encode(), 0)
+    for start, count in ((0, 4), (4, 1), (5, 1)):
+        engine.step([(request, start, count) for request in requests.values()])
+    wanted = {name: Wanted(Owner(name, 0), 6) for name in requests}
+
+    def interrupted(_event) -> None:
+        raise MemoryError("none for a moment")
+
+    with monkeypatch.context() as once:
+        once.setattr(engine.runtime.taps, "wait_for", interrupted)
+        assert isinstance(engine.ask(Collect((wanted["a"], wanted["b"]))), Failed)
+    a, b, c = engine.ask(Collect(tuple(wanted.values()))).shares
+    assert a.failure == b.failure == "its reduction was interrupted: MemoryError('none for a moment')"
+    (rows,) = rows_of(engine.runtime, c)
+    torch.testing.assert_close(rows[0], requests["c"].rows[0, :6].sum(0))
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+@pytest.mark.parametrize("spilled", [False, True])
+def test_reductions_that_are_not_written_leave_what_they_were_computed_from(spilled, reduce, monkeypatch) -> None:
+    """The second point's fails once, for lack of memory: asked for again, all points are reduced of the rows."""
+    engine = Engine("host", 0, 0, 1)
+    request = Request(engine.rng, 0)
+    request.key, request.done, request.total = "r", 6, 6
+    capture = CapturePlan((0, 1), (Range(0, None),), reduce, RAW, accumulates=spilled)
+    engine.runtime.register("r", Plan("r", 4, LIMIT, capture=capture).encode(), 0)
+    for start, count in ((0, 4), (4, 1), (5, 1)):
+        engine.step([(request, start, count)])
+    engine.runtime.end_requests(["r"])
+    if spilled:
+        engine.runtime._kept[Owner("r", 0)].capture_buffer._spill()
+    encode, calls = Reduced.encode, []
+
+    def interrupted(*given) -> torch.Tensor:
+        calls.append(given)
+        if len(calls) == 2:
+            raise MemoryError("none for a moment")
+        return encode(*given)
+
+    monkeypatch.setattr(Reduced, "encode", interrupted)
+    assert isinstance(engine.ask(Collect((Wanted(Owner("r", 0), 6),))), Failed)
+    (captured_rows,) = engine.ask(Collect((Wanted(Owner("r", 0), 6),))).shares
+    rows = torch.cat(rows_of(engine.runtime, captured_rows))
+    torch.testing.assert_close(rows, getattr(request.rows[:2, :6], reduce)(1))
 
 
 @pytest.mark.parametrize("kind", KINDS)

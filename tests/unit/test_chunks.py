@@ -17,14 +17,15 @@ from steercap import CaptureHandle
 from steercap.captures.checks import Expected, parts_of
 from steercap.captures.lifecycle import Lifecycle
 from steercap.captures.rows import Captures, Found
-from steercap.core.messages import Attach, Attached, Collect, GetStats, Lines, Owner, Read, Wanted
+from steercap.core.messages import Attach, Attached, Collect, GetStats, Lines, Owner, Read, Wanted, decode_answer
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.receipt import Receipt
 from steercap.core.rows import page_shape
 from steercap.core.schema import LINE_BYTES, RAW
 from steercap.core.spec import Point
 from steercap.core.tokens import Range
-from steercap.errors import CaptureReleased, InvalidRequest
+from steercap.engine.workers import Workers
+from steercap.errors import CaptureReleased, InvalidRequest, WorkerFailure
 from steercap.files.spill import BLOCK_BYTES
 from steercap.worker.arena import Arena
 from steercap.worker.chunk_file import ChunkFile
@@ -144,12 +145,34 @@ async def test_lines_of_the_file_go_by_rpc_too(tmp_path) -> None:
     _, near = await bench.rows("r1", 60)
 
     async def ask(ranges) -> bytes:
-        answer = bench.ask(Read(ranges))
+        answer = bench.ask(Read(bench.attached.nonce, ranges))
         assert isinstance(answer, Lines)
         return answer.data
 
     bench.reader = WireReader(ask)
     assert torch.equal((await bench.rows("r1", 60))[1], near)
+
+
+async def test_lines_come_from_the_rank_that_has_them(tmp_path) -> None:
+    """Ranks with arenas of other sizes: lines of one mean nothing on another, which neither fails nor sends any."""
+    ranks, sent = [Chunked(tmp_path, pages) for pages in (4, 2)], []
+
+    async def rpc(frame, _engine) -> list[list[bytes]]:
+        answers = [bench.runtime.answer(frame) for bench in ranks]
+        sent.append([isinstance(decode_answer(answer), Lines) for answer in answers])
+        return [answers]
+
+    workers = Workers(SimpleNamespace(rpc=rpc, aborted=0))
+    for number, bench in enumerate(ranks):
+        bench.long("r1", 6, 60)
+        for start in range(0, 60, 6):
+            bench.step(("r1", start, 6))
+        _, near = await bench.rows("r1", 60)
+        bench.reader = WireReader(workers.line_source(0, bench.attached.nonce))
+        assert torch.equal((await bench.rows("r1", 60))[1], near)
+        assert sent.pop() == [rank == number for rank in (0, 1)]
+    with pytest.raises(WorkerFailure, match="0 workers of engine 0 have the arena"):
+        await workers.line_source(0, b"of a worker before")(())
 
 
 @pytest.mark.parametrize("when", ["at once", "later"])
@@ -266,3 +289,13 @@ def test_what_the_quota_grants_has_room_between_others(tmp_path) -> None:
     arena.file.free(first)
     arena.file.free(last)
     assert arena.file.take(5 * block) is not None
+
+
+def test_an_arena_of_more_lines_than_32_bits_number_has_a_file(tmp_path) -> None:
+    """Behind 300 GiB of memory, none of which is touched."""
+    arena = Arena(page_shape(1), 300 << 30, torch.device("cpu"))
+    arena.add_file(tmp_path, 10 * BLOCK_BYTES)
+    line = arena.file.take(3)
+    assert line == len(arena.lines) > 1 << 32
+    arena.file.write(line, np.full(3 * LINE_BYTES, 7, dtype=np.uint8))
+    assert (arena.stored(line, 3) == 7).all()

@@ -20,9 +20,9 @@ import torch
 from steercap import Add, SteeringSpec
 from steercap.client import RemoteModel
 from steercap.client.rows import RemoteRows
-from steercap.client.uploads import Uploads
+from steercap.client.uploads import VECTORS, Uploads
 from steercap.concurrency.loops import each_of, scoped, scoped_steps
-from steercap.errors import CaptureIncomplete, InvalidRequest, ModelClosed, ServerFailure
+from steercap.errors import CaptureIncomplete, InvalidRequest, InvalidSpec, ModelClosed, ServerFailure
 from steercap.sync import RemoteModel as Blocking
 
 #: Connections that wait unused while a request is cancelled: httpx closes them one after the other, each in a step.
@@ -395,6 +395,35 @@ async def test_starts_at_once_are_one() -> None:
         assert isinstance(first.exception(), (ModelClosed, type(None)))
     await until(lambda: not server.open)
     listening.close()
+
+
+async def test_an_upload_that_the_server_lost_is_replaced_once() -> None:
+    """Two use it and are refused; in between a third sends it again, and that one is used from then on."""
+    sent: list[str] = []
+    held: set[str] = set()
+
+    async def put(_method: str, path: str, **_: Any) -> None:
+        sent.append(path)
+
+    uploads = Uploads(SimpleNamespace(ask=put, hold=held.add, let_go=held.discard))
+    content = SteeringSpec(Add(torch.ones(4), layer=0))
+
+    @asynccontextmanager
+    async def refused() -> AsyncIterator[str]:
+        with suppress(InvalidSpec):
+            async with uploads.named(content) as name:
+                yield name
+                raise InvalidSpec(f"the server has no {name}")
+
+    async with refused() as first:
+        async with refused() as same:
+            assert same == first
+        async with uploads.named(content) as second:
+            assert second != first
+    async with uploads.named(content) as third:
+        assert third == second
+    assert sent == [f"{VECTORS}/{first}", f"{VECTORS}/{second}"]
+    assert held == {f"{VECTORS}/{second}"}
 
 
 async def test_an_upload_that_is_cancelled_is_deleted_at_the_end() -> None:

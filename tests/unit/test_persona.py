@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import math
+import os
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -556,6 +557,7 @@ def test_what_a_killed_process_left_half_written_goes(tmp_path) -> None:
     kept = tmp_path / ".hidden"
     scratch.parent.mkdir()
     scratch.touch()
+    os.utime(scratch, (0, 0))
     kept.touch()
     open_folder(tmp_path, MODEL, made())
     assert not scratch.exists()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from steercap.errors import InvalidFile, RunDiffers
+from steercap.files import base
 from steercap.files.base import write_whole
 from steercap.files.folder import NAMED, FolderKind, differences
 from steercap.lab.personas.folder import RUN
@@ -95,6 +98,21 @@ def test_half_written_files_of_the_dead_go_and_those_of_the_living_stay(tmp_path
     assert not dead.exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".hidden", "parts"]
     assert [path.name for path in (tmp_path / "parts").iterdir()] == ["living"]
+
+
+def test_half_written_files_of_other_machines_stay_for_a_day(tmp_path, monkeypatch) -> None:
+    """A process of another machine or container writes to the folder: its id says nothing here."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    with monkeypatch.context() as there:
+        there.setattr("os.getpid", lambda: gone.pid)
+        there.setattr(base, "_place", lambda: "0" * 8, raising=False)
+        young, old = (base._scratch(tmp_path / name) for name in ("young", "old"))
+    for scratch, days in ((young, 0.9), (old, 1.1)):
+        scratch.touch()
+        os.utime(scratch, times=(then := time.time() - days * 86_400, then))
+    assert KIND.open(tmp_path, Told("m")) is None
+    assert [*tmp_path.iterdir()] == [young]
 
 
 #: As steercap 0.1.0 wrote them.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import time
 import zipfile
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,12 +29,15 @@ from steercap.core.messages import (
     SAEOpened,
     Wanted,
     decode_answer,
+    decode_call,
     encode,
 )
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.schema import Coding, PointSchema
 from steercap.core.tokens import Range
-from steercap.engine.sae_readers import compile_readers
+from steercap.engine.sae_readers import Readers, compile_readers
+from steercap.engine.saes import Dictionaries
+from steercap.engine.workers import Workers
 from steercap.errors import InvalidEdit, InvalidFile, InvalidSpec, InvalidVector, PointSplit
 from steercap.kernels.codecs.coded import CodedRows
 from steercap.kernels.codecs.topk import HEAD
@@ -606,3 +612,41 @@ def test_a_worker_refuses_what_it_cannot_vouch_for(kind, tmp_path) -> None:
     assert worker.open(encoder, point=7) == SAEOpened()
     counted = worker.ask(GetStats())
     assert (counted.saes, counted.sae_bytes) == (0, 0)
+
+
+async def test_an_sae_that_is_loaded_again_while_its_equal_is_freed(tmp_path) -> None:
+    """The workers hold it, and the client knows that they do."""
+    worker, closing, close = Worker("host"), asyncio.Event(), asyncio.Event()
+
+    async def rpc(frame: bytes) -> list[list[bytes]]:
+        if isinstance(decode_call(frame).question, CloseSAE):
+            closing.set()
+            await close.wait()
+        return [[worker.runtime.answer(frame)]]
+
+    held = Dictionaries(Workers(SimpleNamespace(rpc=rpc, aborted=0)), 1 << 30)
+    path = some().write(tmp_path)
+
+    def readers() -> Readers:
+        return Readers({Point(1, "resid_post"): 1}, (SAE.load(path).encoder,), Coding("features", 20))
+
+    async def use(own: Readers) -> None:
+        async with held.holding(own):
+            assert worker.ask(GetStats()).saes == 1
+
+    async with asyncio.timeout(60):
+        await use(readers())
+        gc.collect()
+        await closing.wait()
+        using = asyncio.create_task(use(again := readers()))
+        while not any(entry.users for entry in held._entries.values()):
+            await asyncio.sleep(0.01)
+        close.set()
+        await using
+        assert held._held == worker.ask(GetStats()).sae_bytes > 0
+        del again
+        gc.collect()
+        while held._entries:
+            await asyncio.sleep(0.01)
+    assert worker.ask(GetStats()).saes == 0
+    await held.aclose()

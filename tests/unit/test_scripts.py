@@ -18,6 +18,7 @@ import bench_training
 import pytest
 import torch
 from gpu_rounds import Workload
+from verification.checks import gpu_mib
 from workers import CUDA, DEVICE, LateTransfers
 
 from steercap.lab.training import HookedModel
@@ -124,6 +125,20 @@ def test_a_script_finds_the_tests_support_without_pytest() -> None:
     scripts = {name for name in takers if "." not in name}
     assert {"verify_gpu", "soak"} <= scripts
     assert not {name for name in scripts if "beside_tests" not in reached[name]}
+
+
+def test_gpu_memory_is_that_of_the_processes_that_are_ours(tmp_path, monkeypatch) -> None:
+    """Another process comes and goes; where none of ours is listed, or not with its memory, it is that of all."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("""#!/bin/sh
+case $1 in
+--query-compute-apps*) printf 'GPU-1b, 7, python, 300\nGPU-1b, 8, [N/A], [N/A]\nGPU-1b, 9, VLLM, 40\n' ;;
+*) echo 1000 ;;
+esac
+""")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert [gpu_mib(ours) for ours in ({7}, {7, 9}, {8}, {10})] == [300, 340, 1000, 1000]
 
 
 async def test_a_library_that_cannot_is_a_line_of_the_result() -> None:

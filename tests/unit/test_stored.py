@@ -128,28 +128,28 @@ from steercap.testing import tiny_checkpoint
 
 #: Tag, names of the fields, and the first digits of the SHA-256 of a frame whose fields are filled by their types alone.
 QUESTIONS = {
-    "Attach": (("capture_bytes", "spill_folder", "spill_bytes"), "9b1ab69c9e885039"),
-    "Listen": ((), "e6e9ac59cdac31dc"),
-    "Collect": (("wanted",), "507687e913fb9eee"),
-    "Read": (("lines",), "b1056aa7421caa81"),
-    "GetStats": ((), "c1c1e71ee11d4c43"),
-    "Configure": (("vectors", "configurations"), "3cdb067066797b5f"),
-    "GetSteeringRecord": (("wanted", "ended"), "5386bc923128f484"),
-    "Engage": (("owners",), "fe08e869d92b3e94"),
-    "Unembed": (("rows", "count", "dtype", "tokens", "top", "normed"), "b53880426bcfc67e"),
-    "Project": (("layer", "site", "rows", "count", "dtype"), "fef31a24415be538"),
-    "Choose": (("layer", "rows", "count", "dtype"), "01fb18723b9a962f"),
-    "OpenSketch": (("name", "kind", "size", "points", "most_bytes"), "cdbda3fed33aea00"),
-    "PrepareSketch": (("joining",), "b347c6c765127e55"),
-    "CommitSketch": (("joining",), "ada8c6204e3f8f60"),
-    "ReadSketch": (("name", "point", "start", "stop"), "942c911f3da852b2"),
-    "CloseSketch": (("name",), "c5225078eb69cb19"),
-    "OpenSAE": (("digest", "point", "shape", "path", "nonce", "most_bytes"), "66914148b9362775"),
-    "CloseSAE": (("digest", "point"), "8764e466c54cff5c"),
+    "Attach": (("capture_bytes", "spill_folder", "spill_bytes"), "b83138f057e608ef"),
+    "Listen": ((), "f86fd8fe74aa0509"),
+    "Collect": (("wanted",), "1774d9f79a97603e"),
+    "Read": (("nonce", "lines"), "7f3981547ede7abc"),
+    "GetStats": ((), "03011cdbcff1a4e1"),
+    "Configure": (("vectors", "configurations"), "cdd48b604c506709"),
+    "GetSteeringRecord": (("wanted", "ended"), "515e4f07d4ffb86a"),
+    "Engage": (("owners",), "8409dd3d1ca66bba"),
+    "Unembed": (("rows", "count", "dtype", "tokens", "top", "normed"), "c33e4789f93461eb"),
+    "Project": (("layer", "site", "rows", "count", "dtype"), "fdc8bef2699e21fb"),
+    "Choose": (("layer", "rows", "count", "dtype"), "f929b3231b55b0a8"),
+    "OpenSketch": (("name", "kind", "size", "points", "most_bytes"), "cb8e2bbf1c11caa5"),
+    "PrepareSketch": (("joining",), "f5041172f69cfc37"),
+    "CommitSketch": (("joining",), "888e58d10911b2e0"),
+    "ReadSketch": (("name", "point", "start", "stop"), "170a18ba9089b1c9"),
+    "CloseSketch": (("name",), "7a18ed6098c301a7"),
+    "OpenSAE": (("digest", "point", "shape", "path", "nonce", "most_bytes"), "d756b09f6f590915"),
+    "CloseSAE": (("digest", "point"), "1777fec842fb4f08"),
 }
 ANSWERS = {
-    "NotCapturing": ((), "db2cd483593fcf1a"),
-    "Listening": (("address",), "6b365e64f701f56c"),
+    "NotCapturing": ((), "c72f6a4c9a551c4e"),
+    "Listening": (("address",), "a20a9bc7dcee6ef5"),
     "Attached": (
         (
             "points",
@@ -168,10 +168,10 @@ ANSWERS = {
             "file",
             "file_lines",
         ),
-        "e1d9ab9766aed349",
+        "acc1618c552cb3c4",
     ),
-    "Collected": (("shares", "unfinished"), "5a5e1511ffd65a03"),
-    "Lines": (("data",), "7816a42d58712bfc"),
+    "Collected": (("shares", "unfinished"), "b24d503a2a23bdc4"),
+    "Lines": (("data",), "f672bf2e258c046c"),
     "Counted": (
         (
             "requests",
@@ -189,20 +189,20 @@ ANSWERS = {
             "tables",
             "arena_pinned",
         ),
-        "568a7818f9e50d7f",
+        "7a23bf845306e39e",
     ),
-    "Configured": (("refused",), "d39ea14c7393d060"),
-    "SteeringRecords": (("records",), "8a707b1e0e30a569"),
-    "Engaged": (("positions",), "a42bf905f463162d"),
-    "SketchOpened": (("refused",), "a6c0a2abf8693f23"),
-    "SketchCommitted": (("rows",), "43a3014492aa4ffb"),
-    "SketchPart": (("kept", "rows", "squares", "filled", "data"), "2ce25431aa5b66a7"),
-    "SAEOpened": (("coming", "full", "unreachable", "refused"), "79391080639f07ba"),
-    "Failed": (("reason",), "51504a4ba22ee294"),
-    "Unembedded": (("logits", "least", "most", "spread", "total", "top", "best"), "c5ae04c724f0438a"),
-    "ProjectedRows": (("rows",), "798115907a5a61bb"),
-    "Chosen": (("ids", "weights", "refused"), "e12262cc0f635ae3"),
-    "Unhooked": (("reason",), "8ab496691cae2cf7"),
+    "Configured": (("refused",), "78f3a89c02d5baad"),
+    "SteeringRecords": (("records",), "3d9d87a01e1a9d74"),
+    "Engaged": (("positions",), "7f20faf6c1554d3d"),
+    "SketchOpened": (("refused",), "894b6b81d74fb87c"),
+    "SketchCommitted": (("rows",), "da360380fe7a3138"),
+    "SketchPart": (("kept", "rows", "squares", "filled", "data"), "f5e9464153361c35"),
+    "SAEOpened": (("coming", "full", "unreachable", "refused"), "477600441f29ae8e"),
+    "Failed": (("reason",), "1e91e1807a4ccd7c"),
+    "Unembedded": (("logits", "least", "most", "spread", "total", "top", "best"), "4862aa131c061d4e"),
+    "ProjectedRows": (("rows",), "b0faf7053e36e806"),
+    "Chosen": (("ids", "weights", "refused"), "62bb5cf768acf077"),
+    "Unhooked": (("reason",), "26d749fbc3230887"),
 }
 
 
@@ -321,7 +321,7 @@ def test_what_has_no_names_has_its_order(value, said) -> None:
 def test_a_plan_has_its_key_fields_and_bytes() -> None:
     """What a request carries."""
     frame = filled(inspect.type_info(Plan)).encode()
-    assert (EXTRA_ARGS_KEY, HEADER, short(frame)) == ("steercap", b"sc\x02\x00", "5972d65ce40970d8")
+    assert (EXTRA_ARGS_KEY, HEADER, short(frame)) == ("steercap", b"sc\x03\x00", "3fcf74f79b597cb5")
     assert Plan.decode(frame).encode() == frame
     said = msgspec.msgpack.decode(frame[len(HEADER) :])
     assert list(said) == ["key", "prompt_len", "limit", "samples", "capture", "steering"]

@@ -72,7 +72,7 @@ def test_every_field_comes_back_within_its_bounds(kind) -> None:
         Call((), Attach(1 << 61)),
         Call((Owner("a", -1),), GetStats()),
         Call((Owner("a" * 5000, 0),), GetStats()),
-        Call((), Read((LineRange(-1, 1),))),
+        Call((), Read(b"", (LineRange(-1, 1),))),
     ],
     ids=["negative", "too large", "negative in a part", "too long", "negative line"],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -338,7 +339,7 @@ async def test_lines_can_be_sent_as_bytes() -> None:
     bench.plan("r1", points=(0,))
     bench.step(("r1", 0, 3))
     captured_rows, rows = await bench.rows("r1", 3)
-    answer = bench.ask(Read(captured_rows.lines))
+    answer = bench.ask(Read(bench.attached.nonce, captured_rows.lines))
     assert isinstance(answer, Lines)
     sent = np.frombuffer(answer.data, dtype=np.uint8).reshape(3, LINE_BYTES)
     assert sent[:, : WIDTH * 4].tobytes() == rows[0].numpy().tobytes()
@@ -643,6 +644,29 @@ async def test_a_row_that_is_not_finite_is_named_whichever_pass_of_a_series_it_w
         bench.step(("r1", position, 1), ("r2", position, 1), scale=1e6 if position == at else 1.0)
     shares = bench.ask(Collect(tuple(Wanted(Owner(name, 0), 60) for name in ("r1", "r2")))).shares
     assert [captured_rows.nonfinite for captured_rows in shares] == [(at, 0), (at, 0)]
+
+
+@pytest.mark.parametrize("part", ["nonfinite", "overflowed"])
+async def test_a_report_of_a_point_that_there_is_not_fails_its_request_alone(part, monkeypatch) -> None:
+    """Nothing is raised in the runner's step, which would end the engine."""
+    bench = Bench()
+    completed = bench.runtime.taps.completed
+
+    def damaged(*given):
+        for steps, report in completed(*given):
+            points = np.full_like(report.positions, NONE)
+            points[1] = POINTS
+            yield steps, replace(report, **{part: points})
+
+    monkeypatch.setattr(bench.runtime.taps, "completed", damaged)
+    for name in ("r1", "r2"):
+        bench.plan(name)
+    bench.step(("r1", 0, 4), ("r2", 0, 4))
+    (captured_rows,) = bench.ask(Collect((Wanted(Owner("r1", 0), 4),))).shares
+    assert captured_rows.failure == "its pass reported point 3 of 3 at position 1, so its rows cannot be trusted"
+    captured_rows, rows = await bench.rows("r2", 4)
+    assert (captured_rows.failure, captured_rows.nonfinite) == (None, None)
+    torch.testing.assert_close(rows[1], expected(2, range(4), 1))
 
 
 @DEVICE_ALONE
