@@ -378,7 +378,12 @@ def definition_of(
 def _digest(spec: SteeringSpec) -> str:
     """Return the SHA-256 of the edits of a spec, in hexadecimal."""
     found = hashlib.sha256(repr((spec.flat(), spec.preserve_norm)).encode())
+    if spec.keeps_norm and not spec.preserve_norm:
+        found.update(repr([keeper for _, keeper in spec.segments()]).encode())
     for edit in spec.of_rows():
+        vector = getattr(edit, "vector", None)
+        if vector is not None and not torch.equal(vector[None], edit.lower()[0].write):
+            found.update(vector.numpy().tobytes())  # it is lowered to its direction; a step depends on its norm too
         for one in edit.lower():
             for vector in (one.write, one.read):
                 found.update(b"" if vector is None else vector.contiguous().numpy().tobytes())
