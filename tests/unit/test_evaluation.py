@@ -533,6 +533,10 @@ def test_a_cost_is_found_between_doses() -> None:
     assert place_of(costs, 6.0).dose == 4.0
     assert place_of(costs, 6.0 + 1e-12).reached
     assert place_of(costs, 6.1) == Place(4.0, 4.0, 0.0, reached=False)
+    alone = 0.07
+    assert math.log(math.exp(alone)) != alone
+    assert place_of({1.0: alone}, math.log(math.exp(alone))) == Place(1.0, 1.0, 0.0, reached=True)
+    assert place_of({1.0: alone, 2.0: alone}, math.log(math.exp(alone))) == Place(1.0, 1.0, 0.0, reached=True)
     assert place_of(costs, 0.5) == Place(4.0, 4.0, 0.0, reached=False)
     at = {0.0: np.array([0.0, 10]), 1.0: np.array([2.0, 20])}
     np.testing.assert_allclose(place_of({0.0: 1.0, 1.0: 2.0}, 1.25).between(at), [0.5, 12.5])
@@ -689,6 +693,40 @@ def test_without_its_edits_a_method_with_a_prompt_is_not_no_steering() -> None:
     assert lines["both"].means["score"].value == pytest.approx(10)
     below = {line.method: line for line in found.matched(at=math.e)}
     assert (below["both"].how, below["both"].means["score"].value) == ("never", pytest.approx(10))
+
+
+def test_a_picture_follows_the_doses_that_the_numbers_follow() -> None:
+    """A method with a prompt does not begin at no steering, and doses of the other sign are marks beside the line."""
+    one = Evaluation(
+        methods=[
+            Method(name="both", steering=vectors(1), system="Be warm.", doses=[1, 2]),
+            Method(name="two ways", steering=vectors(1), doses=[-2, -1, 1, 2]),
+        ],
+        questions=["a"],
+    )
+    cost = {
+        ("both", 1): 2,
+        ("both", 2): 3,
+        ("two ways", -1): 4,
+        ("two ways", -2): 5,
+        ("two ways", 1): 6,
+        ("two ways", 2): 7,
+    }
+    neutral = {each: [float(cost.get((each.method, each.dose), 1))] * 2 for each in one.conditions()}
+    answers = [answer("x", method=each.method, dose=each.dose) for each in one.conditions()]
+    found = EvaluationResults(
+        one, answers, {"length": [5.0] * 7}, {"neutral": neutral}, {"length": Length()}, {"neutral": Passages()}
+    )
+    axes = _figure({"": found}, {"": ["length"]}, "neutral", None).axes[0]
+    drawn = [
+        (bars.get_label(), bars.lines[0].get_linestyle(), [*bars.lines[0].get_xdata()]) for bars in axes.containers
+    ]
+    assert [(label, style, pytest.approx(x)) for label, style, x in drawn] == [
+        ("both", "-", [2, 3]),
+        ("two ways", "-", [1, 6, 7]),
+        ("_container2", "None", [5, 4]),
+        ("none", "None", [1]),
+    ]
 
 
 def test_an_infinite_difference_has_no_p() -> None:
