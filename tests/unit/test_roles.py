@@ -687,6 +687,22 @@ def test_changes_are_of_pairs() -> None:
 # Pictures
 
 
+def test_a_picture_of_changes_is_of_pairs() -> None:
+    """An answer that has no number under one condition counts under neither."""
+    from matplotlib.figure import Figure
+
+    silent = [
+        msgspec.structs.replace(one, projection={3: math.nan})
+        if one.condition == "capped" and one.case.question == 0
+        else one
+        for one in records()
+    ]
+    axes = Figure().subplots()
+    plot_changes(silent, 3, axes, condition="capped")
+    assert [list(line.get_xdata()) for line in axes.lines] == [[3.0] * 3, [4.0] * 3]
+    assert {one.before for one in changes(silent, 3) if one.measure == "projection"} == {3.0}
+
+
 def test_pictures_are_drawn_to_files_and_axes(tmp_path) -> None:
     """Each is a picture of some size, and none is left half-written."""
     from matplotlib.figure import Figure
