@@ -33,7 +33,9 @@ LOCK: Final = ".lock"
 def differences(stored: Any, expected: Any, *, but: Collection[str] = (), none_is_unset: bool = False) -> list[str]:
     """Return the differences of two definitions in words, such as "model.name was 'a', is 'b'".
 
-    They are compared as JSON holds them, tuples as lists; where both hold a mapping, its entries one by one.
+    They are compared as JSON holds them, tuples as lists; where both hold a mapping, its entries one by one. Of a
+    "model", see `steercap.files.fingerprint.identity_of`, what the stored one lacks is not compared: the version that
+    wrote it did not know it yet.
 
     Args:
         stored, expected: Structs or mappings: the definition in a folder, and that of the run to resume.
@@ -58,7 +60,8 @@ def _apart(name: str, was: Mapping[str, Any], now: Mapping[str, Any], under: str
     """Return the differences of one entry; a missing one differs from None."""
     one, other = was.get(name, msgspec.UNSET), now.get(name, msgspec.UNSET)
     if isinstance(one, dict) and isinstance(other, dict):
-        return [line for key in {**one, **other} for line in _apart(key, one, other, f"{under}{name}.")]
+        keys = one if name == "model" else {**one, **other}
+        return [line for key in keys for line in _apart(key, one, other, f"{under}{name}.")]
     before, after = ("not set" if value is msgspec.UNSET else shown(value) for value in (one, other))
     return [] if one == other else [f"{under}{name} was {before}, is {after}"]
 

@@ -181,9 +181,9 @@ def open_folder(path: str | Path, model: Mapping[str, str], settings: PersonaSet
     found = RUN.open(path, wanted)
     if found is not None:
         traits = {**found.settings["traits"], **wanted.settings["traits"]}
-        wanted = _State(VERSION, wanted.model, {**wanted.settings, "traits": traits}, found.done)
+        wanted = _State(VERSION, found.model, {**wanted.settings, "traits": traits}, found.done)
     RUN.write(path, wanted)
-    plain = described(settings)
+    plain, model = described(settings), wanted.model
     together, each, digests = stage_hashes(plain, model), trait_hashes(plain, model), dict[str, str]()
     for stage in STAGES:
         own = {f"{stage}/{trait}": digest for trait, digest in each[stage].items()}

@@ -18,7 +18,7 @@ from steercap.core.extras import extra
 from steercap.core.prompts import repeating, warn_of_doubled
 from steercap.core.values import count_of, shown
 from steercap.errors import InvalidPrompt, InvalidSetting, InvalidSpec, TrainingDiverged
-from steercap.files.fingerprint import model_name, weights_digest
+from steercap.files.fingerprint import model_name, tensors_digest, weights_digest
 from steercap.lab.training.batches import EncodedExamples, Picked, generator, loader
 from steercap.lab.training.datasets import TextLoss
 from steercap.lab.training.examples import (
@@ -351,9 +351,11 @@ def _check_directions(starts: Mapping[str, SteeringSpec]) -> None:
 
 
 def identity_of(model: HookedModel) -> dict[str, str]:
-    """Return a model's name, the hash of its weights, and its dtype."""
-    known = weights_digest(model.path) if Path(model.path).exists() else str(getattr(model.config, "_commit_hash", ""))
-    return {"name": model_name(model.path), "weights": known, "dtype": described(model.dtype)}
+    """Return a model's name, the hashes of its weights, and its dtype."""
+    here = Path(model.path).exists()
+    known = weights_digest(model.path) if here else str(getattr(model.config, "_commit_hash", ""))
+    tensors = tensors_digest(model.path) if here else ""
+    return {"name": model_name(model.path), "weights": known, "tensors": tensors, "dtype": described(model.dtype)}
 
 
 def definition_of(

@@ -114,7 +114,7 @@ def open_folder(path: str | Path, model: Mapping[str, str], settings: RoleSettin
     if found is not None:
         roles = {**found.settings["roles"]["roles"], **wanted.settings["roles"]["roles"]}
         known = {**wanted.settings, "roles": {**wanted.settings["roles"], "roles": roles}}
-        wanted = msgspec.structs.replace(wanted, settings=known)
+        wanted = msgspec.structs.replace(wanted, settings=known, model=found.model)
     if found != wanted:  # several processes open a folder at once, and need not write the same
         RUN.write(path, wanted)
     return RolesFolder(Path(path), wanted)

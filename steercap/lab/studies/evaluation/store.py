@@ -57,7 +57,7 @@ class Folder(StudyFolder[Answer]):
                 known.append(one)
                 digests.append(one.digest)
         if found is None or len(known) > len(found.conditions):
-            FOLDER.write(path, msgspec.structs.replace(wanted, conditions=known))
+            FOLDER.write(path, msgspec.structs.replace(found or wanted, conditions=known))
         #: The place of each condition of this evaluation.
         self.places: dict[Condition, int] = {
             one: digests.index(digest.digest)
