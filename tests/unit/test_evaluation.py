@@ -14,13 +14,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as some
+from transformers import AutoTokenizer
 
 from steercap import Ablate, Add, Cap, LowRank, Point, Replace, SteeringSpec
 from steercap.errors import InvalidFile, InvalidSpec, RunDiffers, UnknownName
 from steercap.files.tables import read_table
+from steercap.lab.demo import smollm2
 from steercap.lab.measures.score import Classifier
 from steercap.lab.measures.statistics import cluster_means, difference, estimate, sign_flip, slope
 from steercap.lab.measures.texts import Length, Matches, Perplexity, Refusal
+from steercap.lab.studies import Value, folder_of
 from steercap.lab.studies.evaluation import (
     TASKS,
     Choice,
@@ -41,6 +44,7 @@ from steercap.lab.studies.evaluation.plots import _figure
 from steercap.lab.studies.evaluation.running import tasks_of
 from steercap.lab.studies.evaluation.store import Answer, Folder
 from steercap.lab.studies.evaluation.tables import Cell, compared_markdown, interval, matched_markdown
+from steercap.lab.studies.evaluation.tasks import Item, tokenized
 from steercap.lab.studies.sweeps.operations import dosed, over_read, random_spec
 from steercap.steering import LayerVectors
 from steercap.testing.edits import edited
@@ -504,6 +508,24 @@ def test_the_perplexity_of_a_passage_is_per_token() -> None:
     for wrong in ({}, {"q": ""}, ["q"]):
         with pytest.raises(InvalidSpec, match="give passages"):
             Passages(wrong)
+
+
+def test_after_a_text_a_task_is_read_on_a_new_line(tmp_path) -> None:
+    """Not glued to the question; so its values have another folder than those of before, and than those of a chat."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm2())
+    passage, choice = (
+        tokenized(tokenizer, "Be warm.\n\nWhat falls?", Item("What falls?", lead, ("Rain falls.",)))
+        for lead in ("", "It is")
+    )
+    assert tokenizer.decode(passage[0].ids) == "Be warm.\n\nWhat falls?\nRain falls."
+    assert tokenizer.decode(choice[0].prompt) == "Be warm.\n\nWhat falls?\n"
+    for chat in (True, False):
+        folder = Folder(tmp_path / f"{chat}", evaluation(chat=chat, questions=["Once"]), MODEL)
+        table = folder.readings(Passages())
+        table.add([Value(number=0, value=1.0)])
+        table.flush()
+        (name,) = (path.name for path in (folder.path / "tasks").iterdir())
+        assert (name == folder_of("neutral", Passages())) == chat
 
 
 def test_tasks_are_known_by_name() -> None:
