@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import re
 from random import Random
@@ -20,7 +21,8 @@ from steercap import Ablate, Add, Cap, LowRank, Point, Replace, SteeringSpec
 from steercap.errors import InvalidFile, InvalidSpec, RunDiffers, UnknownName
 from steercap.files.tables import read_table
 from steercap.lab.demo import smollm2
-from steercap.lab.measures.score import Classifier
+from steercap.lab.measures.score import Classifier, Score
+from steercap.lab.measures.scores.judge import Judge
 from steercap.lab.measures.statistics import cluster_means, difference, estimate, sign_flip, slope
 from steercap.lab.measures.texts import Length, Matches, Perplexity, Refusal
 from steercap.lab.studies import Value, folder_of
@@ -508,6 +510,27 @@ def test_the_perplexity_of_a_passage_is_per_token() -> None:
     for wrong in ({}, {"q": ""}, ["q"]):
         with pytest.raises(InvalidSpec, match="give passages"):
             Passages(wrong)
+
+
+def test_values_of_a_judge_do_not_depend_on_how_hard_it_tries(tmp_path) -> None:
+    """Judgements are paid for once, and those are found that lie where a version of before put them."""
+    judge = Judge("http://h/v1", "j")
+    harder = dataclasses.replace(judge, concurrency=2, retries=9, backoff=2, timeout=90, api_key_env="KEY", api_key="x")
+    names = [folder_of("warm", Score("formal", one)) for one in (judge, harder)]
+    assert names[0] == names[1]
+    others = [Judge("http://h/v1", "k"), Judge("http://g/v1", "j"), Judge("http://h/v1", "j", logprobs=False)]
+    assert len({names[0], *(folder_of("warm", Score("formal", one)) for one in others)}) == 4
+    own = Folder(tmp_path, evaluation(), MODEL)
+    before = own.path / "values" / f"formal-{hashlib.sha256(repr(Score('formal', harder)).encode()).hexdigest()[:8]}"
+    before.mkdir(parents=True)
+    for one in (harder, judge):
+        table = own.values(Score("formal", one))
+        table.add([Value(number=0, value=1.0)])
+        table.flush()
+    assert {path.name for path in (own.path / "values").iterdir()} == {
+        before.name,
+        folder_of("formal", Score("formal", judge)),
+    }
 
 
 def test_after_a_text_a_task_is_read_on_a_new_line(tmp_path) -> None:

@@ -49,7 +49,7 @@ from steercap.lab.measures.scores.judge import filled_rubric, judgement
 from steercap.lab.measures.scores.minilm import split
 from steercap.lab.personas import PersonaSettings, Progress, load_trait, run, traits, write_levels
 from steercap.lab.personas.capture import VERSION, AnswerRowsHeader, capture, load_rows, room_of, rows_file
-from steercap.lab.personas.folder import Count, open_folder
+from steercap.lab.personas.folder import RUN, Count, StageFolder, open_folder
 from steercap.lab.personas.generate import AnswerGroup, answer_groups, answer_ids, ends_of, generate
 from steercap.lab.personas.pipeline import PersonaResult, check
 from steercap.lab.personas.records import SIGNS, Records, Response, Score, all_requests
@@ -493,6 +493,20 @@ def test_a_setting_changes_the_stages_that_depend_on_it(changes, stage) -> None:
     before = stage_hashes(described(made()), MODEL)
     after = stage_hashes(described(made(**changes)), MODEL)
     assert {name for name in before if before[name] != after[name]} == AFTER[stage]
+
+
+def test_how_hard_a_judge_tries_does_no_stage_again(tmp_path) -> None:
+    """A folder keeps the arguments that its marks are of, unless scores would differ; the call has its own."""
+
+    def opened(**more: Any) -> StageFolder:
+        arguments = {"base_url": "http://h/v1", "model": "j", "concurrency": 16, **more}
+        return open_folder(tmp_path, MODEL, made(scorer="judge", scorer_args=arguments))
+
+    opened().finish("score")
+    assert opened(concurrency=2, retries=9).is_done("score")
+    assert RUN.read(tmp_path).settings["scorer_args"]["concurrency"] == 16
+    assert opened().is_done("score")
+    assert not opened(model="k").is_done("score")
 
 
 def test_every_setting_belongs_to_a_stage() -> None:

@@ -312,6 +312,19 @@ def test_only_what_a_stage_depends_on_changes_it() -> None:
     assert {name for name, value in digests(seed=1).items() if value != before[name]} == {"generate", "score", "read"}
 
 
+def test_how_hard_a_judge_tries_scores_no_role_again(tmp_path) -> None:
+    """A folder keeps the arguments that its marks are of, unless scores would differ."""
+
+    def opened(**more):
+        arguments = {"base_url": "http://h/v1", "model": "j", **more}
+        settings = RoleSettings(roles=PAIR, min_kept=1, scorer="judge", scorer_args=arguments)
+        return open_folder(tmp_path, {"name": "m"}, settings).roles["pirate"]
+
+    opened().finish("score")
+    assert opened(concurrency=2).is_done("score")
+    assert not opened(logprobs=False).is_done("score")
+
+
 def test_a_folder_knows_what_it_is_of(tmp_path) -> None:
     """Other answers are refused, with the difference; roles come and go; what is missing is named."""
     settings = RoleSettings(roles=PAIR, min_kept=1)

@@ -38,7 +38,7 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measure(ABC):
-    """Measure of an answer. Its `repr` contains everything the value depends on: stored values are recognised by it."""
+    """Measure of an answer. Its `key` contains everything the value depends on: stored values are recognised by it."""
 
     #: True if it is a factor, with a geometric mean and a logarithmic axis.
     log: ClassVar[bool] = False
@@ -49,6 +49,11 @@ class Measure(ABC):
     @abstractmethod
     def label(self) -> str:
         """Column name in tables."""
+
+    @property
+    def key(self) -> str:
+        """Text that contains everything the value depends on; its `repr`, where that has nothing else."""
+        return repr(self)
 
     @abstractmethod
     async def measure(self, model: SteerModel, records: Sequence[Answered]) -> list[float]:

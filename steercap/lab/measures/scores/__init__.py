@@ -8,10 +8,11 @@ import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import msgspec
 
@@ -142,6 +143,16 @@ class Scored(NamedTuple):
 
 class Scorer(ABC):
     """Scorer of a trait; frozen, made from its settings."""
+
+    #: Names of settings that change no score, such as how often an endpoint is tried.
+    effort: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def key(self) -> str:
+        """Text that contains everything a score depends on: the `repr` with the defaults of settings of `effort`."""
+        if not is_dataclass(self):
+            return repr(self)
+        return repr(replace(self, **{one.name: one.default for one in fields(self) if one.name in self.effort}))
 
     @abstractmethod
     async def score(self, trait: Trait, exchanges: Sequence[Scored]) -> list[float | None]:

@@ -83,6 +83,8 @@ class Judge(Scorer):
         JudgeFailed: on scoring; the endpoint refuses, cannot be reached, or answers in another form.
     """
 
+    effort = frozenset({"api_key_env", "concurrency", "retries", "backoff", "timeout"})
+
     base_url: str
     model: str
     api_key: str = field(default="", repr=False)
