@@ -48,7 +48,7 @@ from steercap.lab.measures.scores import SCORERS, Scored, make_scorer
 from steercap.lab.measures.scores.judge import filled_rubric, judgement
 from steercap.lab.measures.scores.minilm import split
 from steercap.lab.personas import PersonaSettings, Progress, load_trait, run, traits, write_levels
-from steercap.lab.personas.capture import VERSION, AnswerRowsHeader, capture, load_rows, room_of, rows_file
+from steercap.lab.personas.capture import VERSION, AnswerRowsHeader, capture, load_rows, room_of, rows_file, vectors
 from steercap.lab.personas.folder import RUN, Count, StageFolder, open_folder
 from steercap.lab.personas.generate import AnswerGroup, answer_groups, answer_ids, ends_of, generate
 from steercap.lab.personas.pipeline import PersonaResult, check
@@ -56,6 +56,7 @@ from steercap.lab.personas.records import SIGNS, Records, Response, Score, all_r
 from steercap.lab.personas.report import outcomes, write_report
 from steercap.lab.personas.score import keep, score
 from steercap.lab.personas.settings import DEPENDS, STAGES, described, stage_hashes
+from steercap.steering import DirectionSet
 
 SHIPPED = list(traits())
 
@@ -808,6 +809,26 @@ def finished(path: Any, settings: PersonaSettings, *, kept: Callable[[Score], bo
         folder.begin(stage)
         folder.finish(stage)
     return {one.id: (one.score, rows[one.id]) for one in scores}
+
+
+def test_directions_of_other_answers_are_made_anew(tmp_path) -> None:
+    """As of a trait that a longer context has room for: with the same settings, it gets its directions then."""
+    settings = made(threshold_high=0.0, threshold_low=100.0)
+    finished(tmp_path, settings, kept=lambda _: True)
+    folder, responses = open_folder(tmp_path, MODEL, settings), answered(settings)
+    scores, model = read_table(tmp_path / "scores.parquet", Score), types.SimpleNamespace(model="m", origin={})
+
+    def found(*left_out: str) -> set[str]:
+        room = {one.id: int(one.trait not in left_out) for one in responses}
+        records = Records(responses, scores, keep(settings, responses, scores, room)[0])
+        assert set(vectors(model, settings, folder, records, None)) == {one.trait for one in records.kept}
+        return set(DirectionSet.load(tmp_path / "directions.safetensors"))
+
+    assert found("poetic") == {"formal"}
+    written = (tmp_path / "directions.safetensors").stat().st_mtime_ns
+    assert found("poetic") == {"formal"}
+    assert (tmp_path / "directions.safetensors").stat().st_mtime_ns == written
+    assert found() == {"formal", "poetic"}
 
 
 def pairs_in(found: dict[str, Any], trait: str, apart: float) -> list[torch.Tensor]:
