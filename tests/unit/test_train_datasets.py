@@ -319,7 +319,7 @@ def test_a_result_of_other_system_prompts_is_refused(model, tmp_path) -> None:
     data = prompted(60)
     found = train_datasets(model, {"one": data}, out=tmp_path, **how).results["one"]
     others = [Prompted("Be a stone, and say so.", one.prompt, one.response) for one in data]
-    with pytest.raises(RunDiffers, match="one holds a training on examples with other system prompts"):
+    with pytest.raises(RunDiffers, match="one holds a training on other system prompts"):
         train_datasets(model, {"one": others}, out=tmp_path, **how)
     assert train_datasets(model, {"one": data}, out=tmp_path, **how).results["one"] == found
 

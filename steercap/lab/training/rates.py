@@ -15,8 +15,8 @@ import msgspec
 from torch import distributed
 
 from steercap.core.values import shown
-from steercap.errors import InvalidRequest, InvalidSetting, InvalidSpec, RunDiffers, TrainingDiverged
-from steercap.files.base import blame, write_whole
+from steercap.errors import InvalidRequest, InvalidSetting, InvalidSpec, TrainingDiverged
+from steercap.files.base import write_whole
 from steercap.files.folder import FolderKind, locked
 from steercap.lab.training.datasets import (
     HELD_OUT,
@@ -27,6 +27,7 @@ from steercap.lab.training.datasets import (
     TextLoss,
     TokenBudget,
     TrainedDatasets,
+    check_systems,
     read_result,
 )
 from steercap.lab.training.examples import Example, ExampleTokens, Prompted
@@ -166,7 +167,7 @@ class RatesRun:
         with self._opened(folder, name, Sides(*([tokens[place] for place in side] for side in places))):
             if not (folder / RESULT).exists():
                 self._train(folder, name, parts, used, count=len(examples), report=report)
-            _check_systems(folder, parts[1])
+            check_systems(folder, parts[1])
             found = read_result(folder)
             if rank() == 0:
                 for rate in self.rates:  # a call that was killed while it removed them left some
@@ -293,26 +294,6 @@ class RatesRun:
             scratch.write_bytes(b"".join(msgspec.json.encode(example) + b"\n" for example in held_out))
         with write_whole(folder / RESULT) as scratch:
             scratch.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2))
-
-
-def _check_systems(folder: Path, held_out: Sequence[AnyExample]) -> None:
-    """Check that a result's perplexity with system prompts is of those of the examples given.
-
-    Raises:
-        RunDiffers: it is of others.
-        InvalidFile: the held-out examples cannot be read.
-    """
-    file = folder / HELD_OUT
-    if not file.exists():
-        return
-    with blame(file):
-        lines = file.read_bytes().splitlines()
-        known = [msgspec.json.decode(line, type=dict[str, Any]).get("system") for line in lines]
-    if known != [getattr(example, "system", None) for example in held_out]:
-        raise RunDiffers(
-            f"{folder} holds a training on examples with other system prompts, see {HELD_OUT}; give another folder, or "
-            "the examples it was begun with"
-        )
 
 
 def _rate_folder(rate: float) -> str:
