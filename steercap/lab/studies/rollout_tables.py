@@ -211,8 +211,8 @@ def specs_of(results: EvaluationResults, names: Names) -> dict[str, SteeringSpec
 def _variant(questions: Sequence[Sequence[Verdict]], spec: SteeringSpec | None) -> VariantScore:
     found = estimate(cluster_means([_known(own) for own in questions]))
     stats = _stats([verdict for own in questions for verdict in own])
-    over = {"question_mean": found.value, "low": found.low, "high": found.high}
-    return VariantScore(**{name: _number(value) for name, value in over.items()}, norms=_norms(spec), **stats)
+    mean, low, high = map(_number, (found.value, found.low, found.high))
+    return VariantScore(question_mean=mean, low=low, high=high, norms=_norms(spec), **stats)
 
 
 def _scale(spec: SteeringSpec | None) -> float | None:
