@@ -12,10 +12,11 @@ from steercap.core.display import COLOURS, GREY, ink, place_names
 from steercap.errors import InvalidSpec
 from steercap.lab.personas.pictures import canvas
 from steercap.lab.personas.roles.axis import AssistantAxis, How, directions
-from steercap.lab.personas.roles.axis_capping import CapRecord, Case
+from steercap.lab.personas.roles.axis_capping import CapRecord
 from steercap.lab.personas.roles.effects import PLAIN
 from steercap.lab.personas.roles.role import ASSISTANT
 from steercap.lab.personas.roles.rows import RoleRows
+from steercap.lab.personas.roles.settings import Case
 from steercap.lab.personas.roles.split_half import OFS, Of, Stability
 
 if TYPE_CHECKING:
