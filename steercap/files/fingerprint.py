@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -28,10 +28,6 @@ WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 CONFIGS: Final = ("config.json", "generation_config.json")
 #: Bytes read at each end of a file of weights: a header of safetensors and the last tensor, without reading it all.
 ENDS: Final = 64 << 10
-#: Bytes read at each end of a tensor, and of each block of a file of another format.
-BLOCK: Final = 4 << 10
-#: Number of blocks, evenly spaced, read of a file of another format than safetensors.
-BLOCKS: Final = 1024
 #: Variables of vLLM that change no answer: keys, logs, usage, folders, addresses, timeouts.
 UNHEARD: Final = re.compile(
     r"VLLM_(.*(KEY|TOKEN)|.*LOG(GING)?_.*|.*LOGGING|(NO_)?USAGE_.*|DO_NOT_TRACK|HTTP_.*|.*_(CACHE|ROOT|PATH|PORT|IP)|"
@@ -57,12 +53,10 @@ def identity_of(model: str, config: Any, tokenizer: Any) -> dict[str, str]:
         tokenizer: tokenizer of the model.
 
     Returns:
-        Fields by name: name, revision, dtype, quantization; weights, a commit of the hub or the SHA-256 of
-        `weights_digest`; tensors, the SHA-256 of `tensors_digest`, "" beside a commit; generation, the SHA-256 of the
-        engine's own sampling defaults and overrides of the configuration; chat_template, the SHA-256 of the template;
-        and tokenizer, the SHA-256 of `tokenizer_digest`. Folders keep the fields that they were begun with.
+        Fields by name: name, revision, dtype, quantization; weights, a commit of the hub or `weights_digest`; and the
+        SHA-256 of `tensors_digest`, of the engine's own sampling defaults and overrides of the configuration
+        (generation), of the chat template, and of `tokenizer_digest`.
     """
-    commit, path = _weights(model, config)
     overrides = config.hf_overrides
     defaults = [
         config.generation_config if not Path(config.generation_config).exists() else _folder(config.generation_config),
@@ -74,8 +68,7 @@ def identity_of(model: str, config: Any, tokenizer: Any) -> dict[str, str]:
         "revision": config.revision or "",
         "dtype": str(config.dtype).removeprefix("torch."),
         "quantization": str(config.quantization or ""),
-        "weights": commit if path is None else weights_digest(path),
-        "tensors": "" if path is None else tensors_digest(path),
+        **_weights(model, config),
         "generation": _digest(defaults),
         "chat_template": template_digest(tokenizer),
         "tokenizer": tokenizer_digest(tokenizer),
@@ -125,21 +118,6 @@ def weights_digest(path: str | Path, *, dated: bool = False) -> str:
     found = hashlib.sha256()
     for part in _parts(Path(path), dated=dated):
         found.update(hashlib.sha256(part).digest())  # digests are of one length, so no two lists of parts are alike
-    return found.hexdigest()
-
-
-def tensors_digest(path: str | Path) -> str:
-    """Return a SHA-256, in hexadecimal, of the first and last 4 KiB of each tensor in a folder, or in one file.
-
-    Of files of other formats than safetensors it covers blocks of 4 KiB, evenly spaced. With `weights_digest` it tells
-    apart weights of which any whole tensor was changed, as by merging a LoRA, wherever in the files it lies.
-    """
-    found = hashlib.sha256()
-    for file in _weight_files(Path(path)):
-        with file.open("rb", buffering=0) as content:
-            for place in _places(content, file.stat().st_size):
-                content.seek(place)
-                found.update(content.read(BLOCK))
     return found.hexdigest()
 
 
@@ -205,16 +183,17 @@ def _snapshot(name: str, revision: str | None) -> Path | None:
     return cache / "snapshots" / commit if commit and (cache / "snapshots" / commit).is_dir() else None
 
 
-def _weights(model: str, config: Any) -> tuple[str, Path | None]:
-    """Return the commit of a model's weights on the hub, or "" and where else they lie, None if they are not there."""
-    if Path(model).exists():
-        return "", Path(model)
-    if commit := getattr(config.hf_config, "_commit_hash", None):
-        return str(commit), None
-    where = Path(config.model)  # offline, vLLM replaces the name by the path in the hub's cache
-    if where.parent.name == "snapshots":
-        return where.name, None
-    return "", where if where.exists() else None
+def _weights(model: str, config: Any) -> dict[str, str]:
+    here, commit = Path(model), ""
+    if not here.exists():
+        here = Path(config.model)  # offline, vLLM replaces the name by the path in the hub's cache
+        commit = here.name if here.parent.name == "snapshots" else ""
+        commit = str(getattr(config.hf_config, "_commit_hash", None) or commit)
+    if commit or not here.exists():
+        return {"weights": commit, "tensors": ""}
+    from steercap.files.tensors import tensors_digest
+
+    return {"weights": weights_digest(here), "tensors": tensors_digest(here, WEIGHTS)}
 
 
 def _folder(path: str) -> str:
@@ -228,24 +207,9 @@ def _parts(path: Path, *, dated: bool) -> Iterator[bytes]:
         return
     for name in CONFIGS:
         yield (path / name).read_bytes() if (path / name).is_file() else b""
-    for file in _weight_files(path):
+    for file in sorted(file for pattern in WEIGHTS for file in path.glob(pattern)):
         yield file.name.encode()
         yield from _ends(file, dated=dated)
-
-
-def _weight_files(path: Path) -> list[Path]:
-    return [path] if path.is_file() else sorted(file for pattern in WEIGHTS for file in path.glob(pattern))
-
-
-def _places(content: BinaryIO, size: int) -> list[int]:
-    """Return where to read blocks of a file of weights, in order."""
-    length = int.from_bytes(content.read(8), "little")  # of the header of safetensors
-    try:
-        header = msgspec.json.decode(content.read(length) if length < size else b"", type=dict[str, Any])
-        ends = [tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__"]
-        return sorted({8 + length + at for start, end in ends for at in (start, max(start, end - BLOCK))})
-    except (msgspec.MsgspecError, UnicodeDecodeError, TypeError, ValueError, LookupError):
-        return [*range(0, size, max(BLOCK, size // BLOCKS))]
 
 
 def _ends(file: Path, *, dated: bool) -> Iterator[bytes]:

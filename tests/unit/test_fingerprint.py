@@ -21,14 +21,15 @@ from transformers import PreTrainedTokenizerFast
 from steercap.errors import RunDiffers
 from steercap.files.fingerprint import (
     ENDS,
+    WEIGHTS,
     identity_of,
     names_of,
-    tensors_digest,
     tokenizer_digest,
     warn_of_other_model,
     weights_digest,
 )
 from steercap.files.folder import differences
+from steercap.files.tensors import tensors_digest
 from steercap.lab.demo import smollm2
 from steercap.lab.personas import PersonaSettings
 from steercap.lab.personas.folder import open_folder
@@ -86,16 +87,16 @@ def test_weights_that_differ_in_the_middle_are_others(tmp_path, written, name) -
     written(tensors, first / name)
     copy = Path(shutil.copytree(first, tmp_path / "copy"))
     os.utime(copy / name, (1, 1))
-    assert tensors_digest(copy) == tensors_digest(first) == tensors_digest(first / name)
-    found = {tensors_digest(first)}
+    assert tensors_digest(copy, WEIGHTS) == tensors_digest(first, WEIGHTS) == tensors_digest(first / name, WEIGHTS)
+    found = {tensors_digest(first, WEIGHTS)}
     for changed in tensors:
         written({key: -3 * value if key == changed else value for key, value in tensors.items()}, copy / name)
         if changed == "layers.2":
             assert weights_digest(copy) == weights_digest(first), "the ends of the file alone say nothing of it"
-        found.add(tensors_digest(copy))
+        found.add(tensors_digest(copy, WEIGHTS))
     assert len(found) == 1 + len(tensors)
     (copy / name).write_bytes((8).to_bytes(8, "little") + b"nothing!")
-    assert tensors_digest(copy) not in found
+    assert tensors_digest(copy, WEIGHTS) not in found
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +149,7 @@ def test_a_model_is_known_by_weights_arguments_and_template(config, monkeypatch)
     assert identity_of(str(smollm2()), config, Templated("a")) == found
     assert identity_of(str(smollm2()), config, Templated("b"))["chat_template"] != found["chat_template"]
     assert identity_of(str(smollm2()), config, Templated(None))["chat_template"] == ""
-    assert found["tensors"] == tensors_digest(smollm2())
+    assert found["tensors"] == tensors_digest(smollm2(), WEIGHTS)
     words = SimpleNamespace(get_vocab=lambda: {"ab": 3}), SimpleNamespace(get_vocab=lambda: {"a": 1, "b": 2})
     assert len({identity_of(str(smollm2()), config, one)["tokenizer"] for one in words}) == 2
     for name, value, shown in (
