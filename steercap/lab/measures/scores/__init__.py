@@ -8,7 +8,6 @@ import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
@@ -149,10 +148,8 @@ class Scorer(ABC):
 
     @property
     def key(self) -> str:
-        """Text that contains everything a score depends on: the `repr` with the defaults of settings of `effort`."""
-        if not is_dataclass(self):
-            return repr(self)
-        return repr(replace(self, **{one.name: one.default for one in fields(self) if one.name in self.effort}))
+        """Text that contains everything a score depends on; its `repr`, where that has nothing else."""
+        return repr(self)
 
     @abstractmethod
     async def score(self, trait: Trait, exchanges: Sequence[Scored]) -> list[float | None]:
