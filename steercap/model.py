@@ -346,7 +346,7 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
 
         Returns:
             Strings by name, "" where something is not set: name, revision, dtype, quantization; weights, a commit of
-            the hub or a SHA-256; generation and chat_template, SHA-256; kv_cache_dtype.
+            the hub or a SHA-256; tensors, generation, chat_template and tokenizer, SHA-256; kv_cache_dtype.
         """
         config = self.engine.vllm_config
         found = identity_of(self.model, config.model_config, tokenizer_of(self))

@@ -75,9 +75,7 @@ def check_extension(path: Path, extension: str) -> None:
     """
     if path.suffix.lower() != extension:
         said = f"of {path.suffix}" if path.suffix else "without an extension"
-        others = "; ".join(
-            f"{known} is written by {how}" for known, how in WRITING_METHODS.items() if known != extension
-        )
+        others = "; ".join(f"{one} is written by {how}" for one, how in WRITING_METHODS.items() if one != extension)
         raise InvalidFile(
             f"{path} is a file name {said}, and this call writes {extension}; give a name that ends in {extension} "
             f"({others})"
@@ -91,9 +89,8 @@ def require_file(path: Path) -> None:
         InvalidFile: the path does not exist, is a folder, or is an empty file.
     """
     if path.is_dir():
-        names = sorted(
-            one.name for one in path.iterdir() if one.suffix in WRITING_METHODS and not one.name.startswith(".")
-        )
+        files = [file.name for file in path.iterdir() if file.suffix in WRITING_METHODS]
+        names = sorted(name for name in files if not name.startswith("."))
         hint = f"give one of the files in it: {', '.join(names[:SHOWN])}" if names else "give a file"
         more = " ..." if len(names) > SHOWN else ""
         raise InvalidFile(f"{path} cannot be read: it is a folder; {hint}{more}")
@@ -146,27 +143,21 @@ def sweep(folder: Path) -> None:
     Files of processes of other machines and containers, which cannot be seen, stay for `_LASTING` after their change.
     """
     for path in [*folder.rglob(".*")]:
-        found = _SCRATCH.fullmatch(path.name)
-        if found is None or _may_be_written(path, int(found["pid"], 16), found["place"]):
+        if (found := _SCRATCH.fullmatch(path.name)) is None:
             continue
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def _may_be_written(path: Path, pid: int, place: str) -> bool:
-    if place == _place():
-        return Path(f"/proc/{pid}").exists()
-    try:
-        return path.stat().st_mtime > time.time() - _LASTING
-    except FileNotFoundError:
-        return True  # by now it has its name
+        with contextlib.suppress(FileNotFoundError):  # by now it has its name
+            written = path.stat().st_mtime > time.time() - _LASTING
+            if found["place"] == _place():
+                written = Path(f"/proc/{int(found['pid'], 16)}").exists()
+            if not written and path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif not written:
+                path.unlink()
 
 
 @functools.cache
 def _place() -> str:
-    """Return eight digits that stand for the process ids seen here: those of one boot of a machine, and a namespace."""
+    """Return eight digits for the boot of this machine and the namespace of the process ids seen here."""
     seen = ""
     for read, path in ((Path.read_text, "/proc/sys/kernel/random/boot_id"), (Path.readlink, "/proc/self/ns/pid")):
         with contextlib.suppress(OSError):  # a sandbox may lack one

@@ -53,9 +53,9 @@ def identity_of(model: str, config: Any, tokenizer: Any) -> dict[str, str]:
         tokenizer: tokenizer of the model.
 
     Returns:
-        name, revision, dtype, quantization; weights, a commit of the hub or the result of `weights_digest`; generation,
-        the SHA-256 of the engine's own sampling defaults and overrides of the configuration; and chat_template, the
-        SHA-256 of the template.
+        Fields by name: name, revision, dtype, quantization; weights, a commit of the hub or the result of
+        `weights_digest`; and the SHA-256 of `tensors_digest`, of the engine's own sampling defaults and overrides of the
+        configuration (generation), of the chat template, and of `tokenizer_digest`.
     """
     overrides = config.hf_overrides
     defaults = [
@@ -68,9 +68,10 @@ def identity_of(model: str, config: Any, tokenizer: Any) -> dict[str, str]:
         "revision": config.revision or "",
         "dtype": str(config.dtype).removeprefix("torch."),
         "quantization": str(config.quantization or ""),
-        "weights": _weights(model, config),
+        **_weights(model, config),
         "generation": _digest(defaults),
         "chat_template": template_digest(tokenizer),
+        "tokenizer": tokenizer_digest(tokenizer),
     }
 
 
@@ -180,15 +181,17 @@ def _snapshot(name: str, revision: str | None) -> Path | None:
     return cache / "snapshots" / commit if commit and (cache / "snapshots" / commit).is_dir() else None
 
 
-def _weights(model: str, config: Any) -> str:
-    if Path(model).exists():
-        return weights_digest(model)
-    if commit := getattr(config.hf_config, "_commit_hash", None):
-        return str(commit)
-    where = Path(config.model)  # offline, vLLM replaces the name by the path in the hub's cache
-    if where.parent.name == "snapshots":
-        return where.name
-    return weights_digest(where) if where.exists() else ""
+def _weights(model: str, config: Any) -> dict[str, str]:
+    here, commit = Path(model), ""
+    if not here.exists():
+        here = Path(config.model)  # offline, vLLM replaces the name by the path in the hub's cache
+        commit = here.name if here.parent.name == "snapshots" else ""
+        commit = str(getattr(config.hf_config, "_commit_hash", None) or commit)
+    if commit or not here.exists():
+        return {"weights": commit, "tensors": ""}
+    from steercap.files.tensors import tensors_digest
+
+    return {"weights": weights_digest(here), "tensors": tensors_digest(here, WEIGHTS)}
 
 
 def _folder(path: str) -> str:

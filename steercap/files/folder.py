@@ -28,12 +28,15 @@ Definition = TypeVar("Definition", bound=msgspec.Struct)
 NAMED: Final = 5
 #: Name of the lock file, which is empty and is never removed.
 LOCK: Final = ".lock"
+#: Entries of a model's identity that older versions did not write, as (field of a definition, entry).
+NEWER: Final = frozenset({("model", "tensors"), ("model", "tokenizer")})
 
 
 def differences(stored: Any, expected: Any, *, but: Collection[str] = (), none_is_unset: bool = False) -> list[str]:
     """Return the differences of two definitions in words, such as "model.name was 'a', is 'b'".
 
-    Both are compared as JSON data, tuples as lists; mappings are compared entry by entry.
+    Both are compared as JSON data, tuples as lists; mappings are compared entry by entry. Those of `NEWER` are compared
+    only if the stored one has them.
 
     Args:
         stored, expected: definition in a folder, and that of the run to resume: Structs or mappings.
@@ -57,7 +60,8 @@ def _apart(name: str, was: Mapping[str, Any], now: Mapping[str, Any], under: str
     """Return the differences of entry `name` in words; a missing entry differs from None. `under` is a prefix."""
     one, other = was.get(name, msgspec.UNSET), now.get(name, msgspec.UNSET)
     if isinstance(one, dict) and isinstance(other, dict):
-        return [line for key in {**one, **other} for line in _apart(key, one, other, f"{under}{name}.")]
+        keys = [key for key in {**one, **other} if key in one or (name, key) not in NEWER]
+        return [line for key in keys for line in _apart(key, one, other, f"{under}{name}.")]
     before, after = ("not set" if value is msgspec.UNSET else shown(value) for value in (one, other))
     return [] if one == other else [f"{under}{name} was {before}, is {after}"]
 

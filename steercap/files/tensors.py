@@ -1,4 +1,4 @@
-"""Safetensors encoder for tensors in pieces, which are written without being concatenated.
+"""Safetensors encoder for tensors in pieces, which are not concatenated; digest of the tensors of a model's files.
 
 Format: https://huggingface.co/docs/safetensors; tensors are in the order of the library's own files: largest elements
 first, then by name.
@@ -6,8 +6,10 @@ first, then by name.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from pathlib import Path
+from typing import Any, BinaryIO, Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -41,6 +43,10 @@ BITS: Final[Mapping[torch.dtype, torch.dtype]] = {
 }
 #: Alignment of the data in bytes.
 ALIGN: Final = 8
+#: Bytes read at each end of a tensor, and of each block of a file of another format.
+BLOCK: Final = 4 << 10
+#: Number of blocks, evenly spaced, read of a file of another format.
+BLOCKS: Final = 1024
 
 
 def encoded(tensors: Mapping[str, Sequence[torch.Tensor]], metadata: Mapping[str, str]) -> Iterator[Buffer]:
@@ -91,3 +97,33 @@ def _bytes_of(piece: torch.Tensor) -> memoryview:
     if array.size == 1:  # counts as contiguous whatever its stride, and is then not viewed as bytes
         return memoryview(array.tobytes())
     return array.reshape(-1).view(np.uint8).data
+
+
+def tensors_digest(path: str | Path, names: Sequence[str]) -> str:
+    """Return a SHA-256, in hexadecimal, of the first and last 4 KiB of each tensor in the files of weights of a model.
+
+    Of files of other formats than safetensors it covers blocks of 4 KiB, evenly spaced. So it tells apart weights of
+    which any whole tensor was changed, as by merging a LoRA, wherever in the files it lies.
+
+    Args:
+        path: the folder of the files, or one file.
+        names: patterns of the files' names in the folder.
+    """
+    where, found = Path(path), hashlib.sha256()
+    for file in [where] if where.is_file() else sorted(file for name in names for file in where.glob(name)):
+        with file.open("rb", buffering=0) as content:
+            for place in _places(content, file.stat().st_size):
+                content.seek(place)
+                found.update(content.read(BLOCK))
+    return found.hexdigest()
+
+
+def _places(content: BinaryIO, size: int) -> list[int]:
+    """Return where to read blocks of a file of weights, in order."""
+    length = int.from_bytes(content.read(8), "little")  # of the header of safetensors
+    try:
+        header = msgspec.json.decode(content.read(length) if length < size else b"", type=dict[str, Any])
+        ends = [tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__"]
+        return sorted({8 + length + at for start, end in ends for at in (start, max(start, end - BLOCK))})
+    except (msgspec.MsgspecError, UnicodeDecodeError, TypeError, ValueError, LookupError):
+        return [*range(0, size, max(BLOCK, size // BLOCKS))]

@@ -1395,7 +1395,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
 
         Returns:
             Strings by name, "" where something is not set: name, revision, dtype, quantization; weights, a commit of
-            the hub or a SHA-256; generation and chat_template, SHA-256; kv_cache_dtype.
+            the hub or a SHA-256; tensors, generation, chat_template and tokenizer, SHA-256; kv_cache_dtype.
         """
         return self.awaited.identity()
 

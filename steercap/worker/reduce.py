@@ -93,7 +93,10 @@ def rows_of(records: torch.Tensor, layout: RecordLayout, schemas: Sequence[Point
 
 
 def write_reduced(arena: Arena, line: int, schemas: Sequence[PointSchema], rows: Sequence[torch.Tensor]) -> None:
-    """Write one row per point, [shard width], as float32 at a line, in the layout of `kernels.codecs.floats`: all or none."""
+    """Write one row per point, [shard width], as float32 at a line, in the layout of `kernels.codecs.floats`.
+
+    All are written, or none.
+    """
     encoding = ENCODINGS["reduced"]
     offsets = encoding.record(schemas, REDUCED).offsets
     # They may be written over the rows that they were computed from: nothing that can fail comes in between.

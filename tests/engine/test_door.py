@@ -33,7 +33,10 @@ async def test_its_identity_is_of_strings_and_of_its_weights(tiny: SteerModel) -
     """Another checkpoint, dtype or cache is another; the names are those that folders hold."""
     found = tiny.identity()
     assert sorted(found) == sorted(
-        ["name", "revision", "dtype", "quantization", "weights", "generation", "chat_template", "kv_cache_dtype"]
+        [
+            *("name", "revision", "dtype", "quantization", "weights", "tensors", "generation", "chat_template"),
+            *("tokenizer", "kv_cache_dtype"),
+        ]
     )
     assert all(isinstance(value, str) for value in found.values())
     assert (found["dtype"], found["revision"], found["kv_cache_dtype"]) == ("float32", "", "auto")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import re
 from random import Random
@@ -14,14 +15,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as some
+from transformers import AutoTokenizer
 
 from steercap import Ablate, Add, Cap, LogitBias, LowRank, Point, Replace, SteeringSpec
 from steercap.errors import InvalidFile, InvalidSpec, RunDiffers, UnknownName
 from steercap.files.tables import read_table
+from steercap.lab.demo import smollm2
 from steercap.lab.directions import extract
-from steercap.lab.measures.score import Classifier
+from steercap.lab.measures.score import Classifier, Score
+from steercap.lab.measures.scores.judge import Judge
 from steercap.lab.measures.statistics import cluster_means, difference, estimate, sign_flip, slope
 from steercap.lab.measures.texts import Length, Matches, Perplexity, Refusal
+from steercap.lab.studies import Value, folder_of
 from steercap.lab.studies.evaluation import (
     TASKS,
     Choice,
@@ -43,6 +48,7 @@ from steercap.lab.studies.evaluation.plots import _figure
 from steercap.lab.studies.evaluation.running import tasks_of
 from steercap.lab.studies.evaluation.store import Answer, Folder
 from steercap.lab.studies.evaluation.tables import Cell, compared_markdown, interval, matched_markdown
+from steercap.lab.studies.evaluation.tasks import Item, tokenized
 from steercap.lab.studies.sweeps.operations import dosed, over_read, random_spec
 from steercap.steering import LayerVectors
 from steercap.testing.edits import edited
@@ -527,6 +533,45 @@ def test_the_perplexity_of_a_passage_is_per_token() -> None:
             Passages(wrong)
 
 
+def test_values_of_a_judge_do_not_depend_on_how_hard_it_tries(tmp_path) -> None:
+    """Judgements are paid for once, and those are found that lie where a version of before put them."""
+    judge = Judge("http://h/v1", "j")
+    harder = dataclasses.replace(judge, concurrency=2, retries=9, backoff=2, timeout=90, api_key_env="KEY", api_key="x")
+    names = [folder_of("warm", Score("formal", one)) for one in (judge, harder)]
+    assert names[0] == names[1]
+    others = [Judge("http://h/v1", "k"), Judge("http://g/v1", "j"), Judge("http://h/v1", "j", logprobs=False)]
+    assert len({names[0], *(folder_of("warm", Score("formal", one)) for one in others)}) == 4
+    own = Folder(tmp_path, evaluation(), MODEL)
+    before = own.path / "values" / f"formal-{hashlib.sha256(repr(Score('formal', harder)).encode()).hexdigest()[:8]}"
+    before.mkdir(parents=True)
+    for one in (harder, judge):
+        table = own.values(Score("formal", one))
+        table.add([Value(number=0, value=1.0)])
+        table.flush()
+    assert {path.name for path in (own.path / "values").iterdir()} == {
+        before.name,
+        folder_of("formal", Score("formal", judge)),
+    }
+
+
+def test_after_a_text_a_task_is_read_on_a_new_line(tmp_path) -> None:
+    """Not glued to the question; so its values have another folder than those of before, and than those of a chat."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm2())
+    passage, choice = (
+        tokenized(tokenizer, "Be warm.\n\nWhat falls?", Item("What falls?", lead, ("Rain falls.",)))
+        for lead in ("", "It is")
+    )
+    assert tokenizer.decode(passage[0].ids) == "Be warm.\n\nWhat falls?\nRain falls."
+    assert tokenizer.decode(choice[0].prompt) == "Be warm.\n\nWhat falls?\n"
+    for chat in (True, False):
+        folder = Folder(tmp_path / f"{chat}", evaluation(chat=chat, questions=["Once"]), MODEL)
+        table = folder.readings(Passages())
+        table.add([Value(number=0, value=1.0)])
+        table.flush()
+        (name,) = (path.name for path in (folder.path / "tasks").iterdir())
+        assert (name == folder_of("neutral", Passages())) == chat
+
+
 def test_tasks_are_known_by_name() -> None:
     """Or made; two of one label are refused."""
     assert [task.label for task in tasks_of(["passages", Choices(first=2)])] == ["neutral", "choices"]
@@ -554,6 +599,10 @@ def test_a_cost_is_found_between_doses() -> None:
     assert place_of(costs, 6.0).dose == 4.0
     assert place_of(costs, 6.0 + 1e-12).reached
     assert place_of(costs, 6.1) == Place(4.0, 4.0, 0.0, reached=False)
+    alone = 0.07
+    assert math.log(math.exp(alone)) != alone
+    assert place_of({1.0: alone}, math.log(math.exp(alone))) == Place(1.0, 1.0, 0.0, reached=True)
+    assert place_of({1.0: alone, 2.0: alone}, math.log(math.exp(alone))) == Place(1.0, 1.0, 0.0, reached=True)
     assert place_of(costs, 0.5) == Place(4.0, 4.0, 0.0, reached=False)
     at = {0.0: np.array([0.0, 10]), 1.0: np.array([2.0, 20])}
     np.testing.assert_allclose(place_of({0.0: 1.0, 1.0: 2.0}, 1.25).between(at), [0.5, 12.5])
@@ -737,6 +786,40 @@ def test_without_its_edits_a_method_with_a_prompt_is_not_no_steering() -> None:
     assert lines["both"].means["score"].value == pytest.approx(10)
     below = {line.method: line for line in found.matched(at=math.e)}
     assert (below["both"].how, below["both"].means["score"].value) == ("never", pytest.approx(10))
+
+
+def test_a_picture_follows_the_doses_that_the_numbers_follow() -> None:
+    """A method with a prompt does not begin at no steering, and doses of the other sign are marks beside the line."""
+    one = Evaluation(
+        methods=[
+            Method(name="both", steering=vectors(1), system="Be warm.", doses=[1, 2]),
+            Method(name="two ways", steering=vectors(1), doses=[-2, -1, 1, 2]),
+        ],
+        questions=["a"],
+    )
+    cost = {
+        ("both", 1): 2,
+        ("both", 2): 3,
+        ("two ways", -1): 4,
+        ("two ways", -2): 5,
+        ("two ways", 1): 6,
+        ("two ways", 2): 7,
+    }
+    neutral = {each: [float(cost.get((each.method, each.dose), 1))] * 2 for each in one.conditions()}
+    answers = [answer("x", method=each.method, dose=each.dose) for each in one.conditions()]
+    found = EvaluationResults(
+        one, answers, {"length": [5.0] * 7}, {"neutral": neutral}, {"length": Length()}, {"neutral": Passages()}
+    )
+    axes = _figure({"": found}, {"": ["length"]}, "neutral", None).axes[0]
+    drawn = [
+        (bars.get_label(), bars.lines[0].get_linestyle(), [*bars.lines[0].get_xdata()]) for bars in axes.containers
+    ]
+    assert [(label, style, pytest.approx(x)) for label, style, x in drawn] == [
+        ("both", "-", [2, 3]),
+        ("two ways", "-", [1, 6, 7]),
+        ("_container2", "None", [5, 4]),
+        ("none", "None", [1]),
+    ]
 
 
 def test_an_infinite_difference_has_no_p() -> None:

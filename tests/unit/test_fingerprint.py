@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -20,15 +21,20 @@ from transformers import PreTrainedTokenizerFast
 from steercap.errors import RunDiffers
 from steercap.files.fingerprint import (
     ENDS,
+    WEIGHTS,
     identity_of,
     names_of,
     tokenizer_digest,
     warn_of_other_model,
     weights_digest,
 )
+from steercap.files.folder import differences
+from steercap.files.tensors import tensors_digest
 from steercap.lab.demo import smollm2
 from steercap.lab.personas import PersonaSettings
 from steercap.lab.personas.folder import open_folder
+from steercap.lab.studies.evaluation import Evaluation, Method
+from steercap.lab.studies.evaluation.store import Folder as EvaluationFolder
 from steercap.lab.studies.sweeps import Sweep
 from steercap.lab.studies.sweeps.running import open_folder as open_sweep
 from steercap.steering import LayerVectors
@@ -65,6 +71,32 @@ def test_weights_are_known_by_what_they_are(tmp_path) -> None:
         other = Path(shutil.copytree(first, tmp_path / name))
         (other / name).write_text(json.dumps({"eos_token_id": 5}))
         assert weights_digest(other) != weights_digest(first)
+
+
+def concatenated(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Write a file of a format whose header is not read."""
+    torch.cat([*tensors.values()]).numpy().tofile(path)
+
+
+@pytest.mark.parametrize(("written", "name"), [(save_file, "model.safetensors"), (concatenated, "model.gguf")])
+def test_weights_that_differ_in_the_middle_are_others(tmp_path, written, name) -> None:
+    """Any tensor that was scaled is seen, wherever in the file it lies; copies are the same, whenever they were made."""
+    tensors = {f"layers.{at}": torch.randn(ENDS, generator=torch.Generator().manual_seed(at)) for at in range(5)}
+    first = tmp_path / "first"
+    first.mkdir()
+    written(tensors, first / name)
+    copy = Path(shutil.copytree(first, tmp_path / "copy"))
+    os.utime(copy / name, (1, 1))
+    assert tensors_digest(copy, WEIGHTS) == tensors_digest(first, WEIGHTS) == tensors_digest(first / name, WEIGHTS)
+    found = {tensors_digest(first, WEIGHTS)}
+    for changed in tensors:
+        written({key: -3 * value if key == changed else value for key, value in tensors.items()}, copy / name)
+        if changed == "layers.2":
+            assert weights_digest(copy) == weights_digest(first), "the ends of the file alone say nothing of it"
+        found.add(tensors_digest(copy, WEIGHTS))
+    assert len(found) == 1 + len(tensors)
+    (copy / name).write_bytes((8).to_bytes(8, "little") + b"nothing!")
+    assert tensors_digest(copy, WEIGHTS) not in found
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +149,9 @@ def test_a_model_is_known_by_weights_arguments_and_template(config, monkeypatch)
     assert identity_of(str(smollm2()), config, Templated("a")) == found
     assert identity_of(str(smollm2()), config, Templated("b"))["chat_template"] != found["chat_template"]
     assert identity_of(str(smollm2()), config, Templated(None))["chat_template"] == ""
+    assert found["tensors"] == tensors_digest(smollm2(), WEIGHTS)
+    words = SimpleNamespace(get_vocab=lambda: {"ab": 3}), SimpleNamespace(get_vocab=lambda: {"a": 1, "b": 2})
+    assert len({identity_of(str(smollm2()), config, one)["tokenizer"] for one in words}) == 2
     for name, value, shown in (
         ("quantization", "fp8", "quantization"),
         ("override_generation_config", {"top_k": 1}, "generation"),
@@ -126,7 +161,8 @@ def test_a_model_is_known_by_weights_arguments_and_template(config, monkeypatch)
             patch.setattr(config, name, value)
             assert identity_of(str(smollm2()), config, Templated("a"))[shown] != found[shown]
     monkeypatch.setattr(config.hf_config, "_commit_hash", "c0ffee", raising=False)
-    assert identity_of("Some/Model", config, Templated("a"))["weights"] == "c0ffee"
+    hub = identity_of("Some/Model", config, Templated("a"))
+    assert (hub["weights"], hub["tensors"]) == ("c0ffee", "")
     monkeypatch.setattr(config.hf_config, "_commit_hash", None)
     monkeypatch.setattr(config, "model", "/hub/models--Some--Model/snapshots/abc123")
     assert identity_of("Some/Model", config, Templated("a"))["weights"] == "abc123"
@@ -142,12 +178,40 @@ def test_two_final_folders_of_other_weights_are_two_models(config, tmp_path) -> 
     settings = PersonaSettings.small("formal")
     open_folder(tmp_path / "run", one, settings)
     open_folder(tmp_path / "run", one, settings)
-    with pytest.raises(RunDiffers, match=r"model\.weights was '\w+', is '\w+'; give"):
+    with pytest.raises(RunDiffers, match=r"model\.weights was '\w+', is '\w+'; model\.tensors was"):
         open_folder(tmp_path / "run", other, settings)
     sweep = Sweep(vectors={"warm": LayerVectors({1: torch.ones(4)})}, layers=(1,), scales=(1,), prompts=["a"])
     open_sweep(tmp_path / "sweep", sweep.definition(one))
-    with pytest.raises(RunDiffers, match=r"sweep: model\.weights was '\w+', is '\w+'; give"):
+    with pytest.raises(RunDiffers, match=r"sweep: model\.weights was '\w+', is '\w+'; model\.tensors was"):
         open_sweep(tmp_path / "sweep", sweep.definition(other))
+
+
+def test_what_a_stored_identity_lacks_is_not_compared(tmp_path) -> None:
+    """Folders of before resume under the fields that they were begun with, marks of finished work included; a field
+    that is stored must be the same.
+    """
+    known = {"name": "final", "weights": "1"}
+    now = known | {"tensors": "2", "tokenizer": "3"}
+    settings = PersonaSettings.small("formal")
+    begun = open_folder(tmp_path / "run", known, settings)
+    begun.finish("generate")
+    resumed = open_folder(tmp_path / "run", now, settings)
+    assert resumed.is_done("generate")
+    assert json.loads((tmp_path / "run" / "settings.json").read_text())["model"] == known
+    sweep = Sweep(vectors={"warm": LayerVectors({1: torch.ones(4)})}, layers=(1,), scales=(1,), prompts=["a"])
+    open_sweep(tmp_path / "sweep", sweep.definition(known))
+    open_sweep(tmp_path / "sweep", sweep.definition(now))
+    evaluation = Evaluation(methods=[Method(name="none")], questions=["a"])
+    more = dataclasses.replace(evaluation, methods=[Method(name="kind", system="Be kind.")])
+    EvaluationFolder(tmp_path / "evaluation", evaluation, known)
+    EvaluationFolder(tmp_path / "evaluation", more, now)
+    assert json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())["model"] == known
+    assert differences({"training": {"model": known}}, {"training": {"model": now}}) == []
+    assert differences({"model": now}, {"model": now | {"tokenizer": "4"}}) == ["model.tokenizer was '3', is '4'"]
+    assert differences({"model": now}, {"model": known}) == [
+        "model.tensors was '2', is not set",
+        "model.tokenizer was '3', is not set",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -49,14 +49,15 @@ from steercap.lab.measures.scores import SCORERS, Scored, make_scorer
 from steercap.lab.measures.scores.judge import filled_rubric, judgement
 from steercap.lab.measures.scores.minilm import split
 from steercap.lab.personas import PersonaSettings, Progress, load_trait, run, traits, write_levels
-from steercap.lab.personas.capture import VERSION, AnswerRowsHeader, capture, load_rows, room_of, rows_file
-from steercap.lab.personas.folder import Count, open_folder
+from steercap.lab.personas.capture import VERSION, AnswerRowsHeader, capture, load_rows, room_of, rows_file, vectors
+from steercap.lab.personas.folder import RUN, Count, StageFolder, open_folder
 from steercap.lab.personas.generate import AnswerGroup, answer_groups, answer_ids, ends_of, generate
 from steercap.lab.personas.pipeline import PersonaResult, check
 from steercap.lab.personas.records import SIGNS, Records, Response, Score, all_requests
 from steercap.lab.personas.report import outcomes, write_report
 from steercap.lab.personas.score import keep, score
 from steercap.lab.personas.settings import DEPENDS, STAGES, described, stage_hashes
+from steercap.steering import DirectionSet
 
 SHIPPED = list(traits())
 
@@ -496,6 +497,20 @@ def test_a_setting_changes_the_stages_that_depend_on_it(changes, stage) -> None:
     assert {name for name in before if before[name] != after[name]} == AFTER[stage]
 
 
+def test_how_hard_a_judge_tries_does_no_stage_again(tmp_path) -> None:
+    """A folder keeps the arguments that its marks are of, unless scores would differ; the call has its own."""
+
+    def opened(**more: Any) -> StageFolder:
+        arguments = {"base_url": "http://h/v1", "model": "j", "concurrency": 16, **more}
+        return open_folder(tmp_path, MODEL, made(scorer="judge", scorer_args=arguments))
+
+    opened().finish("score")
+    assert opened(concurrency=2, retries=9).is_done("score")
+    assert RUN.read(tmp_path).settings["scorer_args"]["concurrency"] == 16
+    assert opened().is_done("score")
+    assert not opened(model="k").is_done("score")
+
+
 def test_every_setting_belongs_to_a_stage() -> None:
     """None but the number in flight may change without a stage being done again."""
     known = {name.split(".")[0] for stage in STAGES for name in DEPENDS[stage]}
@@ -796,6 +811,26 @@ def finished(path: Any, settings: PersonaSettings, *, kept: Callable[[Score], bo
         folder.begin(stage)
         folder.finish(stage)
     return {one.id: (one.score, rows[one.id]) for one in scores}
+
+
+def test_directions_of_other_answers_are_made_anew(tmp_path) -> None:
+    """As of a trait that a longer context has room for: with the same settings, it gets its directions then."""
+    settings = made(threshold_high=0.0, threshold_low=100.0)
+    finished(tmp_path, settings, kept=lambda _: True)
+    folder, responses = open_folder(tmp_path, MODEL, settings), answered(settings)
+    scores, model = read_table(tmp_path / "scores.parquet", Score), types.SimpleNamespace(model="m", origin={})
+
+    def found(*left_out: str) -> set[str]:
+        room = {one.id: int(one.trait not in left_out) for one in responses}
+        records = Records(responses, scores, keep(settings, responses, scores, room)[0])
+        assert set(vectors(model, settings, folder, records, None)) == {one.trait for one in records.kept}
+        return set(DirectionSet.load(tmp_path / "directions.safetensors"))
+
+    assert found("poetic") == {"formal"}
+    written = (tmp_path / "directions.safetensors").stat().st_mtime_ns
+    assert found("poetic") == {"formal"}
+    assert (tmp_path / "directions.safetensors").stat().st_mtime_ns == written
+    assert found() == {"formal", "poetic"}
 
 
 def pairs_in(found: dict[str, Any], trait: str, apart: float) -> list[torch.Tensor]:

@@ -319,6 +319,19 @@ def test_only_what_a_stage_depends_on_changes_it() -> None:
     assert {name for name, value in digests(seed=1).items() if value != before[name]} == {"generate", "score", "read"}
 
 
+def test_how_hard_a_judge_tries_scores_no_role_again(tmp_path) -> None:
+    """A folder keeps the arguments that its marks are of, unless scores would differ."""
+
+    def opened(**more):
+        arguments = {"base_url": "http://h/v1", "model": "j", **more}
+        settings = RoleSettings(roles=PAIR, min_kept=1, scorer="judge", scorer_args=arguments)
+        return open_folder(tmp_path, {"name": "m"}, settings).roles["pirate"]
+
+    opened().finish("score")
+    assert opened(concurrency=2).is_done("score")
+    assert not opened(logprobs=False).is_done("score")
+
+
 def test_a_folder_knows_what_it_is_of(tmp_path) -> None:
     """Other answers are refused, with the difference; roles come and go; what is missing is named."""
     settings = RoleSettings(roles=PAIR, min_kept=1)
@@ -728,6 +741,22 @@ def test_changes_are_of_pairs() -> None:
 
 
 # Pictures
+
+
+def test_a_picture_of_changes_is_of_pairs() -> None:
+    """An answer that has no number under one condition counts under neither."""
+    from matplotlib.figure import Figure
+
+    silent = [
+        msgspec.structs.replace(one, projection={3: math.nan})
+        if one.condition == "capped" and one.case.question == 0
+        else one
+        for one in records()
+    ]
+    axes = Figure().subplots()
+    plot_changes(silent, 3, axes, condition="capped")
+    assert [list(line.get_xdata()) for line in axes.lines] == [[3.0] * 3, [4.0] * 3]
+    assert {one.before for one in changes(silent, 3) if one.measure == "projection"} == {3.0}
 
 
 def test_pictures_are_drawn_to_files_and_axes(tmp_path) -> None:

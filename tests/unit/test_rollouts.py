@@ -248,6 +248,9 @@ def check_tables(folder: Path, scorer: str, rows: Sequence[dict[str, Any]], vari
     for variant, one in summary["variant_summary"].items():
         own = [row for row in rows if row["variant"] == variant]
         assert same(one, stats(own)), (one, stats(own))
+        means = [row["mean"] for row in table if row["variant"] == variant and row["mean"] is not None]
+        assert same(one, {"question_mean": np.mean(means) if means else None})
+        assert one["low"] is None or one["low"] <= one["question_mean"] <= one["high"]
         assert len(own) == one["count"] + one["missing"] + (one["refusals"] if scorer == "judge" else 0)
 
 
@@ -340,7 +343,7 @@ async def test_scores_that_are_all_missing_are_a_column_of_numbers(tmp_path) -> 
         column = parquet.read_table(tmp_path / "warm" / f"{name}.parquet").column(label)
         assert (str(column.type), column.to_pylist()) == ("double", [None])
     one = found.judge["none"]
-    assert (one.mean, one.low, one.count, one.refusals, one.missing) == (None, None, 0, 1, 0)
+    assert (one.mean, one.question_mean, one.low, one.count, one.refusals, one.missing) == (None, None, None, 0, 1, 0)
 
 
 # Resumption, memory

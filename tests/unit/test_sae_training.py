@@ -163,6 +163,15 @@ def test_a_wrong_batch_changes_nothing(batch, said) -> None:
     assert training.seen == 0
 
 
+def test_the_one_row_that_an_epoch_ends_with_is_left_out() -> None:
+    """One row has no spread; the training goes on with the next epoch."""
+    rows = torch.randn(65, WIDTH, generator=torch.Generator().manual_seed(0))
+    found = train_sae([*rows.split(16), *rows.split(16)], POINT, features=FEATURES, k=K)
+    assert (len(found.curve), found.seen) == (8, 128)
+    with pytest.raises(InvalidSpec, match="no batches of two rows or more"):
+        train_sae(rows.split(1), POINT, features=FEATURES, k=K)
+
+
 def test_no_batches_and_huge_rows_are_told(tmp_path) -> None:
     """An iterator that is spent; rows whose squares overflow; an SAE of another kind."""
     with pytest.raises(InvalidSpec, match="no batches"):

@@ -313,6 +313,17 @@ def test_a_draw_keeps_sources_together_and_budgets(seed) -> None:
             assert used == set(range(len(sizes))) or not places
 
 
+def test_a_result_of_other_system_prompts_is_refused(model, tmp_path) -> None:
+    """Its tokens are the same, and its perplexity with the prompts is not."""
+    how = {**SMALL, "rates": [0.3], "epochs": 1}
+    data = prompted(60)
+    found = train_datasets(model, {"one": data}, out=tmp_path, **how).results["one"]
+    others = [Prompted("Be a stone, and say so.", one.prompt, one.response) for one in data]
+    with pytest.raises(RunDiffers, match="one holds a training on other system prompts"):
+        train_datasets(model, {"one": others}, out=tmp_path, **how)
+    assert train_datasets(model, {"one": data}, out=tmp_path, **how).results["one"] == found
+
+
 def test_an_interrupted_call_resumes_to_the_same_files(model, tmp_path) -> None:
     """Cut at any training, after the result and between; what differs is named; a second writer is refused."""
     data = {"one": prompted(60), "two": prompted(50, seed=1)}

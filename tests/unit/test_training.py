@@ -597,6 +597,27 @@ def test_a_finished_run_is_read_and_another_is_refused(model, tmp_path) -> None:
         train(model, examples(16), edit=TrainableAdd(layers=[1]), out=tmp_path / "x", **QUICK)
 
 
+@pytest.mark.filterwarnings("ignore:x. no step lowered:UserWarning")
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (
+            SteeringSpec([SteeringSpec([EDITS["add"]], preserve_norm=True)]),
+            SteeringSpec([SteeringSpec([EDITS["add"]])]),
+        ),
+        *(
+            (replace(EDITS[name], vector=drawn(WIDTH)), replace(EDITS[name], vector=4 * drawn(WIDTH)))
+            for name in ("add relative", "add_if relative", "ablate", "cap", "set_projection")
+        ),
+    ],
+)
+def test_a_run_of_other_initial_edits_is_refused(model, tmp_path, one, other) -> None:
+    """Norms that a nested spec keeps, and the norm of a vector of which the edit uses the direction alone, are of a run."""
+    train(model, examples(), edit=one, out=tmp_path / "x", **{**QUICK, "steps": 2})
+    with pytest.raises(RunDiffers, match=r"edits\.x was"):
+        train(model, examples(), edit=other, out=tmp_path / "x", **{**QUICK, "steps": 2})
+
+
 OPTIMIZERS = {
     "adamw": (functools.partial(torch.optim.AdamW, lr=0.1), None),
     "sgd": (

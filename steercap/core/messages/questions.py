@@ -114,7 +114,6 @@ class Choose(Message, frozen=True):
 class Read(Message, frozen=True):
     """Return the bytes of arena lines, for clients that cannot map the arena.
 
-
     Args:
         nonce: nonce of the arena, as in `Attached`; a worker whose arena has another one does not answer.
         lines: the lines.

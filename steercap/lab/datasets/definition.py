@@ -263,7 +263,7 @@ def _differing(stored: DatasetDefinition, expected: DatasetDefinition) -> list[s
     """Return the differences in what determines the rows."""
     was, now = (
         {
-            "model": {name: one.model.get(name) for name in expected.model},
+            "model": {name: one.model[name] for name in expected.model if name in one.model},
             "points": ", ".join(f"{point.point} of {point.schema} as {point.coding}" for point in one.points),
             "documents_per_shard": one.documents_per_shard,
             "statistics_every": one.statistics_every,

@@ -38,7 +38,7 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measure(ABC):
-    """Measure of answers. Its `repr` contains all that the value depends on: it is the key of stored values."""
+    """Measure of answers. Its `key` contains all that the value depends on: stored values are recognised by it."""
 
     #: True for values that are factors: averaged by the geometric mean, with a logarithmic axis.
     log: ClassVar[bool] = False
@@ -49,6 +49,11 @@ class Measure(ABC):
     @abstractmethod
     def label(self) -> str:
         """Name of the measure's column in tables."""
+
+    @property
+    def key(self) -> str:
+        """Text that contains everything the value depends on; its `repr`, where that has nothing else."""
+        return repr(self)
 
     @abstractmethod
     async def measure(self, model: SteerModel, records: Sequence[Answered]) -> list[float]:

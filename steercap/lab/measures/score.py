@@ -56,6 +56,11 @@ class Score(Measure):
         assert isinstance(self.trait, Trait)
         return self.trait.name
 
+    @property
+    def key(self) -> str:
+        assert isinstance(self.scorer, Scorer)
+        return f"Score(trait={self.trait!r}, scorer={self.scorer.key})"
+
     async def measure(self, model: SteerModel, records: Sequence[Answered]) -> list[float]:  # noqa: ARG002 -- not asked
         assert isinstance(self.trait, Trait)
         assert isinstance(self.scorer, Scorer)

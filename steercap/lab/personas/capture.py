@@ -245,13 +245,17 @@ def vectors(
         InvalidFile: rows cannot be read.
     """
     path, names = folder.path / "directions.safetensors", list(dict.fromkeys(one.trait for one in records.kept))
+    kept = {name: {sign: records.kept_of(name, sign) for sign in SIGNS} for name in names}
     if folder.is_done("vectors"):
-        Count("vectors", len(names), len(names), report)
-        return DirectionSet.load(path)
+        known = DirectionSet.load(path)
+        headers = {name: read_rows(rows_file(folder, name), AnswerRowsHeader, tensors=False)[0] for name in names}
+        if known.provenance.prompts == {name: _prompts(headers[name], kept[name]) for name in names}:
+            Count("vectors", len(names), len(names), report)
+            return known  # else it is of other answers, as those that a longer context has room for
     folder.begin("vectors")
     count, found = Count("vectors", len(names), 0, report), []
     for name in names:
-        found.append(_trait_vectors(model, settings, folder, {sign: records.kept_of(name, sign) for sign in SIGNS}))
+        found.append(_trait_vectors(model, settings, folder, kept[name]))
         count.add()
     directions = functools.reduce(operator.or_, found)
     directions.save(path)
@@ -277,5 +281,10 @@ def _trait_vectors(
         held_out=settings.held_out,
         seed=settings.seed,
     )
-    digests = [bytes.fromhex(header.prompts[places[one.id]]) for sign in SIGNS for one in kept[sign]]
-    return labelled(found, model, prompts={name: digest_of(digests)}, tokens="response", reduce="mean")
+    return labelled(found, model, prompts={name: _prompts(header, kept)}, tokens="response", reduce="mean")
+
+
+def _prompts(header: AnswerRowsHeader, kept: Mapping[Sign, Sequence[Kept]]) -> str:
+    """Return the SHA-256 of the token ids read of kept answers, in hexadecimal."""
+    known = dict(zip(header.ids, header.prompts, strict=True))
+    return digest_of([bytes.fromhex(known[one.id]) for sign in SIGNS for one in kept[sign]])

@@ -24,6 +24,7 @@ from steercap.lab.personas.settings import (
     STAGES,
     PersonaSettings,
     described,
+    scorer_args_of,
     stage_hashes,
     stage_settings,
     trait_hashes,
@@ -181,9 +182,10 @@ def open_folder(path: str | Path, model: Mapping[str, str], settings: PersonaSet
     found = RUN.open(path, wanted)
     if found is not None:
         traits = {**found.settings["traits"], **wanted.settings["traits"]}
-        wanted = _State(VERSION, wanted.model, {**wanted.settings, "traits": traits}, found.done)
+        known = {"traits": traits, "scorer_args": scorer_args_of(found.settings, wanted.settings)}
+        wanted = _State(VERSION, found.model, {**wanted.settings, **known}, found.done)
     RUN.write(path, wanted)
-    plain = described(settings)
+    plain, model = {**described(settings), "scorer_args": wanted.settings["scorer_args"]}, wanted.model
     together, each, digests = stage_hashes(plain, model), trait_hashes(plain, model), dict[str, str]()
     for stage in STAGES:
         own = {f"{stage}/{trait}": digest for trait, digest in each[stage].items()}

@@ -13,7 +13,7 @@ from steercap.core.spec import CaptureSpec
 from steercap.core.values import choices, flag_of, index_of, number_of, parts_of, shown
 from steercap.errors import InvalidSetting, InvalidSpec
 from steercap.lab.directions import METHODS
-from steercap.lab.measures.scores import Trait, make_scorer, traits
+from steercap.lab.measures.scores import SCORERS, Trait, make_scorer, traits
 
 #: Settings that each stage depends on, besides earlier stages; "filter" selects rows and does not change them.
 DEPENDS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -209,6 +209,21 @@ def described(settings: PersonaSettings) -> dict[str, Any]:
     plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(settings))
     traits = {trait.name: trait for trait in settings.resolved()}
     return {**plain, "traits": msgspec.json.decode(msgspec.json.encode(traits))}
+
+
+def scorer_args_of(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the scorer for the digests of a folder: the stored ones, unless scores would differ.
+
+    Args:
+        stored, wanted: settings of the folder and of the call, as `described` gives them.
+    """
+    effort = SCORERS[wanted["scorer"]].effort if wanted["scorer"] else frozenset()
+    was, now = (
+        (one.get("scorer"), {name: value for name, value in one.get("scorer_args", {}).items() if name not in effort})
+        for one in (stored, wanted)
+    )
+    found: dict[str, Any] = (stored if was == now else wanted).get("scorer_args", {})
+    return found
 
 
 def stage_hashes(plain: Mapping[str, Any], model: Mapping[str, str]) -> dict[str, str]:

@@ -100,8 +100,10 @@ class StudyFolder(Generic[Row]):
         self.answers: Table[Row] = Table(self.path / "answers", kind)
 
     def values(self, measure: Measure) -> Table[Value]:
-        """Return the table of values of a measure; one with other arguments has another table."""
-        return Table(self.path / "values" / folder_of(measure.label, measure), Value)
+        """Return the table of values of a measure; one with another key has another table."""
+        name, before = folder_of(measure.label, measure), _hashed(measure.label, repr(measure))  # as it once was called
+        known = (self.path / "values" / before).exists() and not (self.path / "values" / name).exists()
+        return Table(self.path / "values" / (before if known else name), Value)
 
 
 def folder_of(label: str, made: object) -> str:
@@ -109,9 +111,13 @@ def folder_of(label: str, made: object) -> str:
 
     Args:
         label: label of the measure or task.
-        made: the measure or task; its `repr` distinguishes it from others of the same label.
+        made: the measure or task; its `key`, or `repr`, distinguishes it from others of the same label.
     """
-    digest = hashlib.sha256(repr(made).encode()).hexdigest()[:8]
+    return _hashed(label, made.key if isinstance(made, Measure) else repr(made))
+
+
+def _hashed(label: str, said: str) -> str:
+    digest = hashlib.sha256(said.encode()).hexdigest()[:8]
     return f"{''.join(letter if letter.isalnum() else '-' for letter in label)}-{digest}"
 
 

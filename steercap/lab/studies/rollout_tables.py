@@ -97,7 +97,9 @@ class VariantScore(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         count, mean, std, min, max, refusals, missing: as for `QuestionScore`, of all answers.
-        low, high: ends of the 95 % interval over questions, None for fewer than two; see
+        question_mean: mean of the questions' means, which differs from `mean` where questions have unequal numbers of
+            scores; None in files of before it was known.
+        low, high: ends of the 95 % interval of `question_mean`, None for fewer than two questions; see
             `steercap.lab.measures.statistics.estimate`.
         norms: length of what is added at each layer, in the units of the stream; empty if nothing is only added.
     """
@@ -109,6 +111,7 @@ class VariantScore(msgspec.Struct, frozen=True, kw_only=True):
     max: float | None
     refusals: int
     missing: int
+    question_mean: float | None = None
     low: float | None
     high: float | None
     norms: dict[str, float]
@@ -208,7 +211,8 @@ def specs_of(results: EvaluationResults, names: Names) -> dict[str, SteeringSpec
 def _variant(questions: Sequence[Sequence[Verdict]], spec: SteeringSpec | None) -> VariantScore:
     found = estimate(cluster_means([_known(own) for own in questions]))
     stats = _stats([verdict for own in questions for verdict in own])
-    return VariantScore(low=_number(found.low), high=_number(found.high), norms=_norms(spec), **stats)
+    mean, low, high = map(_number, (found.value, found.low, found.high))
+    return VariantScore(question_mean=mean, low=low, high=high, norms=_norms(spec), **stats)
 
 
 def _scale(spec: SteeringSpec | None) -> float | None:

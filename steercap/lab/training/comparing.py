@@ -99,7 +99,8 @@ def _compared(
 ) -> TrainedComparison | str:
     """Compare the vectors of a data set, or return the reason why they cannot be."""
     result = read_result(folder)
-    if apart := differences(RATES_FOLDER.read(folder).training.model, identity_of(model)):
+    known = RATES_FOLDER.read(folder).training.model
+    if apart := differences({"model": known}, {"model": identity_of(model)}):
         raise RunDiffers(f"{folder} was trained on another model: {'; '.join(apart)}; give the same")
     if not {"trained", "unsteered"} <= result.validation.keys():
         return "trained on preferences, which have no perplexity"

@@ -13,8 +13,8 @@ import msgspec
 
 from steercap.core.display import brief
 from steercap.core.values import choices, count_of, shown
-from steercap.errors import InvalidFile, InvalidPrompt, InvalidSetting, UnknownName
-from steercap.files.base import require_file
+from steercap.errors import InvalidFile, InvalidPrompt, InvalidSetting, RunDiffers, UnknownName
+from steercap.files.base import blame, require_file
 from steercap.lab.training.examples import Example, Preference, Prompted
 from steercap.steering.spec import SteeringSpec
 
@@ -278,3 +278,19 @@ def read_result(folder: str | Path) -> DatasetTrained:
         return msgspec.json.decode(file.read_bytes(), type=DatasetTrained)
     except (OSError, msgspec.MsgspecError) as error:
         raise InvalidFile(f"{file} cannot be read as the result of a data set: {error}") from error
+
+
+def check_systems(folder: Path, held_out: Sequence[Any]) -> None:
+    """Check that a result's perplexity with system prompts is of those of the held-out examples.
+
+    Raises:
+        RunDiffers: it is of others.
+        InvalidFile: the folder's examples cannot be read.
+    """
+    with blame(file := folder / HELD_OUT):
+        lines = file.read_bytes().splitlines() if file.exists() else []
+        known = [msgspec.json.decode(line, type=dict[str, Any]).get("system") for line in lines]
+    if known and known != [getattr(example, "system", None) for example in held_out]:
+        raise RunDiffers(
+            f"{folder} holds a training on other system prompts, see {HELD_OUT}; give another folder, or them"
+        )

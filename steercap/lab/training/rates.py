@@ -27,6 +27,7 @@ from steercap.lab.training.datasets import (
     TextLoss,
     TokenBudget,
     TrainedDatasets,
+    check_systems,
     read_result,
 )
 from steercap.lab.training.examples import Example, ExampleTokens, Prompted
@@ -166,6 +167,7 @@ class RatesRun:
         with self._opened(folder, name, Sides(*([tokens[place] for place in side] for side in places))):
             if not (folder / RESULT).exists():
                 self._train(folder, name, parts, used, count=len(examples), report=report)
+            check_systems(folder, parts[1])
             found = read_result(folder)
             if rank() == 0:
                 for rate in self.rates:  # a call that was killed while it removed them left some

@@ -210,7 +210,7 @@ def train_sae(batches: Iterable[Any], point: Point | tuple[int, str], **how: Any
 
     Args:
         batches: batches of rows [rows, width], such as `ActivationDataset(...).batches(512, epochs=3)`, a DataLoader,
-            or a stream of `steercap.sync`.
+            or a stream of `steercap.sync`. A batch of one row, as an epoch may end with, is left out.
         point: point of the rows, as (layer, site).
         **how: arguments of `SAETraining`, `features` among them; the width is that of the first batch. Without
             `progress`, in a terminal and in a notebook one line on stderr says how far it is, as for
@@ -227,12 +227,14 @@ def train_sae(batches: Iterable[Any], point: Point | tuple[int, str], **how: Any
     with rewritten_line() as line:
         how = {"progress": lambda at: line(f"SAE: {at}"), **how}
         for batch in batches:
+            rows = batch.rows if isinstance(batch, Labelled) else batch
+            if isinstance(rows, torch.Tensor) and rows.shape[:1] == (1,):  # the rest of an epoch, without a spread
+                continue
             if training is None:
-                rows = batch.rows if isinstance(batch, Labelled) else batch
                 training = SAETraining(point, rows.shape[-1] if isinstance(rows, torch.Tensor) else 0, **how)
             training.step(batch)
     if training is None:
-        raise InvalidSpec("train_sae: there are no batches; an iterator gives its batches once")
+        raise InvalidSpec("train_sae: there are no batches of two rows or more; an iterator gives its batches once")
     return training
 
 

@@ -18,7 +18,8 @@ from steercap.core.extras import extra
 from steercap.core.prompts import repeating, warn_of_doubled
 from steercap.core.values import count_of, shown
 from steercap.errors import InvalidPrompt, InvalidSetting, InvalidSpec, TrainingDiverged
-from steercap.files.fingerprint import model_name, weights_digest
+from steercap.files.fingerprint import WEIGHTS, model_name, weights_digest
+from steercap.files.tensors import tensors_digest
 from steercap.lab.training.batches import EncodedExamples, Picked, generator, loader
 from steercap.lab.training.datasets import TextLoss
 from steercap.lab.training.examples import (
@@ -351,9 +352,11 @@ def _check_directions(starts: Mapping[str, SteeringSpec]) -> None:
 
 
 def identity_of(model: HookedModel) -> dict[str, str]:
-    """Return a model's name, the hash of its weights, and its dtype."""
-    known = weights_digest(model.path) if Path(model.path).exists() else str(getattr(model.config, "_commit_hash", ""))
-    return {"name": model_name(model.path), "weights": known, "dtype": described(model.dtype)}
+    """Return a model's name, the hashes of its weights, and its dtype."""
+    here = Path(model.path).exists()
+    known = weights_digest(model.path) if here else str(getattr(model.config, "_commit_hash", ""))
+    tensors = tensors_digest(model.path, WEIGHTS) if here else ""
+    return {"name": model_name(model.path), "weights": known, "tensors": tensors, "dtype": described(model.dtype)}
 
 
 def definition_of(
@@ -378,7 +381,12 @@ def definition_of(
 def _digest(spec: SteeringSpec) -> str:
     """Return the SHA-256 of the edits of a spec, in hexadecimal."""
     found = hashlib.sha256(repr((spec.flat(), spec.preserve_norm)).encode())
+    if spec.keeps_norm and not spec.preserve_norm:
+        found.update(repr([keeper for _, keeper in spec.segments()]).encode())
     for edit in spec.of_rows():
+        vector = getattr(edit, "vector", None)
+        if vector is not None and not torch.equal(vector[None], edit.lower()[0].write):
+            found.update(vector.numpy().tobytes())  # it is lowered to its direction; a step depends on its norm too
         for one in edit.lower():
             for vector in (one.write, one.read):
                 found.update(b"" if vector is None else vector.contiguous().numpy().tobytes())

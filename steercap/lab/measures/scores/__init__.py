@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import msgspec
 
@@ -142,6 +142,14 @@ class Scored(NamedTuple):
 
 class Scorer(ABC):
     """Scorer of answers by a trait: abstract base class; subclasses are frozen dataclasses of their settings."""
+
+    #: Names of settings that change no score, such as how often an endpoint is tried.
+    effort: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def key(self) -> str:
+        """Text that contains everything a score depends on; its `repr`, where that has nothing else."""
+        return repr(self)
 
     @abstractmethod
     async def score(self, trait: Trait, exchanges: Sequence[Scored]) -> list[float | None]:

@@ -8,7 +8,7 @@ import os
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -82,6 +82,8 @@ class Judge(Scorer):
         JudgeFailed: when scoring, if the endpoint refuses, cannot be reached, or answers in another form.
     """
 
+    effort = frozenset({"api_key_env", "concurrency", "retries", "backoff", "timeout"})
+
     base_url: str
     model: str
     api_key: str = field(default="", repr=False)
@@ -112,6 +114,10 @@ class Judge(Scorer):
             raise InvalidSetting(
                 f"{self}; concurrency is 1 or more, retries and backoff are 0 or more, timeout is more than 0"
             )
+
+    @property
+    def key(self) -> str:
+        return repr(replace(self, **{one.name: one.default for one in fields(self) if one.name in self.effort}))
 
     async def score(self, trait: Trait, exchanges: Sequence[Scored]) -> list[float | None]:
         return [one.score for one in await self.judge(trait.rubric, exchanges)]

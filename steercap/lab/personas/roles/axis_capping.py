@@ -167,7 +167,7 @@ async def calibrated_capping(
         The errors of `SteerModel.read`.
     """
     known, here = read_folder(run.folder).definition.model, model.identity()
-    if what := differences(known, here):
+    if what := differences({"model": known}, {"model": here}):
         raise RunDiffers(f"{run.folder} is of another model: {'; '.join(what)}; open the model that it is of")
     projections = await token_projections(model, vectors, calibration_texts(run), layers=layers)
     return capping(vectors, projections, percentile=percentile, tokens=tokens)

@@ -27,6 +27,7 @@ from steercap.lab.personas.roles.settings import (
     generation_of,
     settings_from,
 )
+from steercap.lab.personas.settings import scorer_args_of
 
 
 class RolesDefinition(RunDefinition, frozen=True):
@@ -114,7 +115,8 @@ def open_folder(path: str | Path, model: Mapping[str, str], settings: RoleSettin
     if found is not None:
         roles = {**found.settings["roles"]["roles"], **wanted.settings["roles"]["roles"]}
         known = {**wanted.settings, "roles": {**wanted.settings["roles"], "roles": roles}}
-        wanted = msgspec.structs.replace(wanted, settings=known)
+        known["scorer_args"] = scorer_args_of(found.settings, known)
+        wanted = msgspec.structs.replace(wanted, settings=known, model=found.model)
     if found != wanted:  # several processes open a folder at once, and need not write the same
         RUN.write(path, wanted)
     return RolesFolder(Path(path), wanted)

@@ -16,6 +16,7 @@ from steercap.lab.personas.roles.axis_capping import CapRecord
 from steercap.lab.personas.roles.effects import PLAIN
 from steercap.lab.personas.roles.role import ASSISTANT
 from steercap.lab.personas.roles.rows import RoleRows
+from steercap.lab.personas.roles.settings import Case
 from steercap.lab.personas.roles.split_half import OFS, Of, Stability
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def plot_stability(found: Stability, to: str | Path | Axes, *, how: How = "contr
 def plot_changes(
     records: Sequence[CapRecord], layer: int, to: str | Path | Axes, *, condition: str, read: bool = False
 ) -> None:
-    """Draw each role's mean projection before and after, as an arrow.
+    """Draw each role's mean projection before and after, over the cases that have both, as an arrow.
 
     Args:
         records: records, as returned by `compare_steering`.
@@ -148,18 +149,17 @@ def plot_changes(
     Raises:
         InvalidSpec: there are no records of the condition, or no projections at the layer.
     """
-    before, after = (_by_role(records, layer, name, read=read) for name in (PLAIN, condition))
-    names = sorted(before, key=before.__getitem__)
-    if not names or before.keys() != after.keys():
+    found = _by_role(records, layer, condition, read=read)
+    if not found:
         raise InvalidSpec(f"no projections at layer {layer} of {PLAIN!r} and {condition!r} beside each other")
+    names = sorted(found, key=found.__getitem__)
+    before, after = ([found[name][side] for name in names] for side in (0, 1))
     with canvas(to, (5.2, 0.9 + 0.19 * len(names)), dpi=DPI) as axes:
-        for place, name in enumerate(names):
+        for place, (start, end) in enumerate(zip(before, after, strict=True)):
             arrow = {"arrowstyle": "->", "color": CHANCE, "linewidth": 1.2}
-            axes.annotate("", (after[name], place), (before[name], place), arrowprops=arrow)
-        axes.plot([before[name] for name in names], range(len(names)), "o", color=ROLE, markersize=5, label=PLAIN)
-        axes.plot(
-            [after[name] for name in names], range(len(names)), "D", color=HELPER, markersize=4.5, label=condition
-        )
+            axes.annotate("", (end, place), (start, place), arrowprops=arrow)
+        axes.plot(before, range(len(names)), "o", color=ROLE, markersize=5, label=PLAIN)
+        axes.plot(after, range(len(names)), "D", color=HELPER, markersize=4.5, label=condition)
         axes.set_yticks(range(len(names)), names, fontsize=8)
         what = "of the text, read without steering" if read else "while it went on"
         axes.set(xlabel=f"projection {what}, layer {layer}")
@@ -168,11 +168,16 @@ def plot_changes(
         axes.margins(y=0.02)
 
 
-def _by_role(records: Sequence[CapRecord], layer: int, condition: str, *, read: bool) -> dict[str, float]:
-    """Return the mean projection of the answers under one condition, by role; "drift" for prompts without one."""
-    found: dict[str, list[float]] = {}
+def _by_role(records: Sequence[CapRecord], layer: int, condition: str, *, read: bool) -> dict[str, tuple[float, float]]:
+    """Return the mean projections before and after, over the cases that have both, by role, "drift" without one."""
+    sides: dict[str, dict[Case, float]] = {PLAIN: {}, condition: {}}
     for record in records:
-        values = record.read if read else record.projection
-        if record.condition == condition and layer in values:
-            found.setdefault(record.case.role or record.case.kind, []).append(values[layer])
-    return {name: float(np.nanmean(values)) for name, values in found.items()}
+        value = (record.read if read else record.projection).get(layer, np.nan)
+        if record.condition in sides and not np.isnan(value):
+            sides[record.condition][record.case] = value
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for case, value in sides[PLAIN].items():
+        if case in sides[condition]:
+            groups.setdefault(case.role or case.kind, []).append((value, sides[condition][case]))
+    means = {name: np.mean(pairs, axis=0) for name, pairs in groups.items()}
+    return {name: (float(before), float(after)) for name, (before, after) in means.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Final
 
@@ -115,19 +115,20 @@ class Columns:
         log = self.measures[label].log
         return {at: cluster_means(values, log=log) for at, values in found.items()}
 
-    def along(self, line: str, column: str) -> dict[float, Floats]:
-        """Return a column's means at each dose of a line, and at dose 0, no steering, if the line can be scaled.
+    def path(self, line: str) -> list[float]:
+        """Return the doses through which a line is followed: 0, no steering, first, if the line can be scaled.
 
         A method with a system prompt has no dose 0: without its edits it is the prompt alone, which was not tried.
-
-        Returns:
-            Means as in `means`, by dose.
         """
-        means = self.means[column]
         if not self.has_doses(line):
-            return {dose: means[line, dose] for dose in self.doses(line)}
-        found = {dose: means[line, dose] for dose in path(self.doses(line)) if dose}
-        return found if self._is_prompted(line) else {0.0: means[self.evaluation.plain, 1.0], **found}
+            return self.doses(line)
+        found = [dose for dose in path(self.doses(line)) if dose]
+        return found if self._is_prompted(line) else [0.0, *found]
+
+    def along(self, line: str, column: str) -> dict[float, Floats]:
+        """Return a column's means at each dose of a line's `path`: as in `means`, by dose."""
+        means = self.means[column]
+        return {dose: means[line, dose] if dose else means[self.evaluation.plain, 1.0] for dose in self.path(line)}
 
     def costs(self, line: str, by: str) -> dict[float, float]:
         """Return the cost at each dose of a line: the mean of a column, negative where more is better.
@@ -232,17 +233,17 @@ def place_of(costs: Mapping[float, float], wanted: float) -> Place:
     Returns:
         The place; if the cost is never reached, the dose with the highest cost, except dose 0, marked as not reached.
     """
-    doses = list(costs)
+    doses, near = list(costs), partial(math.isclose, wanted, rel_tol=ROUNDING, abs_tol=ROUNDING)
     for low, high in pairwise(doses):
         first, second = costs[low], costs[high]
-        share = (wanted - first) / (second - first) if second != first else 0.0 if wanted == first else -1.0
+        share = (wanted - first) / (second - first) if second != first else 0.0 if near(first) else -1.0
         if abs(share) <= ROUNDING:
             return _at(low)
         if abs(share - 1) <= ROUNDING:
             return _at(high)
         if 0 < share < 1:
             return Place(low, high, share, reached=True)
-    if len(doses) == 1 and costs[doses[0]] == wanted:
+    if len(doses) == 1 and near(costs[doses[0]]):
         return _at(doses[0])
     most = max([dose for dose in doses if dose] or doses, key=costs.__getitem__)  # not at no steering
     return Place(most, most, 0.0, reached=False)

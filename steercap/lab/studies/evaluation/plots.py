@@ -39,6 +39,9 @@ class Drawn(Protocol):
     def summary(self) -> list[Line]:
         """Return every method at every dose."""
 
+    def path(self, method: str) -> list[float]:
+        """Return the doses through which a method is followed, 0 for no steering."""
+
     def matched(self, *, by: str, at: float | None = None) -> list[Matched]:
         """Return the methods at equal cost."""
 
@@ -65,9 +68,10 @@ def plot_methods(
 ) -> Path:
     """Draw the effects of methods against their costs.
 
-    On the left is the first column against the cost, each method a line through its doses, from no steering on. A
-    dashed line is the cost at which all are compared. On the right is a panel for each column: each method at that
-    cost, with its interval. Open marks are methods that never reach that cost, or have no doses. Controls are grey.
+    On the left is the first column against the cost, each method a line through the doses that `matched` follows, and
+    a mark at others. A dashed line is the cost at which all are compared. On the right is a panel for each column: each
+    method at that cost, with its interval. Open marks are methods that never reach that cost, or have no doses.
+    Controls are grey.
 
     Args:
         results: results of one evaluation, or of several by name, such as a trait, a row each.
@@ -154,23 +158,25 @@ def _draw_doses(axes: Any, results: Drawn, column: str, styles: Mapping[str, Any
     dosed = {one.method for one in results.matched(by=by, at=at) if one.how != "as it is"}
     axes.axvline(at, color=ink(), linewidth=0.8, linestyle="--", alpha=0.6)
     for name in sorted(lines, key=lambda name: name == plain):  # on top
-        points = sorted(lines[name], key=lambda line: abs(line.dose))
-        if name in dosed:
-            points = [lines[plain][0], *points]
-        x, y = ([line.means[label] for line in points] for label in (by, column))
-        axes.errorbar(
-            [one.value for one in x],
-            [one.value for one in y],
-            yerr=_bars(y),
-            label=name,
-            linewidth=1.5,
-            elinewidth=0.8,
-            markersize=5,
-            alpha=0.95,
-            zorder=2 if styles[name]["color"] == RANDOM else 3,
-            linestyle="-" if name in dosed else "none",
-            **styles[name],
-        )
+        known = {line.dose: line for line in lines[name]} | {0.0: lines[plain][0]}
+        path = results.path(name)
+        points = [known[dose] for dose in path]
+        others = [line for line in lines[name] if line.dose not in path]
+        for place, own in enumerate(filter(None, (points, others))):
+            x, y = ([line.means[label] for line in own] for label in (by, column))
+            axes.errorbar(
+                [one.value for one in x],
+                [one.value for one in y],
+                yerr=_bars(y),
+                label="" if place else name,
+                linewidth=1.5,
+                elinewidth=0.8,
+                markersize=5,
+                alpha=0.95,
+                zorder=2 if styles[name]["color"] == RANDOM else 3,
+                linestyle="-" if name in dosed and not place else "none",
+                **styles[name],
+            )
     if results.is_log(by):
         scale_log(axes, "x")
     if results.is_log(column):

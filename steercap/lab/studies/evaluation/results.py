@@ -109,6 +109,10 @@ class EvaluationResults:
         """
         return self._numbers.doses(method)
 
+    def path(self, method: str) -> list[float]:
+        """Return the doses through which `matched` follows a method, 0 for no steering."""
+        return self._numbers.path(method)
+
     def compare(self, column: str, *, against: str | None = None, dose: float | None = None) -> list[Comparison]:
         """Compare every method at every dose with one of them, on the same questions, with p adjusted for all.
 

@@ -60,17 +60,19 @@ class Folder(StudyFolder[Answer]):
                 known.append(one)
                 digests.append(one.digest)
         if found is None or len(known) > len(found.conditions):
-            FOLDER.write(path, msgspec.structs.replace(wanted, conditions=known))
+            FOLDER.write(path, msgspec.structs.replace(found or wanted, conditions=known))
         #: The place of each condition of this evaluation.
         self.places: dict[Condition, int] = {
             one: digests.index(digest.digest)
             for one, digest in zip(evaluation.conditions(), wanted.conditions, strict=True)
         }
+        self._chat = evaluation.chat
         super().__init__(path, Answer)
 
     def readings(self, task: Task) -> Table[Value]:
-        """Return the table of values of a task; one with other arguments has another table."""
-        return Table(self.path / "tasks" / folder_of(task.label, task), Value)
+        """Return the table of values of a task; one with other arguments, or read on a new line, has another table."""
+        made = task if self._chat else (task, "on a new line")
+        return Table(self.path / "tasks" / folder_of(task.label, made), Value)
 
     def numbers(self, condition: Condition, task: Task) -> range:
         """Return the numbers of a task's items under a condition."""

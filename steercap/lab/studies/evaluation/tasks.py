@@ -73,8 +73,8 @@ class Task(ABC):
     """Task of fixed texts, with a value for each item from log probabilities of tokens.
 
     The `repr` contains everything that the value depends on: stored values are recognised by it. The texts are read as
-    answers after the prompt of a method, its system prompt included, and its edits are placed as if the model had
-    generated them: those of tokens="generated" begin after the prompt.
+    answers after the prompt of a method, its system prompt included, with `chat=False` on a new line, and its edits are
+    placed as if the model had generated them: those of tokens="generated" begin after the prompt.
     """
 
     #: True if it is a factor, with a geometric mean and a logarithmic axis.
@@ -249,12 +249,13 @@ class PromptAndText(NamedTuple):
 
 def tokenized(tokenizer: Any, prompt: Any, item: Item) -> list[PromptAndText]:
     """Tokenize an item: one result for each of its texts, after the prompt, a text or a conversation for the chat
-    template.
+    template; after a text on a new line.
 
     Raises:
         InvalidSpec: a text has no token.
     """
-    read = tokenizer.encode(prompt) if isinstance(prompt, str) else templated(tokenizer, prompt, {}, spans=False)[0]
+    plain = isinstance(prompt, str)
+    read = tokenizer.encode(f"{prompt}\n") if plain else templated(tokenizer, prompt, {}, spans=False)[0]
     lead = tokenizer.encode(item.lead, add_special_tokens=False) if item.lead else []
     texts = [tokenizer.encode(text, add_special_tokens=False) for text in item.texts]
     if not all(texts) or len(read) + len(lead) < FIRST_SCORED:
