@@ -30,6 +30,7 @@ from steercap.files.base import blame
 from steercap.files.folder import FolderKind, differences
 from steercap.files.journal import Journal
 from steercap.kernels.codecs.coded import coding_of, parts_of
+from steercap.steering.lowering import STEERED_TOKENS
 
 VERSION: Final = 1
 FILE: Final = "manifest.json"
@@ -140,7 +141,7 @@ class ManifestRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
         prompt_tokens, output_tokens: number of tokens.
         prompt_sha256: SHA-256 of the prompt's token ids, int64 in little-endian order.
         text_sha256: SHA-256 of the generated text, in UTF-8; the text itself is in the file.
-        steering: SHA-256 of the edits, None without; see `SteeringReceipt.digest`.
+        steering: SHA-256 of the edits, whatever their `tokens=`, None without; see `SteeringReceipt.digest`.
         answer_id: for recordings of a server, id that vLLM's server gave the request; its answer begins with it.
         time: for recordings, when the request ended, in seconds since 1970; else None.
     """
@@ -214,7 +215,7 @@ def _differing(stored: Document, expected: Document) -> list[str]:
     what = differences({"model": stored.model}, {"model": expected.model})
     if not stored.asked or not expected.asked:
         return what
-    return what + differences(stored.asked, expected.asked, none_is_unset=True)
+    return what + differences(stored.asked, expected.asked, later=(STEERED_TOKENS,), none_is_unset=True)
 
 
 #: Folders of captures.

@@ -30,7 +30,9 @@ NAMED: Final = 5
 LOCK: Final = ".lock"
 
 
-def differences(stored: Any, expected: Any, *, but: Collection[str] = (), none_is_unset: bool = False) -> list[str]:
+def differences(
+    stored: Any, expected: Any, *, but: Collection[str] = (), later: Collection[str] = (), none_is_unset: bool = False
+) -> list[str]:
     """Return the differences of two definitions in words, such as "model.name was 'a', is 'b'".
 
     They are compared as JSON holds them, tuples as lists; where both hold a mapping, its entries one by one.
@@ -38,13 +40,15 @@ def differences(stored: Any, expected: Any, *, but: Collection[str] = (), none_i
     Args:
         stored, expected: Structs or mappings: the definition in a folder, and that of the run to resume.
         but: names of fields that may differ.
+        later: names of fields that older versions did not write: not compared with a definition that lacks them.
         none_is_unset: True to take a field that is None as one that is missing: a version that did not know it yet
             wrote nothing of it.
     """
     was, now = map(_as_stored, (stored, expected))
     if none_is_unset:
         was, now = ({name: value for name, value in one.items() if value is not None} for one in (was, now))
-    return [line for name in {**was, **now} if name not in but for line in _apart(name, was, now)]
+    ignored = {*but, *(name for name in later if name not in was)}
+    return [line for name in {**was, **now} if name not in ignored for line in _apart(name, was, now)]
 
 
 def _as_stored(one: Any) -> dict[str, Any]:
