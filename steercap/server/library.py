@@ -233,6 +233,11 @@ class Presets:
         """All model names that stand for steering."""
         return tuple(self._steering)
 
+    @property
+    def variants(self) -> dict[str, str]:
+        """SHA-256 of the steering that each alias stands for."""
+        return {name: spec.sha256 for name, spec in self._steering.items()}
+
     def of(self, model: Any) -> SteeringSpec | None:
         """Return the steering of a model name, None if it is no preset."""
         return self._steering.get(model) if isinstance(model, str) else None

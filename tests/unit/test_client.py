@@ -298,7 +298,7 @@ def model_of(
         return answer
 
     async def models(_request: Any) -> Any:
-        return JSONResponse({"data": [{"id": "m"}, {"id": "m+calm"}]})
+        return JSONResponse({"data": [{"id": "m"}, {"id": "m+calm"}, {"id": "lora", "parent": "m"}]})
 
     async def model(_request: Any) -> Any:
         return JSONResponse(says) if says is not None else JSONResponse({"detail": "Not Found"}, 404)
@@ -337,6 +337,23 @@ async def test_a_connection_says_what_the_server_has() -> None:
         await model.start()
     with pytest.raises(ModelClosed):
         _ = model.points
+
+
+@pytest.mark.parametrize(
+    ("says", "variants"),
+    [
+        ({"presets": ["m+calm"], "variants": {"m+calm": "f0", "lora": "a1"}}, {"m+calm": "f0", "lora": "a1"}),
+        ({"presets": ["m+calm"], "variants": {"m+calm": "f0"}}, {"m+calm": "f0", "lora": "lora"}),
+        ({"presets": ["m+calm"]}, {"m+calm": "m+calm", "lora": "lora"}),
+    ],
+    ids=["all at the start", "an adapter loaded later", "an older server"],
+)
+async def test_a_preset_and_an_adapter_are_other_models(says, variants) -> None:
+    """A run over one does not go on over the other, or over the plain model, whose identity is that of before."""
+    for name in (None, "m", "m+calm", "lora"):
+        async with model_of(model=name, says={**DESCRIBED, **says}) as model:
+            variant = {"variant": variants[name]} if name in variants else {}
+            assert model.identity() == {"name": "m", **variant}
 
 
 async def test_what_a_server_does_not_say_is_an_error(tmp_path) -> None:
