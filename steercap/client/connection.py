@@ -203,7 +203,7 @@ class Connection:
             return Described(
                 name,
                 said["model"],
-                names[name],
+                names[name] or next(iter(names.values())),  # of an adapter the server does not say it
                 said["num_layers"],
                 said["hidden_size"],
                 points,
