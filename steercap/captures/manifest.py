@@ -144,6 +144,7 @@ class ManifestRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
         steering: SHA-256 of the edits, whatever their `tokens=`, None without; see `SteeringReceipt.digest`.
         answer_id: for recordings of a server, id that vLLM's server gave the request; its answer begins with it.
         time: for recordings, when the request ended, in seconds since 1970; else None.
+        adapter: name of the request's LoRA adapter, "" without one.
     """
 
     file: str
@@ -160,6 +161,7 @@ class ManifestRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
     steering: str | None
     answer_id: str = ""
     time: float | None = None
+    adapter: str = ""
 
 
 class JournalLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -347,6 +349,7 @@ def request_of(
         steering=None if header.steering is None else header.steering.digest,
         answer_id=answer_id,
         time=time,
+        adapter=header.adapter or "",
     )
 
 

@@ -428,6 +428,7 @@ class RemoteAnswers:
             directions=header.directions,
             marks=header.marks,
             attention_rules=header.attention_rules,
+            adapter=header.adapter or "",
         )
 
 

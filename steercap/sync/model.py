@@ -67,8 +67,8 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
     Args:
         url: address of the server, such as "http://127.0.0.1:8000", or "unix:" and the path of its Unix socket.
         api_key: the key, if the server wants one.
-        model: its name for the server, an adapter or a preset such as "smollm2+calm"; the first that it lists if left
-            out.
+        model: its name for the server, an adapter or a preset such as "smollm2+calm", which steers calls with
+            `steering=None` too; the first that it lists if left out.
         timeout: seconds that the server may be silent for before an answer; None for any.
         transport: httpx transport, in place of the network.
 
@@ -600,7 +600,8 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
         """Return everything that the model's answers depend on, as `SteerModel.identity` does where it is open.
 
         Returns:
-            Strings by name, "" where something is not set.
+            Strings by name, "" where something is not set. A preset or an adapter also has `variant`, its SHA-256; a
+            server whose flags change how conversations are rendered `chat_flags`.
         """
         return self.awaited.identity()
 

@@ -103,6 +103,7 @@ class CaptureHandle(
         recorded_attention: strongest targets of each head by layer, where a server recorded them in place of queries
             and keys.
         lifecycle: state of the rows.
+        adapter: name of the request's LoRA adapter, "" without one and in files of older versions.
     """
 
     @property
@@ -174,6 +175,11 @@ class CaptureHandle(
     def lifecycle(self) -> Lifecycle:
         """State of the rows."""
         return self.awaited.lifecycle
+
+    @property
+    def adapter(self) -> str:
+        """Name of the request's LoRA adapter, "" without one and in files of older versions."""
+        return self.awaited.adapter
 
     @property
     def fetched(self) -> bool:
