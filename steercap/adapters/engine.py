@@ -269,6 +269,10 @@ class VllmEngine:
             )
         return ready
 
+    def follow(self, dead: VllmEngine) -> None:
+        """Take over what requests of a dead engine rely on: the files of its LoRA adapters."""
+        self._adapters.follow(dead._adapters)
+
     async def _load_adapter(self, *names: Any) -> list[Sequence[str]]:
         engines = await self._connection.call_workers("steercap_load_adapter", *names)
         return [answer for answers in engines for answer in answers]

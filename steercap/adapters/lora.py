@@ -58,7 +58,13 @@ class Adapters:
         self._config = config
         self._load = load
         self._known: dict[int, LoadedAdapter] = {}
+        #: Files of adapters that engines before this one had loaded.
+        self._before: dict[tuple[str, int, str], tuple[tuple[int, int], ...]] = {}
         self._loading = asyncio.Lock()
+
+    def follow(self, dead: Adapters) -> None:
+        """Refuse adapters whose files have changed since a dead engine, or one before it, has loaded them."""
+        self._before = dead._before | {_names(known): files for known, files in dead._known.values()}
 
     async def ready(self, given: Any, params: SamplingParams | PoolingParams) -> LoRARequest | None:
         """Load a request's adapter in every worker unless it is loaded; return it with checked fields, None for None.
@@ -115,13 +121,13 @@ class Adapters:
         Raises:
             InvalidRequest: another loaded adapter has its name or number, or its files have changed since.
         """
-        for known, then in self._known.values():
+        then = {**self._before, **{_names(known): loaded for known, loaded in self._known.values()}}
+        if files != then.get(_names(request), files):
+            raise InvalidRequest(
+                f"the files of {_described(request)} have changed since it was loaded; give it another name and number"
+            )
+        for known, _ in self._known.values():
             if _names(known) == _names(request):
-                if files != then:
-                    raise InvalidRequest(
-                        f"the files of {_described(request)} have changed since it was loaded; "
-                        "give it another name and number"
-                    )
                 return True
             if request.lora_int_id == known.lora_int_id or request.lora_name == known.lora_name:
                 raise InvalidRequest(

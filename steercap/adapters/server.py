@@ -9,12 +9,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import hashlib
+import json
 import logging
 import os
 import re
 import socket
 from collections.abc import Callable, Collection, Sequence
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -58,6 +61,8 @@ _OF_ACCESS: Final = re.compile(
     "h11_.*|uvicorn_log_level|disable_.*access_log.*|max_log_len|enable_log_.*|log_error_stack|disable_fastapi_docs|"
     "enable_offline_docs|enable_request_id_headers|enable_server_load_tracking"
 )
+#: Flags by which vLLM renders conversations, those that clients have it tokenise too.
+_OF_CHATS: Final = ("chat_template", "chat_template_content_format", "default_chat_template_kwargs")
 
 
 def read_flags(model: str, flags: Sequence[str]) -> argparse.Namespace:
@@ -117,6 +122,22 @@ def frontend_flags(flags: argparse.Namespace) -> list[str]:
     of_engine = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     differing = {name for name, value in vars(flags).items() if value != plain.get(name)} - of_engine
     return sorted(name for name in differing if not _OF_ACCESS.fullmatch(name))
+
+
+def chat_flags(flags: argparse.Namespace) -> str:
+    """Return the flags by which conversations are rendered, in JSON, a template as its SHA-256; "" if none is set."""
+    found = {name: getattr(flags, name) for name in frontend_flags(flags) if name in _OF_CHATS}
+    if "chat_template" in found:
+        template = str(found["chat_template"])
+        is_file = os.path.isfile(template)  # noqa: PTH113 -- it may be the template itself
+        content = Path(template).read_bytes() if is_file else template.encode()
+        found["chat_template"] = hashlib.sha256(content).hexdigest()
+    return json.dumps(found, sort_keys=True) if found else ""
+
+
+def adapters(flags: argparse.Namespace) -> dict[str, str]:
+    """Return the names of LoRA adapters that the server is started with, and their paths."""
+    return {module.name: module.path for module in flags.lora_modules or ()}
 
 
 async def application(

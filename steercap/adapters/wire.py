@@ -52,6 +52,8 @@ _NUMBERS: Final = frozenset(
 _OTHERS: Final = tuple(name for name in SamplingParams.__struct_fields__ if name not in _NUMBERS and name[0] != "_")
 _ALL_NUMBERS: Final = attrgetter(*(name for name in SamplingParams.__struct_fields__ if name in _NUMBERS))
 _ALL_OTHERS: Final = attrgetter(*_OTHERS)
+#: Options that `AsyncLLM.add_request` sets on the request that `process_inputs` has made, which takes neither.
+_SET_ON_REQUEST: Final = ("reasoning_ended", "reasoning_parser_kwargs")
 #: Non-negative integers that fit a runner's int32 tensors.
 _INT32: Final = range(2**31)
 
@@ -87,8 +89,9 @@ class Wire:
         if ids is not None and asked == self._passed and len(ids) <= self._length and max(ids) <= self._greatest:
             return
         tasks = await self._llm.get_supported_tasks()
+        prepared = {name: value for name, value in options.items() if name not in _SET_ON_REQUEST}
         try:
-            request = self._llm.input_processor.process_inputs("steercap", payload, params, tasks, **options)
+            request = self._llm.input_processor.process_inputs("steercap", payload, params, tasks, **prepared)
         except Exception as error:  # of any kind: vLLM compares and indexes before it looks at types
             raise InvalidRequest(f"vLLM refuses this request: {str(error) or type(error).__name__}") from error
         if ids is not None:
@@ -96,6 +99,9 @@ class Wire:
                 self._passed, self._length, self._greatest = asked, 0, 0
             self._length, self._greatest = max(self._length, len(ids)), max(self._greatest, *ids)
             return
+        for name in _SET_ON_REQUEST:
+            if options.get(name) is not None:
+                setattr(request, name, options[name])
         try:
             frames = self._encoder.encode(request)  # several where there are pictures: torch reads what it can write to
             self._decoder.decode([bytearray(frame) for frame in frames])

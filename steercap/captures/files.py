@@ -1,12 +1,12 @@
 """Capture files: one safetensors file per handle, with labels as tensors and texts in a JSON header.
 
 The header is the metadata entry `steercap`: format version, model, request id, text, points in order, messages,
-pictures, reduction; for projections the directions' names and marks; the attention rules of layers whose queries and
-keys are in the file; for rows in a lossy codec the codec with its parameters, and the schema of each point. Tensors are
-named `rows.<site>.<layer>`, and in a codec `<part>.<site>.<layer>`: `q`, `scale`, `zero`, `indices`, see
-`steercap.kernels.codecs`. Each name ends in `.shard<number>` where rows were not gathered, except for `centre` and
-`reach`, which all rows of a point share. Recorded attention is `attention.<part>.<layer>`. Further tensors are
-`positions`, `token_ids`, `prompt_token_ids` and `output_token_ids`.
+pictures, reduction; the name of a LoRA adapter; for projections the directions' names and marks; the attention rules of
+layers whose queries and keys are in the file; for rows in a lossy codec the codec with its parameters, and the schema
+of each point. Tensors are named `rows.<site>.<layer>`, and in a codec `<part>.<site>.<layer>`: `q`, `scale`, `zero`,
+`indices`, see `steercap.kernels.codecs`. Each name ends in `.shard<number>` where rows were not gathered, except for
+`centre` and `reach`, which all rows of a point share. Recorded attention is `attention.<part>.<layer>`. Further tensors
+are `positions`, `token_ids`, `prompt_token_ids` and `output_token_ids`.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class Header(msgspec.Struct, frozen=True):
     shards: tuple[int, ...] = ()
     media: tuple[MediaSpan, ...] = ()
     recomputed: bool = False
+    adapter: str | msgspec.UnsetType = msgspec.UNSET  # files of requests without one are those of before
 
     def __post_init__(self) -> None:  # msgspec's decoder makes a complaint about the file of it
         known = {point for point in self.points if 0 <= point.layer < self.num_layers}

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -73,6 +74,7 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
         attention_rules: attention rules of the layers whose queries and keys are captured.
         recorded_attention: most strongly attended tokens of each head by layer, if a server recorded these.
         lifecycle: state of the rows: in the worker, on disk, fetched or released.
+        adapter: name of the request's LoRA adapter, "" without one and in files of older versions.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
         marks: Mapping[int, Sequence[Mark]] = MappingProxyType({}),
         attention_rules: Mapping[int, AttentionRule] = MappingProxyType({}),
         recorded_attention: Mapping[int, RecordedAttention] = MappingProxyType({}),
+        adapter: str = "",
     ) -> None:
         self.request_id: str = request_id
         self.model: str = model
@@ -107,6 +110,7 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
         self.attention_rules: dict[int, AttentionRule] = dict(attention_rules)
         self.recorded_attention: dict[int, RecordedAttention] = dict(recorded_attention)
         self.lifecycle: Lifecycle = lifecycle
+        self.adapter: str = adapter
 
     async def fetch(self) -> CaptureHandle:
         """Copy the rows to this process, and free them in the worker. A second call does nothing.
@@ -474,6 +478,7 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
             schemas=tuple(first.schema for first in coded),
             shards=tuple(len(kept) if isinstance(kept, tuple) else 0 for kept in rows.values()),
             attention_rules=self.attention_rules,
+            adapter=self.adapter or msgspec.UNSET,
         )
         labels = self.positions, self.token_ids, self.prompt_token_ids, self.output_token_ids
         return files.Saved(header, rows, *labels, self.recorded_attention)
@@ -512,6 +517,7 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
             marks=header.marks,
             attention_rules=header.attention_rules,
             recorded_attention=recorded,
+            adapter=header.adapter or "",
         )
 
     def release(self) -> None:
@@ -549,4 +555,5 @@ def holding(handle: CaptureHandle, rows_found: Found, *, prompts: bool = True) -
         marks=handle.marks,
         attention_rules=handle.attention_rules if exact else {},
         recorded_attention=handle.recorded_attention,  # of a loaded handle, whose rows are not parted
+        adapter=handle.adapter,
     )

@@ -31,6 +31,7 @@ from steercap.files.base import blame
 from steercap.files.folder import FolderKind, differences
 from steercap.files.journal import Journal
 from steercap.kernels.codecs.coded import FEATURES, coding_of, parts_of
+from steercap.steering.lowering import STEERED_TOKENS
 
 VERSION: Final = 1
 FILE: Final = "manifest.json"
@@ -141,9 +142,10 @@ class ManifestRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
         prompt_tokens, output_tokens: numbers of token ids.
         prompt_sha256: SHA-256 of the prompt's token ids, int64 in little-endian order.
         text_sha256: SHA-256 of the generated text, in UTF-8; the text itself is in the file.
-        steering: SHA-256 of the edits, None without edits; see `SteeringReceipt.digest`.
+        steering: SHA-256 of the edits whatever their `tokens=`, None without edits; see `SteeringReceipt.digest`.
         answer_id: for recordings of a server, id that vLLM's server gave the request; its answer's id begins with it.
         time: for recordings, when the request ended, in seconds since 1970; else None.
+        adapter: name of the request's LoRA adapter, "" without one.
     """
 
     file: str
@@ -160,6 +162,7 @@ class ManifestRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
     steering: str | None
     answer_id: str = ""
     time: float | None = None
+    adapter: str = ""
 
 
 class JournalLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -215,7 +218,7 @@ def _differing(stored: Document, expected: Document) -> list[str]:
     what = differences({"model": stored.model}, {"model": expected.model})
     if not stored.asked or not expected.asked:
         return what
-    return what + differences(stored.asked, expected.asked, none_is_unset=True)
+    return what + differences(stored.asked, expected.asked, later=(STEERED_TOKENS,), none_is_unset=True)
 
 
 #: Format of folders of captures, for checking and resuming them.
@@ -348,6 +351,7 @@ def request_of(
         steering=None if header.steering is None else header.steering.digest,
         answer_id=answer_id,
         time=time,
+        adapter=header.adapter or "",
     )
 
 

@@ -187,13 +187,15 @@ def arguments_of_call(prompts: list[Prompt], params: dict[str, Any], spec: Captu
 
 
 def arguments_of_model(model: SteerModel, spec: CaptureSpec, steering: SteeringSpec | None) -> dict[str, Any]:
-    """Return the inputs of captures that need an open model: model, codec, and digests of edits and directions."""
+    """Return the inputs of captures that need an open model: model, codec, digests of edits and directions, and the
+    tokens that are steered.
+    """
     engine = model.serving.here()
     projected = engine.compiler.projected(spec)
     return {
         "model": model.identity(),
         "codec": str(engine.compiler.coding(spec)),
-        "steering": None if steering is None else engine.compiler.lowered(steering).digest.hex(),
+        **({"steering": None} if steering is None else engine.compiler.lowered(steering).described),
         "directions": None if projected is None else projected.lowered.digest.hex(),
     }
 

@@ -49,7 +49,7 @@ from steercap.core.prompts import (
 )
 from steercap.core.receipt import SteeringReceipt
 from steercap.core.spec import CaptureSpec
-from steercap.core.values import shown
+from steercap.core.values import shown, warn
 from steercap.errors import InvalidPrompt, InvalidRequest, ServerFailure, SteeringNotApplied
 from steercap.files.fingerprint import names_of, warn_of_other_model
 from steercap.requests.answers import one_to_stream, require_one_sample
@@ -371,6 +371,7 @@ class RemoteAnswers:
             choices = sorted(document["choices"], key=lambda choice: choice["index"])
             results = {one["choice"]: one for one in document.get("steercap", {}).get("results", ())}
             texts = tuple(choice["text"] for choice in choices)
+            self._look_at_ends(item, choices)
             count(item.call.sketches, [*results.values()], self.connection.url)
             receipts = handles = monitors = None
             edited = [results.get(choice["index"], {}).get("steering") for choice in choices]
@@ -387,6 +388,21 @@ class RemoteAnswers:
                 said = [results.get(choice["index"], {}).get("monitors") for choice in choices]
                 monitors = tuple(reports_of(watching, one) for one in said)
         return Generation(document, texts, handles, receipts, monitors)
+
+    def _look_at_ends(self, item: PromptOfCall, choices: Sequence[Mapping[str, Any]]) -> None:
+        """Warn of a text that ended for its length before its `max_tokens`, and before the context was full."""
+        context = self.connection.here().context
+        if item.call.encoding or context is None:
+            return
+        most = sampling_json(item.params)["max_tokens"]
+        for choice in choices:
+            length, room = len(choice["token_ids"]), context - len(choice["prompt_token_ids"])
+            if choice.get("finish_reason") == "length" and length < (room if most is None else min(most, room)):
+                warn(
+                    f"max_tokens={most}: {self.connection.url} ends texts after {length} tokens, by the max_new_tokens "
+                    "of its own configuration; give no more than that, or start it without"
+                )
+                return
 
     def _handle(self, item: PromptOfCall, choice: Mapping[str, Any], capture: Mapping[str, Any]) -> CaptureHandle:
         header = msgspec.json.decode(msgspec.json.encode(capture["header"]), type=files.Header)
@@ -418,6 +434,7 @@ class RemoteAnswers:
             directions=header.directions,
             marks=header.marks,
             attention_rules=header.attention_rules,
+            adapter=header.adapter or "",
         )
 
 

@@ -261,7 +261,7 @@ class Streamed:
         text, ids = "", tuple[int, ...]()
         for one in event.get("choices", ()):
             self._choice["prompt_token_ids"] = one.get("prompt_token_ids") or self._choice.get("prompt_token_ids")
-            self.finish_reason = one.get("finish_reason") or self.finish_reason
+            self._choice["finish_reason"] = self.finish_reason = one.get("finish_reason") or self.finish_reason
             text, ids = text + one["text"], (*ids, *(one.get("token_ids") or ()))
         self._choice["text"] += text
         self._choice["token_ids"] += ids

@@ -193,6 +193,7 @@ class Connection:
             ) from error
         with self.answering():
             names = {one["id"]: one.get("max_model_len") for one in listed["data"]}
+            adapters = [one["id"] for one in listed["data"] if one.get("parent")]
             if self._name is not None and self._name not in names:
                 raise InvalidRequest(f"{self.url} has no model {shown(self._name)}; {choices(self._name, names)}")
             points = {
@@ -202,15 +203,18 @@ class Connection:
             name = self._name or next(iter(names))
             origin = {part: str(said[part]) for part in ("revision", "dtype")}
             planned = said.get("compiling")
+            identity = dict(said["identity"])
+            if name in (variants := dict.fromkeys([*adapters, *said.get("presets", ())]) | said.get("variants", {})):
+                identity["variant"] = variants[name] or name  # of an adapter that was loaded later the name alone
             return Described(
                 name,
                 said["model"],
-                names[name],
+                names[name] or next(iter(names.values())),  # of an adapter the server does not say it
                 said["num_layers"],
                 said["hidden_size"],
                 points,
                 origin,
-                dict(said["identity"]),
+                identity,
                 said.get("generation_config", {}),
                 said.get("tokenizer", {}),
                 planned and RemoteEngine(planned, points, said["limits"]["captures_bytes"] // 2),

@@ -65,8 +65,8 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
     Args:
         url: address of the server, such as "http://127.0.0.1:8000", or "unix:" and the path of its Unix socket.
         api_key: API key, if the server requires one.
-        model: name of a model, adapter or preset ("smollm2+calm") that the server lists; the first of these if left
-            out.
+        model: name of a model, adapter or preset ("smollm2+calm", which steers calls with `steering=None` too) that the
+            server lists; the first of these if left out.
         timeout: maximum seconds of the server's silence before an answer; None for no limit.
         transport: httpx transport to use instead of the network, as in tests.
 
@@ -177,7 +177,8 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         """Return everything that the model's answers depend on, as `SteerModel.identity` does on the server.
 
         Returns:
-            Strings by name, "" where something is not set.
+            Strings by name, "" where something is not set. A preset or an adapter also has `variant`, its SHA-256; a
+            server whose flags change how conversations are rendered `chat_flags`.
         """
         return dict(self.connection.opened().identity)
 

@@ -1,6 +1,7 @@
 """Sampling and pooling parameters as fields of an HTTP request's body.
 
-A parameter left out gets vLLM's default, as in a local request, and not that of the server's own configuration.
+A parameter left out gets vLLM's default, as in a local request, and not that of the server's own configuration. Only
+its `max_new_tokens` bounds `max_tokens`; a text that it ends is warned of.
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ def scope_masks(scopes: tuple[tuple[Range, ...], ...], limit: int) -> npt.NDArra
 def rows_touched(configuration: Configuration, points: Iterable[int], masks: npt.NDArray[np.int32]) -> tuple[int, ...]:
     """Count the rows that each of the user's edits changes, over its points among `points`.
 
-    A low-rank edit counts a row once, however many entries it has.
+    A row counts once for an edit, however many entries it has: parts of a low-rank edit, or heads.
 
     Args:
         configuration: configuration with the edits.
@@ -233,9 +233,9 @@ def rows_touched(configuration: Configuration, points: Iterable[int], masks: npt
     """
     tokens = [int(((masks >> scope) & 1).sum()) for scope in range(configuration.scopes)]
     known, rows = set(points), [0] * configuration.edits
-    for entry in configuration.entries:
-        if not entry.joined:
-            rows[entry.edit] += tokens[entry.scope] * sum(point in known for point in entry.points)
+    touched = {(entry.edit, point): entry.scope for entry in configuration.entries for point in known & {*entry.points}}
+    for (edit, _point), scope in touched.items():  # all entries of an edit have its token selection
+        rows[edit] += tokens[scope]
     return tuple(rows)
 
 

@@ -92,8 +92,7 @@ def require_file(path: Path) -> None:
         files = [file.name for file in path.iterdir() if file.suffix in WRITING_METHODS]
         names = sorted(name for name in files if not name.startswith("."))
         hint = f"give one of the files in it: {', '.join(names[:SHOWN])}" if names else "give a file"
-        more = " ..." if len(names) > SHOWN else ""
-        raise InvalidFile(f"{path} cannot be read: it is a folder; {hint}{more}")
+        raise InvalidFile(f"{path} cannot be read: it is a folder; {hint}{' ...' * (len(names) > SHOWN)}")
     if not path.exists():
         raise InvalidFile(f"{path} cannot be read: there is no such file{nearest_path(path)}")
     if path.is_file() and not path.stat().st_size:

@@ -54,8 +54,8 @@ def identity_of(model: str, config: Any, tokenizer: Any) -> dict[str, str]:
 
     Returns:
         Fields by name: name, revision, dtype, quantization; weights, a commit of the hub or the result of
-        `weights_digest`; and the SHA-256 of `tensors_digest`, of the engine's own sampling defaults and overrides of the
-        configuration (generation), of the chat template, and of `tokenizer_digest`.
+        `weights_digest`; and the SHA-256 of `tensors_digest`, of the engine's own sampling defaults and overrides of
+        the configuration (generation), of the chat template, and of `tokenizer_digest`.
     """
     overrides = config.hf_overrides
     defaults = [

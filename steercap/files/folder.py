@@ -32,7 +32,9 @@ LOCK: Final = ".lock"
 NEWER: Final = frozenset({("model", "tensors"), ("model", "tokenizer")})
 
 
-def differences(stored: Any, expected: Any, *, but: Collection[str] = (), none_is_unset: bool = False) -> list[str]:
+def differences(
+    stored: Any, expected: Any, *, but: Collection[str] = (), later: Collection[str] = (), none_is_unset: bool = False
+) -> list[str]:
     """Return the differences of two definitions in words, such as "model.name was 'a', is 'b'".
 
     Both are compared as JSON data, tuples as lists; mappings are compared entry by entry. Those of `NEWER` are compared
@@ -41,12 +43,14 @@ def differences(stored: Any, expected: Any, *, but: Collection[str] = (), none_i
     Args:
         stored, expected: definition in a folder, and that of the run to resume: Structs or mappings.
         but: names of fields that may differ.
+        later: names of fields that older versions did not write: not compared with a definition that lacks them.
         none_is_unset: True to treat a None as missing: older versions did not write fields that they did not know.
     """
     was, now = map(_as_stored, (stored, expected))
     if none_is_unset:
         was, now = ({name: value for name, value in one.items() if value is not None} for one in (was, now))
-    return [line for name in {**was, **now} if name not in but for line in _apart(name, was, now)]
+    ignored = {*but, *(name for name in later if name not in was)}
+    return [line for name in {**was, **now} if name not in ignored for line in _apart(name, was, now)]
 
 
 def _as_stored(one: Any) -> dict[str, Any]:

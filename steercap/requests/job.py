@@ -336,6 +336,7 @@ def handles_of(
     reservations = engine.admission.finish(
         reservation, [_pages_kept(job, plan, len(sample.token_ids)) for sample in samples]
     )
+    adapter = getattr(job.options.get("lora_request"), "lora_name", "")
     handles = []
     for index, (sample, own) in enumerate(zip(samples, reservations, strict=True)):
         stop = plan.prompt_len + len(sample.token_ids)
@@ -356,6 +357,7 @@ def handles_of(
             directions=job.projected.names if job.projected else (),
             marks=job.projected.marks if job.projected else {},
             attention_rules=_rules_of(job),
+            adapter=adapter,
         )
         engine.offer(own, handle.lifecycle)
         handles.append(handle)

@@ -16,7 +16,7 @@ from steercap.captures.rows import Found
 from steercap.core.chat import MessageSpan
 from steercap.core.spec import CaptureSpec
 from steercap.engine.engine import Engine
-from steercap.errors import EngineDied
+from steercap.errors import EngineDied, InvalidRequest
 from steercap.requests.call_types import READ
 from steercap.requests.job import Job, Sample, run_job
 from steercap.requests.preparing import OriginalLengths, prepare
@@ -120,7 +120,10 @@ class Recompute:
         """
         if reason := self._reason():
             raise EngineDied(f"{self.job.engine.death}; its rows cannot be recomputed, since {reason}")
-        found = await self.recipe.serving.with_restart(self._read)
+        try:
+            found = await self.recipe.serving.with_restart(self._read)
+        except InvalidRequest as error:  # it was valid once: its adapter's files have changed since
+            raise EngineDied(f"{self.job.engine.death}; its rows cannot be recomputed: {error}") from error
         return found._replace(receipt=replace(found.receipt, recomputed=True))
 
     def _reason(self) -> str:

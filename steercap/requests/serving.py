@@ -202,6 +202,7 @@ class Serving:
                         raise self._given_up from error
                 else:
                     await self._require_same(dead, engine)
+                    engine.vllm.follow(dead.vllm)
                     self.engine = engine
                     self.restarts += 1
                     return engine

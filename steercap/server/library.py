@@ -237,6 +237,11 @@ class Presets:
         """Model names of the presets, "model+preset"."""
         return tuple(self._steering)
 
+    @property
+    def variants(self) -> dict[str, str]:
+        """SHA-256 of the steering that each alias stands for."""
+        return {name: spec.sha256 for name, spec in self._steering.items()}
+
     def of(self, model: Any) -> SteeringSpec | None:
         """Return the steering of a request's model name, None if it is not a preset's."""
         return self._steering.get(model) if isinstance(model, str) else None

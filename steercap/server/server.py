@@ -188,7 +188,11 @@ async def application(
         lambda route: PassthroughRoute(route, presets, (ENCODE,) if pools else PATHS),
     )
     identity = await asyncio.to_thread(model.identity)
+    if chats := server.chat_flags(flags):
+        identity["chat_flags"] = chats
     description = await asyncio.to_thread(engine_description, model.serving.here())
+    adapters = {name: await asyncio.to_thread(files_of, path) for name, path in server.adapters(flags).items()}
+    description["variants"] = {**presets.variants, **adapters}
     routes = Routes(model, captures, library, presets.aliases, folder, identity=identity, description=description)
     app.router.routes.extend(routes.routes)
     inspecting = [*InspectRoutes(model, captures, library).routes, *FeaturesOfRows(captures, library.saes).routes]

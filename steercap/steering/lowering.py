@@ -128,6 +128,8 @@ def _directions(spec: CaptureSpec) -> DirectionSet:
     return spec.project
 
 
+#: Entry of a run's definition that older ones with steering lack.
+STEERED_TOKENS: Final = "steered_tokens"
 _FLOAT32: Final = torch.finfo(torch.float32)
 
 
@@ -154,6 +156,16 @@ class Lowered:
     changes_kv: bool
     biased: tuple[TokenSelection, ...] = ()
     edits_digest: bytes = b""
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """Entries of a run's definition: the digest, and the tokens that are steered, which it does not depend on."""
+        tokens = {
+            "edits": [str(selection) for selection in self.selections],
+            "replaced": self.replaced,
+            "biases": [str(selection) for selection in self.biased],
+        }
+        return {"steering": self.digest.hex(), STEERED_TOKENS: tokens}
 
 
 def lower(

@@ -101,6 +101,7 @@ class CaptureHandle(
         attention_rules: attention rules of the layers whose queries and keys are captured.
         recorded_attention: most strongly attended tokens of each head by layer, if a server recorded these.
         lifecycle: state of the rows: in the worker, on disk, fetched or released.
+        adapter: name of the request's LoRA adapter, "" without one and in files of older versions.
     """
 
     @property
@@ -172,6 +173,11 @@ class CaptureHandle(
     def lifecycle(self) -> Lifecycle:
         """State of the rows: in the worker, on disk, fetched or released."""
         return self.awaited.lifecycle
+
+    @property
+    def adapter(self) -> str:
+        """Name of the request's LoRA adapter, "" without one and in files of older versions."""
+        return self.awaited.adapter
 
     @property
     def fetched(self) -> bool:

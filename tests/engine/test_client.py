@@ -51,6 +51,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 FLAGS = ["--served-model-name", "tiny", "--api-key", "mine", "yours", "--chat-template", TEMPLATE]
+RENDERING = {"chat_flags": server.chat_flags(server.read_flags("tiny", FLAGS))}
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
 WIDTH = 128
 
@@ -327,7 +328,7 @@ async def test_specs_are_compiled_here_as_there(remote: RemoteModel, tiny: Steer
         assert there.compiler.lowered(edit).digest == here.compiler.lowered(edit).digest
     assert remote.tokenizer.encode("Hello there") == tiny.tokenizer.encode("Hello there")
     assert dict(remote.generation_config) == dict(tiny.generation_config)
-    assert remote.identity() == tiny.identity()
+    assert remote.identity() == {**tiny.identity(), **RENDERING}
 
 
 async def test_chats_know_their_messages(remote: RemoteModel, tiny: SteerModel) -> None:
@@ -578,7 +579,7 @@ async def test_over_a_unix_socket(tiny: SteerModel, tmp_path) -> None:
     measures = ["length", "perplexity"]
     with tempfile.TemporaryDirectory(prefix="up") as folder:
         async with listening(app, Path(folder) / "sock") as url, SteerModel.connect(url) as model:
-            assert model.identity() == tiny.identity()
+            assert model.identity() == {**tiny.identity(), **RENDERING}
             assert (await model.connection.ask("GET", IDLE))["running"] == 0
             before = clock.seconds
             texts, handles = await model.generate(prompts, GREEDY, capture_layers=[2])

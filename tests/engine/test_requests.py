@@ -177,8 +177,9 @@ async def test_the_lens_takes_rows_of_any_adapter_behind_any_batch(lora, tmp_pat
             )
             for adapter in (None, *adapters)
         ]
-    for raws in (one.result() for one in done):
+    for raws, adapter in zip((one.result() for one in done), ("", "a0", "a1"), strict=True):
         handles = [raw.handle for raw in raws]
+        assert {handle.adapter for handle in handles} == {adapter}
         await lora.fetch_captures_batch(handles)
         for raw, handle in zip(raws, handles, strict=True):
             found = await handle.lens(tokens=["last_prompt", "generated"], top=4)

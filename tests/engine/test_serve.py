@@ -388,6 +388,7 @@ async def test_the_model_says_what_it_has(served: Clients) -> None:
     (point,) = [one for one in found["points"] if (one["layer"], one["site"]) == (1, "resid_post")]
     assert (point["shape"], point["dtype"], point["shards"], point["writable"]) == ([128], "float32", 1, True)
     assert {"raw", "full8", "int4"} <= set(found["codecs"])
-    assert found["presets"] == ["tiny+calm"]
+    assert found["presets"] == [*found["variants"]] == ["tiny+calm"]
+    assert "chat_template" in found["identity"]["chat_flags"]
     assert (await served.http("nobody's").get("/v1/steercap/model")).status_code == 401
     assert (await served.http().get("/health")).status_code == 200

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import httpx
@@ -289,16 +290,22 @@ DESCRIBED = {
 
 
 def model_of(
-    answer: Any = None, *, says: Any = DESCRIBED, routes: Sequence[Route] = (), **arguments: Any
+    answer: Any = None,
+    *,
+    says: Any = DESCRIBED,
+    routes: Sequence[Route] = (),
+    context: int | None = None,
+    **arguments: Any,
 ) -> RemoteModel:
     """A connection to a server that says `answer` to completions."""
+    card = {"max_model_len": context}
 
     async def completions(request: Any) -> Any:
         seen.append(await request.json())
         return answer
 
     async def models(_request: Any) -> Any:
-        return JSONResponse({"data": [{"id": "m"}, {"id": "m+calm"}]})
+        return JSONResponse({"data": [{"id": "m", **card}, {"id": "m+calm", **card}, {"id": "lora", "parent": "m"}]})
 
     async def model(_request: Any) -> Any:
         return JSONResponse(says) if says is not None else JSONResponse({"detail": "Not Found"}, 404)
@@ -337,6 +344,23 @@ async def test_a_connection_says_what_the_server_has() -> None:
         await model.start()
     with pytest.raises(ModelClosed):
         _ = model.points
+
+
+@pytest.mark.parametrize(
+    ("says", "variants"),
+    [
+        ({"presets": ["m+calm"], "variants": {"m+calm": "f0", "lora": "a1"}}, {"m+calm": "f0", "lora": "a1"}),
+        ({"presets": ["m+calm"], "variants": {"m+calm": "f0"}}, {"m+calm": "f0", "lora": "lora"}),
+        ({"presets": ["m+calm"]}, {"m+calm": "m+calm", "lora": "lora"}),
+    ],
+    ids=["all at the start", "an adapter loaded later", "an older server"],
+)
+async def test_a_preset_and_an_adapter_are_other_models(says, variants) -> None:
+    """A run over one does not go on over the other, or over the plain model, whose identity is that of before."""
+    for name in (None, "m", "m+calm", "lora"):
+        async with model_of(model=name, says={**DESCRIBED, **says}) as model:
+            variant = {"variant": variants[name]} if name in variants else {}
+            assert model.identity() == {"name": "m", **variant}
 
 
 async def test_what_a_server_does_not_say_is_an_error(tmp_path) -> None:
@@ -417,6 +441,34 @@ async def test_a_capture_that_does_not_come_is_an_error() -> None:
         assert await model.generate("a") == "a"
         assert model.seen[0]["steercap"] == {"capture": {"layers": [1]}}
         assert "steercap" not in model.seen[1], "a plain request asks nothing of steercap"
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason", "warns"),
+    [
+        ({"max_tokens": 2}, "length", True),
+        ({"max_tokens": None}, "length", True),
+        ({"max_tokens": 2}, "stop", False),
+        ({"max_tokens": 1}, "length", False),
+        ({"max_tokens": None}, "full", False),
+    ],
+)
+@pytest.mark.parametrize("name", ["m", "lora"])
+async def test_a_text_that_the_server_ends_by_its_own_settings_is_warned_of(name, asked, reason, warns) -> None:
+    """Its `max_new_tokens` bounds every `max_tokens`; a text as long as asked, or as the context, is whole."""
+    context = 2 if reason == "full" else 8
+    done = choice(finish_reason="stop" if reason == "stop" else "length")
+    event = b"data: " + json.dumps({"choices": [done]}).encode() + b"\n\ndata: [DONE]\n\n"
+    says = pytest.warns(UserWarning, match="ends texts after 1 tokens") if warns else nullcontext()
+    async with model_of(JSONResponse({"choices": [done]}), context=context, model=name) as model:
+        with says:
+            assert await model.generate([3], asked) == "a"
+        assert model.seen[0]["max_tokens"] == (asked["max_tokens"] or context - 1)
+    says = pytest.warns(UserWarning, match="ends texts after 1 tokens") if warns else nullcontext()
+    stream = StreamingResponse(iter([event]), media_type="text/event-stream")
+    async with model_of(stream, context=context, model=name) as model:
+        with says:
+            assert [chunk.text async for chunk in model.stream([3], asked)] == ["a", ""]
 
 
 async def test_a_text_that_no_monitor_watched_is_withheld() -> None:

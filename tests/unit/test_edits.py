@@ -30,7 +30,7 @@ from steercap.core.messages import (
     encode,
 )
 from steercap.core.plan import Plan
-from steercap.core.program import HOLE, SteeringPlan, blob_digest
+from steercap.core.program import HOLE, SteeringPlan, blob_digest, rows_touched
 from steercap.core.schema import PointSchema
 from steercap.core.slots import Slots
 from steercap.core.spec import Point
@@ -560,6 +560,17 @@ def test_other_parts_are_left_bit_for_bit(kind) -> None:
     others = [place for place in range(WIDTH) if place // PART != 2]
     assert torch.equal(found[:, others], rows[:, others])
     assert not torch.equal(found, rows)
+
+
+@pytest.mark.usefixtures("parted")
+@pytest.mark.parametrize(("width", "part"), [(WIDTH, None), (PART, "each")])
+@pytest.mark.parametrize("operation", [*OPERATIONS, "jumprelu"])
+def test_an_edit_touches_a_row_once(operation, width, part) -> None:
+    """Whatever it is compiled to: two entries for a feature with a threshold, one for each rank, and for each part."""
+    edits = spec(operation, width, seed=3, layers=[1, 2], part=part)
+    masks = np.array([1, 0, 1, 1, 0], dtype=np.int32)
+    assert rows_touched(lowered(edits).configuration, [0, 1, 2], masks) == (6,)
+    assert rows_touched(lowered(edits).configuration, [0, 2], masks) == (3,)
 
 
 def test_an_edit_that_reads_one_head_runs_on_the_rank_that_has_it() -> None:

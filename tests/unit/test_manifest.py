@@ -507,6 +507,13 @@ def test_a_run_lists_what_was_saved_and_gives_it_back(tmp_path) -> None:
     assert split.versions.torch == version("torch")
 
 
+def test_a_run_says_whose_adapter_each_request_had(tmp_path) -> None:
+    """Rows of the model and of its adapters look alike."""
+    manifest = save_run(tmp_path, [a_handle(), a_handle(adapter="mine")])
+    assert [one.adapter for one in manifest.requests] == [one.adapter for one in manifest.handles()] == ["", "mine"]
+    assert [one.adapter for one in Manifest.load(tmp_path).requests] == ["", "mine"]
+
+
 def test_captures_that_were_asked_alike_have_one_layout(tmp_path) -> None:
     """So that an entry is short: what is said of 30 points is said once."""
     manifest = save_run(tmp_path, [a_handle(layers=range(4)) for _ in range(5)] + [a_handle(layers=(1,))] * 2)

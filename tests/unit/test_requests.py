@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,13 +24,15 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from steercap.adapters import cpu, detokenizer, hardware
+from steercap.adapters.arguments import read_arguments
 from steercap.adapters.hooks import class_of, wrap
 from steercap.adapters.parameters import ParamsReader, read_params
 from steercap.adapters.prompts import prompt_dict
-from steercap.adapters.wire import is_plain_options, is_plain_params, plain_ids
+from steercap.adapters.wire import Wire, is_plain_options, is_plain_params, plain_ids
 from steercap.errors import InvalidPrompt, InvalidRequest
 from steercap.testing import tiny_checkpoint
 
@@ -135,6 +139,35 @@ def test_a_prompt_that_ends_within_a_character_stays_out_of_the_text(tail, reply
     stream = FastIncrementalDetokenizer(tokenizer, request_of(SamplingParams(max_tokens=99), prompt))
     stream.update(generated, False)
     assert stream.get_next_output_text(finished=True, delta=False) == reply
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"reasoning_parser_kwargs": {"chat_template_kwargs": {}}, "reasoning_ended": None}, ""),
+        ({"reasoning_ended": True, "priority": 2}, ""),
+        ({"reasoning_ended": 5}, "reasoning_ended: expected .*bool"),
+        ({"reasoning_parser_kwargs": [1]}, "reasoning_parser_kwargs: expected .*object"),
+        ({"reasoning": True}, "vLLM refuses this request: .*'reasoning'"),
+    ],
+    ids=["parser", "ended", "wrong flag", "wrong keywords", "unknown"],
+)
+async def test_what_a_reasoning_parser_adds_is_sent(options, says, preparing) -> None:
+    """vLLM's chat route gives `generate` options that its preparation of a request does not take."""
+    checked = Wire(preparing).check({"type": "token", "prompt_token_ids": [1]}, SamplingParams(max_tokens=4), options)
+    with pytest.raises(InvalidRequest, match=says) if says else nullcontext():
+        await checked
+
+
+@pytest.fixture(scope="module")
+def preparing() -> SimpleNamespace:
+    """What the trial of a request uses of an AsyncLLM: vLLM's own preparation, without an engine."""
+    config = read_arguments(str(tiny_checkpoint("qwen3")), {"dtype": "float32"}).create_engine_config()
+
+    async def tasks() -> tuple[str, ...]:
+        return ("generate",)
+
+    return SimpleNamespace(input_processor=InputProcessor(config), get_supported_tasks=tasks)
 
 
 def byte_ids(tokenizer) -> list[int]:

@@ -19,8 +19,9 @@ from steercap import CaptureHandle, SteerModel
 from steercap.adapters.launch import Launch
 from steercap.cli.engines import ModelOptions
 from steercap.concurrency.loops import OwnerLoop
-from steercap.errors import EngineDied, InvalidSetting, ModelNotLoaded
+from steercap.errors import EngineDied, InvalidRequest, InvalidSetting, ModelNotLoaded
 from steercap.requests import serving as of_requests
+from steercap.requests.recompute import Recompute
 from steercap.server.server import ServerSettings, application
 
 
@@ -53,6 +54,20 @@ def test_rows_that_were_computed_again_say_so_in_their_file(tmp_path) -> None:
     assert CaptureHandle.load(handle.save(tmp_path / "b.safetensors")).receipt.recomputed
 
 
+async def test_rows_whose_request_is_refused_by_now_are_lost() -> None:
+    """As one with an adapter whose files have changed: the death is said, and why the rows are not computed again."""
+
+    async def refused(_work: Any) -> None:
+        raise InvalidRequest("the files of the LoRA adapter have changed")
+
+    recipe = SimpleNamespace(serving=SimpleNamespace(with_restart=refused))
+    job = SimpleNamespace(
+        engine=SimpleNamespace(death="it died"), prompt=SimpleNamespace(media=()), steering=None, plan=None
+    )
+    with pytest.raises(EngineDied, match="it died; its rows cannot be recomputed: the files of the LoRA adapter have"):
+        await Recompute(recipe, job, None).rows()  # type: ignore[arg-type]
+
+
 class Engines:
     """Engines that start at once, or fail; each knows if it was closed.
 
@@ -60,12 +75,14 @@ class Engines:
         started: all of them.
         failures: number of starts that are to fail.
         commit: of the model on the hub.
+        followed: vLLM's part of the engines that were followed by another.
     """
 
     def __init__(self) -> None:
         self.started: list[Any] = []
         self.failures = 0
         self.commit = ""
+        self.followed: list[Any] = []
 
     async def start(self, _model: str, _settings: Any, _arguments: Any, launch: Launch, _candidate: int) -> Any:
         await asyncio.sleep(0)
@@ -74,7 +91,8 @@ class Engines:
             launch.end()
             raise ModelNotLoaded("not this time")
         engine = SimpleNamespace(died=False, death="it died", closed=False, home=OwnerLoop("this engine"))
-        engine.vllm, engine.loaded = SimpleNamespace(commit=self.commit), SimpleNamespace(candidates=1)
+        engine.vllm = SimpleNamespace(commit=self.commit, follow=self.followed.append)
+        engine.loaded = SimpleNamespace(candidates=1)
 
         async def aclose() -> None:
             launch.end()
@@ -169,6 +187,7 @@ async def test_an_engine_is_not_started_again_with_other_weights(
     (folder / "log.txt").write_text("no weights")
     second = await serving.alive()
     assert second is engines.started[-1]
+    assert engines.followed == [engines.started[0].vllm]
     second.died = True
     change(folder, engines)
     for _ in range(2):

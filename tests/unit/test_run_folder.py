@@ -8,14 +8,25 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
+import torch
 
+from steercap import Add, CaptureSpec, LogitBias, Replace, SteeringSpec
+from steercap.captures.manifest import CAPTURES, Document
+from steercap.cli.captured import arguments_of_model
+from steercap.client.compiling import RemoteEngine
+from steercap.core.schema import PointSchema
+from steercap.core.spec import Point
 from steercap.errors import InvalidFile, RunDiffers
 from steercap.files import base
 from steercap.files.base import write_whole
 from steercap.files.folder import NAMED, FolderKind, differences
+from steercap.lab.datasets.collecting.reading import CollectArguments
+from steercap.lab.datasets.definition import DATASET, define
 from steercap.lab.personas.folder import RUN
 from steercap.lab.studies.sweeps.grid import SWEEP
 
@@ -143,3 +154,72 @@ def test_old_folders_are_read_as_they_are(kind, old, tmp_path: Path) -> None:
     assert msgspec.to_builtins(found) == old
     kind.write(tmp_path, found)
     assert json.loads((tmp_path / kind.file).read_text()) == old
+
+
+POINT, SCHEMA = Point(1, "resid_post"), PointSchema((8,), "float32")
+ENGINE = RemoteEngine(
+    {
+        "armed": [0],
+        "absent": {},
+        "refused": {},
+        "settings": {"codec": "raw", "codec_k": None, "codec_seed": 0, "edits_per_point": 8},
+        "vllm": {
+            "model_name": "m",
+            "names": ["m"],
+            "num_layers": 2,
+            "max_model_len": 64,
+            "vocabulary": 100,
+            "batch_tokens": 64,
+            "tokenizes": False,
+            "pools": False,
+        },
+        "engines": 1,
+    },
+    {POINT: SCHEMA},
+    1 << 20,
+)
+
+
+def collecting(steering: Any) -> dict[str, Any]:
+    asked = CollectArguments(capture=CaptureSpec(layers=[1]), steering=steering)
+    return asked.reading(SimpleNamespace(tokenizer=None), ENGINE).described()
+
+
+def capturing(steering: Any) -> dict[str, Any]:
+    model = SimpleNamespace(identity=lambda: {"name": "m"}, serving=SimpleNamespace(here=lambda: ENGINE))
+    spec = None if steering is None else SteeringSpec([steering])
+    return arguments_of_model(model, CaptureSpec(layers=[1]), spec)
+
+
+def dataset(asked: dict[str, Any]) -> Any:
+    return define({"name": "m"}, {POINT: SCHEMA}, documents_per_shard=1, asked=asked)
+
+
+@pytest.mark.parametrize(
+    ("kind", "described", "made"),
+    [(DATASET, collecting, dataset), (CAPTURES, capturing, lambda asked: Document(1, "captures", "m", asked))],
+    ids=["collect", "capture"],
+)
+@pytest.mark.parametrize(
+    "steering",
+    [
+        lambda place: Add(torch.ones(8), layer=1, tokens=slice(place, None)),
+        lambda place: LogitBias({3: 1.0}, tokens=["last_prompt", place]),
+        lambda place: Replace(torch.ones(1, 8), [place], layer=1),
+    ],
+    ids=["edit", "bias", "replacement"],
+)
+def test_steering_at_other_tokens_is_another_run(kind, described, made, steering, tmp_path) -> None:
+    """Their digest is one. Folders with steering from before its tokens were written go on, plain ones only plain."""
+    first, other, plain = described(steering(1)), described(steering(2)), described(None)
+    assert first["steering"] == other["steering"]
+    kind.write(tmp_path, made(first))
+    kind.open(tmp_path, made(described(steering(1))))
+    for wanted in (other, plain):
+        with pytest.raises(RunDiffers, match="steer"):
+            kind.open(tmp_path, made(wanted))
+    kind.write(tmp_path, made({name: first[name] for name in plain}))
+    kind.open(tmp_path, made(other))
+    kind.write(tmp_path, made(plain))
+    with pytest.raises(RunDiffers, match="steering was "):
+        kind.open(tmp_path, made(first))

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.requests import Request
 
-from steercap import Ablate, Add, CaptureSpec, LogitBias, SteeringSpec
+from steercap import Ablate, Add, Cap, CaptureSpec, LogitBias, SteeringSpec
 from steercap.adapters import server
 from steercap.captures.files import encode
 from steercap.captures.site_codecs import SiteCodecs
@@ -354,6 +354,32 @@ def test_keys_are_told_apart_where_the_server_asks_for_them(flags, variable, apa
 
 
 # What waits
+
+
+def test_presets_are_known_by_what_they_do() -> None:
+    """Of every name of the model; a preset of one name may be another after the next start."""
+    one, other = (
+        Presets(["m", "n"], {"calm": SteeringSpec([Cap(torch.ones(4), layer=1, high=high)])}) for high in (1, 2)
+    )
+    assert one.variants.keys() == {"m+calm", "n+calm"}
+    assert one.variants["m+calm"] == one.variants["n+calm"] != other.variants["m+calm"]
+
+
+def test_flags_of_conversations_are_part_of_a_servers_identity(tmp_path) -> None:
+    """A template by its content, in a file or not; vLLM's defaults and flags of other things are none."""
+    file, checkpoint = tmp_path / "chat.jinja", str(tiny_checkpoint("qwen3"))
+
+    def said(*flags: str) -> str:
+        return server.chat_flags(server.read_flags(checkpoint, flags))
+
+    assert said() == said("--port", "1", "--reasoning-parser", "qwen3") == ""
+    file.write_text("{{ messages }}")
+    first = said("--chat-template", str(file))
+    assert first == said("--chat-template", "{{ messages }}")
+    file.write_text("{{ messages }} ")
+    kwargs = said("--default-chat-template-kwargs", '{"enable_thinking": false}')
+    assert len({first, said("--chat-template", str(file)), kwargs}) == 3
+    assert kwargs == '{"default_chat_template_kwargs": {"enable_thinking": false}}'
 
 
 def test_captures_have_an_owner_a_limit_and_an_end() -> None:

@@ -145,14 +145,15 @@ class Reading:
     def described(self) -> dict[str, Any]:
         """Return the settings that determine the rows, beside model, points and documents; JSON-compatible."""
         generation = None if self.params is None else {**self.params, "seed": self.seed}
-        steering = None if self.steering is None else self.engine.compiler.lowered(self.steering).digest.hex()
-        described = {
+        described: dict[str, Any] = {
             "windows": self.cutting.described(),
             "sample": self.sample.described(),
             "generation": generation,
-            "steering": steering,
+            "steering": None,
             "before_edits": self.spec.before_edits,
         }
+        if self.steering is not None:
+            described |= self.engine.compiler.lowered(self.steering).described
         if (calibrated := self.engine.compiler.calibrated(self.spec)) is not None:
             described["calibration"] = calibrated.digest  # no key without one: data sets are known by all this says
         return described
