@@ -17,7 +17,7 @@ STOPPED: Final = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 def main() -> None:
-    """Run the command `steercap`."""
+    """Run the command line `steercap` with the process's arguments, then exit the process."""
     try:
         from steercap.cli.app import app
 

@@ -53,7 +53,7 @@ class CorpusOptions:
     bos: Annotated[str, _corpus(help="Put the <bos> token before each document, each window, or none.")] = "document"
 
     def source(self, corpus: str) -> DocumentSource:
-        """Open the corpus.
+        """Open the corpus `corpus`: a file, a folder or a glob pattern.
 
         Raises:
             InvalidFile, InvalidSetting, UnknownName: see `open_source`.
@@ -198,20 +198,20 @@ def bar_of(terminal: Terminal) -> Iterator[Callable[[Reached], None]]:
 
 @asynccontextmanager
 async def not_opened(options: ReachOptions, terminal: Terminal, **settings: Any) -> AsyncIterator[SteerModel]:
-    """Yield the model unopened, for actors to open."""
+    """Yield a model that is not open: each Ray actor opens its own."""
     with terminal.alone():
         yield await unopened(options, terminal, **settings)
 
 
 def words_of(reached: Reached) -> str:
-    """Describe the progress in words."""
+    """Return a line on the progress: tokens, tokens per second, bytes and bytes per second."""
     seconds = max(reached.seconds, 1e-9)
     size, speed = decimal(reached.bytes), decimal(int(reached.bytes / seconds))
     return f"{reached.tokens:,} tokens, {reached.tokens / seconds:,.0f}/s, {size}, {speed}/s"
 
 
 def told(collected: Collected) -> dict[str, Any]:
-    """Describe the result of a collection, as facts by name."""
+    """Return the totals of a collection as texts to show, by label."""
     totals, rate = collected.totals, collected.tokens / collected.seconds
     return {
         "documents": f"{totals.documents:,}",
@@ -226,7 +226,7 @@ def told(collected: Collected) -> dict[str, Any]:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
+    """Add the command `collect` to `app`."""
 
     @command(
         app,

@@ -35,16 +35,16 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 #: Function that makes an event loop.
 Loops = Callable[[], asyncio.AbstractEventLoop]
 
-#: Help options of every command.
+#: Context settings of every command: the options that show its help.
 CONTEXT: Final = {"help_option_names": ["-h", "--help"]}
 
 
-#: What typer says of a path that does not exist.
+#: Message of typer for a path that does not exist.
 _ABSENT: Final = re.compile(r"'(.+)' does not exist\.$")
 
 
 class Command(TyperCommand):
-    """Typer command whose help shows no value type for flags; a path that does not exist has the nearest one named."""
+    """Typer command without value types of flags in its help; its errors on absent paths name the most similar path."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _untyped(super().get_params(ctx))
@@ -73,7 +73,7 @@ def _untyped(parameters: list[Any]) -> list[Any]:
 
 
 def group_of(help_text: str, **settings: Any) -> typer.Typer:
-    """Create a group of commands; called without a command, it shows its help."""
+    """Create a group of commands, which shows its help if called without one; `settings` are those of `typer.Typer`."""
     return typer.Typer(
         help=help_text,
         cls=Group,
@@ -96,7 +96,7 @@ def uv_loops() -> Loops:
 def command(
     app: typer.Typer, name: str, *, examples: Sequence[str], loops: Callable[[], Loops | None] = lambda: None
 ) -> Callable[[Function], Function]:
-    """Make a function a command of `app`; its docstring is the help.
+    """Return a decorator that makes a function a command of `app`; its docstring is the help.
 
     A parameter whose type is a dataclass of options stands for all of its fields. One of type `Terminal` receives the
     terminal, and adds the options of `Output`. Coroutines are run to their end.
@@ -135,7 +135,7 @@ def command(
 
 
 def _groups(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the parameters that stand for groups of options, by name."""
+    """Return the types of the parameters that stand for the terminal or a group of options, by parameter name."""
     return {
         name: kind
         for name, kind in get_type_hints(function).items()
@@ -226,14 +226,14 @@ def _expected(error: Exception) -> Exception | None:
 
 
 def _stop_at_once(number: int) -> None:
-    """Kill the engine's processes, and exit at once."""
+    """Kill the engine's processes, and exit at once with the code of signal `number`: 128 + `number`."""
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(128 + number)
 
 
 async def _until_stopped(work: Coroutine[Any, Any, None], terminal: Terminal) -> None:
-    """Run to the end, or cancel on SIGINT and SIGTERM, so that the engine stops; exit at once on a second signal.
+    """Run `work` to its end; SIGINT or SIGTERM cancels it, so that the engine stops, and a second one exits at once.
 
     Raises:
         KeyboardInterrupt: SIGINT was received.

@@ -105,7 +105,7 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def names(self) -> dict[str, FileReceipt]:
-        """Receipts of its files by name within the folder, without the receipt itself."""
+        """Receipts of the shard's files by name within the data set, without the file of this receipt."""
         return {name_of(self.number, end): file for end, file in self.files.items()}
 
     @property
@@ -115,12 +115,12 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def name_of(number: int, end: str) -> str:
-    """Return the name of a shard's file within the folder."""
+    """Return the name of a shard's file within the data set: "shards/000003.parquet" for 3 and ".parquet"."""
     return f"{FOLDER}/{number:06}{end}"
 
 
 def write_shard(storage: Storage, definition: DatasetDefinition, shard: Shard) -> Receipt:
-    """Write a shard, its receipt last. Several shards may be written at once, in any thread.
+    """Write a shard's files, then its receipt; return the receipt. Several threads may write shards at once.
 
     The same shard gives the same files, whichever process writes it and however often.
 
