@@ -179,7 +179,7 @@ async def running(
     up: Callable[[str, str], str],
     **own: Any,
 ) -> None:
-    """Serve a model until the process is told to end: say how far the start is, then in one line that it is up.
+    """Serve a model until the process is told to end; report on stderr the stages of its start, and its address.
 
     Args:
         terminal: terminal to report to.

@@ -166,7 +166,7 @@ def measures_in(text: str) -> tuple[str, ...]:
 
 
 def measure_of(text: str) -> str | Measure:
-    """Return a measure by name, or the score of a trait: "score:evil", "score:evil:keywords", "score:mine.yaml".
+    """Return a measure's name, checked, or a trait's score: "score:evil", "score:evil:keywords", "score:mine.yaml".
 
     Raises:
         UnknownName: there is no such measure, trait or scorer.
@@ -190,7 +190,7 @@ def measure_of(text: str) -> str | Measure:
 
 
 def _scored(text: str) -> tuple[str, list[str]]:
-    """Split a score into its trait, and its scorer if one is named; a path may hold colons."""
+    """Split "TRAIT" or "TRAIT:SCORER" into the trait and [] or [scorer]; a path of a trait may contain colons."""
     trait, colon, scorer = text.rpartition(":")
     return (trait, [scorer]) if colon and not is_file(text) else (text, [])
 

@@ -80,7 +80,7 @@ def by_layer(directions: DirectionSet, name: str) -> Table:
 
 
 def advice(directions: DirectionSet, name: str) -> dict[str, str]:
-    """Describe the significance of one direction's AUC, and the suggested layer; empty without held-out texts."""
+    """Return remarks on a direction's AUC by label: chance, ties, suggested layer; {} without held-out texts."""
     from steercap.lab.directions.methods import runs_of, suggested_layer
 
     found = suggested_layer(directions, name)

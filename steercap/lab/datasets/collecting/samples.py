@@ -66,7 +66,7 @@ class TokenSample(abc.ABC):
 
     @property
     def needs(self) -> Point | None:
-        """Point whose rows are needed to decide, or None."""
+        """Point whose rows `kept` reads, which must be captured; None if it reads none."""
         return None
 
     @abc.abstractmethod
@@ -85,7 +85,7 @@ class Selected(TokenSample):
 
     @property
     def selection(self) -> TokenSelection:
-        """Token selection that `of` stands for."""
+        """Token selection, parsed from `of`."""
         return TokenSelection.parse(self.of)
 
     def asked(self, window: Window, limit: int) -> TokenSelection | None:
@@ -278,7 +278,7 @@ class ByProbe(TokenSample):
 
 
 def sample_of(tokens: Tokens | TokenSelection | TokenSample) -> TokenSample:
-    """Return the sample for a user's `tokens` argument.
+    """Return the sample for a user's `tokens` argument: a `TokenSample` itself, `Selected` for anything else.
 
     Raises:
         InvalidSelection: see `CaptureSpec`.

@@ -86,7 +86,7 @@ class Sharder:
         return self._folder.definition.documents_per_shard
 
     async def add(self, block: Block) -> None:
-        """Add a block; waits while too many shards are unwritten.
+        """Add a block of rows, writing each shard that it fills in the background; wait while `WRITERS` are written.
 
         Raises:
             RunDiffers: an existing shard is of other documents.
@@ -108,7 +108,7 @@ class Sharder:
         await self._collect_finished()
 
     def _take(self, block: Block, first: int, stop: int) -> None:
-        """Add the rows [first, stop) of a block."""
+        """Add the rows [first, stop) of a block to the shard being filled."""
         if first == stop:
             return
         filling = self._filling
@@ -188,7 +188,7 @@ class Sharder:
         self._writing.append(on_thread(partial(self._folder.write, shard), "steercap shard"))
 
     async def _collect_finished(self, *, least: int = 0) -> None:
-        """Collect the results of finished writes; wait for at least one if `least` is not 0."""
+        """Count finished writes, and raise their errors; wait for at least one if `least` is not 0."""
         if least:
             waiting = [asyncio.wrap_future(future) for future in self._writing]
             for write in waiting:
@@ -237,7 +237,7 @@ def check_same(storage: Storage, receipt: Receipt, documents: int, begun: str) -
 
 @contextmanager
 def stopping(storage: object, sharder: Sharder | None = None) -> Iterator[None]:
-    """Convert an OSError of the block into an error that says how far the folder is.
+    """Raise an OSError of the block as CollectionStopped, whose message has the number of shards written.
 
     Raises:
         CollectionStopped: the block raised an OSError.
@@ -260,7 +260,7 @@ def _joined(indices: Sequence[Index]) -> Index:
 
 
 def _cut(pieces: Sequence[Whole], first: int, stop: int) -> list[Whole]:
-    """Return the rows [first, stop) of consecutive pieces."""
+    """Return the rows [first, stop), numbered over all pieces, as a list of pieces."""
     found, at = [], 0
     for piece in pieces:
         low, high = max(0, first - at), min(len(piece), stop - at)
