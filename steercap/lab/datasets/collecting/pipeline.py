@@ -183,7 +183,7 @@ class _PipelineRun:
             self._fail(error)
 
     def _group(self) -> list[tuple[_Place, Any]]:
-        """Take the handles to fetch next, up to the limits of a fetch."""
+        """Remove the handles to fetch next, up to the limits of a fetch, from the queue; return them with places."""
         group: list[tuple[_Place, Any]] = []
         tokens = 0
         while self._arrived and len(group) < TOGETHER and (not group or tokens < self._most_tokens // SHARE):
