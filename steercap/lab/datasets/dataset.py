@@ -49,9 +49,9 @@ FEW: Final = 100
 class ActivationDataset(Dataset["Rows | Labelled"]):
     """Map-style torch data set over a folder of activations; shards are memory-mapped, not read.
 
-    `data[5]` is a row [*shape of the point], `data[5:9]` and `data[[5, 7]]` are rows [n, *shape]. Of several points it
-    is a dict by name, `{"resid_post[5]": ...}`, unless `join` says otherwise. Rows are in order of documents, windows
-    and positions. `batches` gives them shuffled. Of targets of attention a row is [heads, 2k + 3]; see `attention`.
+    `data[5]` is a row [*shape of the point], `data[5:9]` and `data[[5, 7]]` are rows [n, *shape]. With several points
+    each is a dict by name, `{"resid_post[5]": ...}`, unless `join` says otherwise. Rows are in order of documents,
+    windows and positions; `batches` shuffles them. A row of attention targets is [heads, 2k + 3]; see `attention`.
 
     Args:
         where: path or URL of the folder.

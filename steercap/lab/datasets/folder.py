@@ -183,7 +183,7 @@ class DatasetFolder:
         self.storage.remove(name_of(number, RECEIPT))
 
     def _remove_totals(self) -> None:
-        """Remove the totals before a receipt changes; only once, as each removal is a request to an object store."""
+        """Remove `dataset.json` before a receipt changes; once only: each removal is a request to an object store."""
         with self._completing:
             if not self._without_totals:
                 self.storage.remove(TOTALS)

@@ -1,4 +1,4 @@
-"""Training objectives: base class, members and registry. To add one, add a class and an entry of `OBJECTIVES`."""
+"""Training objectives: base class, members and registry. To add one, add a class, and an entry to `OBJECTIVES`."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from steercap.lab.training.batches import Batch, Padded
 from steercap.lab.training.examples import Example, ExampleTokens, Preference, Prompted, conversation, tokens_of
 from steercap.lab.training.formula import Doses
 
-#: Sum of the log probabilities of the response's tokens, for each sequence.
+#: Sum of the log probabilities of the response's tokens, for each sequence, in nats.
 Sums = Float[torch.Tensor, " n"]
 
 
 class Steered(Protocol):
-    """Interface of the model with its edits, for objectives."""
+    """Interface of the model with trainable edits, as objectives call it."""
 
     def logits(self, padded: Padded, doses: Doses = ...) -> Float[torch.Tensor, "counted vocabulary"]:
-        """Return float32 logits at positions that predict a token of a response, sequence by sequence."""
+        """Return float32 logits at the positions that predict a token of a response, sequence by sequence."""
 
     def log_probs(self, padded: Padded, doses: Doses = ...) -> Sums:
-        """Return the log probability of each sequence's response."""
+        """Return the log probability of each sequence's response, summed over its tokens, in nats."""
 
 
 class Objective(ABC):
     """Training objective. A member is frozen data, its fields the objective's settings."""
 
-    #: The kinds of examples it takes.
+    #: Types of the examples that the objective accepts.
     example: ClassVar[tuple[type, ...]]
-    #: True if edits must write something from the start, because their directions are removed in the loss.
+    #: True if initial edits must not be zero, because the loss removes their directions.
     needs_direction: ClassVar[bool] = False
 
     @abstractmethod
     def tokens(self, tokenizer: Any, example: Any) -> tuple[ExampleTokens, ...]:
-        """Tokenize an example to its sequences, equally many for each example.
+        """Tokenize an example to the sequences that the loss needs, equally many for each example.
 
         Raises:
             InvalidPrompt: a sequence has no token to learn.
@@ -49,7 +49,7 @@ class Objective(ABC):
 
     @abstractmethod
     def losses(self, model: Steered, batch: Batch) -> Float[torch.Tensor, " examples"]:
-        """Return the loss of each example."""
+        """Return the loss of each example in the batch, with a gradient in the edits' parameters."""
 
 
 def unedited(padded: Padded) -> Doses:
@@ -63,14 +63,14 @@ def lengths(padded: Padded) -> Int[torch.Tensor, " n"]:
 
 
 def mean_of(values: Float[torch.Tensor, " counted"], padded: Padded) -> Float[torch.Tensor, " n"]:
-    """Return the mean of values over each sequence's counted tokens."""
+    """Return each sequence's mean of `values`, one per counted token, sequence by sequence."""
     rows = padded.counted.nonzero()[:, 0]
     sums = torch.zeros(len(padded.ids), dtype=values.dtype, device=values.device).index_add(0, rows, values)
     return sums / lengths(padded)
 
 
 class PreferenceObjective(Objective):
-    """Objective of a chosen response and a rejected one, which are sequences of their own."""
+    """Base class of objectives on pairs: the chosen and the rejected response are a sequence each."""
 
     example: ClassVar[tuple[type, ...]] = (Preference,)
 
@@ -197,11 +197,11 @@ class Distillation(Objective):
 
 
 def objective_of(given: str | Objective) -> Objective:
-    """Return an objective by its name, or the one given.
+    """Return the objective of a name, with its defaults, or the objective given.
 
     Raises:
         UnknownName: there is no such objective.
-        InvalidSetting: it is none.
+        InvalidSetting: the value is neither a name nor an objective.
     """
     if isinstance(given, str):
         return OBJECTIVES[given]
@@ -210,7 +210,7 @@ def objective_of(given: str | Objective) -> Objective:
     return given
 
 
-#: Every objective, with its defaults, by its name.
+#: Every objective, with its default settings, by name.
 OBJECTIVES: Final[Registry[Objective]] = Registry(
     "objective",
     {
