@@ -54,8 +54,8 @@ class Trained:
         spec: edits at the lowest held-out loss; gates are hard.
         history: all validations, the first before any step.
         best_step: step of the lowest held-out loss.
-        file: the spec, with its provenance in the header; `SteeringSpec.load` reads it. Where it has `directions`,
-            `DirectionSet.load` reads the file beside it that ends in .directions.safetensors.
+        file: path of the spec's file, for `SteeringSpec.load`, with the provenance in its header. If the spec has
+            `directions`, `DirectionSet.load` reads them from the file beside it, ending in .directions.safetensors.
         model: name of the model.
         provenance: origin of the edit: model, objective, settings, hashes of examples, losses.
     """
@@ -196,7 +196,7 @@ def load_state(folder: Path) -> TrainingState | None:
 
 
 def own(value: Any) -> Any:
-    """Copy a state, cloning its tensors: equal tensors would be stored as one. Sequences become lists."""
+    """Return a deep copy of a state with cloned tensors: equal ones would be stored as one. Sequences become lists."""
     match value:
         case torch.Tensor():
             return value.clone()

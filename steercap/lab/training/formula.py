@@ -45,7 +45,7 @@ class Part:
         return replace(self, write=self.write.to(device), read=read)
 
     def number(self, name: str, owners: Int[torch.Tensor, " n"]) -> Any:
-        """Return a parameter of the responses f: a float if all specs share it, else [n, 1], one for each sequence."""
+        """Return the field `name` of the responses f: a float if all specs share it, else float [n, 1], by sequence."""
         found = [getattr(response, name) for response in self.responses]
         if not any(torch.is_tensor(one) for one in found) and len(set(found)) == 1:
             return found[0]

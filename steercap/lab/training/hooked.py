@@ -27,7 +27,7 @@ from steercap.errors import InvalidSetting, UnsupportedModel
 
 #: Number of tokens of the random text on which implementations of attention are compared.
 COMPARED: Final = 32
-#: Tolerance of the mean difference of a token's loss; in 16 bits, a few rounding units of the dtype.
+#: Tolerance of the mean absolute difference of a token's loss, in nats; in 16 bits, `UNITS` rounding units.
 BOUND, UNITS = 1e-4, 4
 EAGER: Final = {"attn_implementation": "eager"}
 #: Point, and the function to call with the point's rows.
@@ -105,7 +105,7 @@ class HookedModel:
         return torch.device("cpu") if found.type == "meta" else found  # offloaded: accelerate moves the tokens
 
     def visit(self, hooks: ExitStack, visits: Iterable[Visited]) -> None:
-        """Call functions with the rows of points, [..., width], in each pass; they may change rows in place.
+        """Add hooks that call functions with points' rows, [..., width], in each pass; they may change rows in place.
 
         Args:
             hooks: stack that removes the hooks when it is closed.
@@ -179,7 +179,7 @@ class HookedModel:
 
     @torch.no_grad()
     def _short_losses(self, model: Any) -> torch.Tensor:
-        """Return losses of `COMPARED` random tokens but the first, placeholders of images and the like excluded."""
+        """Return losses in nats, float32 [COMPARED - 1], of random tokens; none stands for images and the like."""
         text = self.model.config.get_text_config()
         places = {
             value for name, value in vars(self.model.config).items() if name.endswith(("_token_id", "_token_index"))

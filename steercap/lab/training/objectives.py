@@ -32,7 +32,7 @@ class Steered(Protocol):
 
 
 class Objective(ABC):
-    """Training objective. A member is frozen data, its fields the objective's settings."""
+    """Training objective: a loss of examples. A member is a frozen dataclass, its fields the objective's settings."""
 
     #: Types of the examples that the objective accepts.
     example: ClassVar[tuple[type, ...]]
@@ -117,8 +117,8 @@ class RePS(PreferenceObjective):
         Δ⁺ = β⁺/|c| log p⁺(c|x) - 1/|r| log p⁺(r|x);   β⁺ = max(log p(r|x) - log p(c|x), 1)
         Δ⁻ = β⁻/|r| log p⁰(r|x) - 1/|c| log p⁰(c|x);   β⁻ = max(log p(c|x) - log p(r|x), 1)
 
-    p⁺ has the edit times a drawn factor. p⁰ has `h <- h - relu(h·w) w / ‖w‖²` instead of it, for each direction w that
-    it writes, so the edit must not begin at zero. p is the model without any, and gives no gradient.
+    p⁺ has the edit times a drawn factor. p⁰ has `h <- h - relu(h·w) w / ‖w‖²` in place of the edit, for each direction
+    w that it writes, so the edit must not begin at zero. p is the unedited model, without gradient.
 
     Source: reference-free preference steering, Wu et al. 2025 (arXiv:2505.20809).
 
@@ -147,7 +147,7 @@ class RePS(PreferenceObjective):
 
 
 def _mean_log_probs(model: Steered, both: Padded, doses: Doses) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean log probability of the tokens of each chosen and each rejected response."""
+    """Return the mean log probability per token of chosen and of rejected responses: float [examples] each."""
     chosen, rejected = (model.log_probs(both, doses) / lengths(both)).chunk(2)
     return chosen, rejected
 
