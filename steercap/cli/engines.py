@@ -103,7 +103,7 @@ class ModelOptions:
         return with_preset(found.pop("preset", None), found)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of SteerModel besides the model.
+        """Return the arguments of `SteerModel` by name, besides the model: the user's, and commands' defaults.
 
         Raises:
             The errors of `said`.

@@ -1,4 +1,4 @@
-"""Commands `evaluate`, methods beside each other on the same questions, and `rollouts`, many data sets of questions."""
+"""Commands `evaluate`, which compares methods on the same questions, and `rollouts`, for many sets of questions."""
 
 from __future__ import annotations
 
