@@ -1,4 +1,4 @@
-"""`steercap generate`: texts, with or without steering, or both side by side; and `steercap demo`, in a minute."""
+"""`steercap generate`: texts, with or without steering, or both side by side; and the demonstration `steercap demo`."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ def _command(name: str, standing: Standing) -> str:
 
 
 def _config_of(checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
-    """Return transformers' configuration, and further architectures that its layers may be of."""
+    """Return transformers' configuration, or None, and the architectures of the language model in a wrapper."""
     from steercap.architectures.families import architectures_within
 
     with extra("cuda", "cpu"):

@@ -154,7 +154,7 @@ def settings_of(traits: list[str], sizes: SizeOptions, scores: ScoreOptions, **f
 
 
 def table_of(result: PersonaResult) -> Table:
-    """Return a table with a row per trait: the number of answers that showed it, and its vector's AUC."""
+    """Return a table with a row per trait: numbers of answers kept, mean scores, best layer, and the vector's AUC."""
     from steercap.lab.directions import chance_band
 
     layers = len(result.directions.layers)

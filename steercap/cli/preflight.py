@@ -222,7 +222,7 @@ def check_sampling(*, temperature: float, seed: int | None = None, samples: int 
 
 @asynccontextmanager
 async def reached(options: ReachOptions, terminal: Terminal, **settings: Any) -> AsyncIterator[Any]:
-    """Reach the model: at --url, in a warm engine that fits, or else in an engine of the command's own.
+    """Open the model for the block: the server at --url, a warm engine that fits, or else an engine of the command.
 
     Args:
         options, terminal, settings: as for `opened`.

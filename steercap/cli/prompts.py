@@ -183,8 +183,8 @@ async def run_each(
 ) -> None:
     """Run prompts as one request each, and pass each result to `take` as its request ends, in any order.
 
-    `take` gets the number of the prompt, its Generation (None for a pooling model, which only reads it, without
-    `params`), and a fetched handle if rows are kept, which is released afterwards. `capture` has one sample of each.
+    `take` is called with the prompt's index, its Generation (None for a pooling model, which generates nothing), and,
+    with `capture`, a fetched handle, which is released afterwards. With `capture`, `params` asks for one sample.
 
     Raises:
         The errors of `SteerModel.generate`, the first of them.
