@@ -174,7 +174,7 @@ def facts_of(name: str) -> ModelFacts:
     """Describe a model from its config.json, with nothing downloaded or started.
 
     Raises:
-        ModelNotLoaded: the model is not on this machine, or its config.json names no architecture.
+        ModelNotLoaded: the model is not on this machine, or its config.json cannot be read or names no architecture.
     """
     from steercap.config import Settings
     from steercap.engine.checkpoint import look_up, require_there

@@ -154,7 +154,7 @@ class SteerOptions:
         """Return the steering spec that the options describe; None without --steer.
 
         Raises:
-            typer.BadParameter: options that need a file or vectors, or vectors without a layer.
+            typer.BadParameter: an option lacks the vectors that it needs, or vectors of several layers lack a choice.
             InvalidFile, InvalidSpec: the file holds other content, or lacks the name or layer.
         """
         said = [

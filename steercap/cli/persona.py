@@ -36,13 +36,12 @@ FOLD: Final = 94
 def sweeps_of(
     result: PersonaResult, settings: PersonaSettings, given: Mapping[str, str], model: ModelOptions
 ) -> list[str]:
-    """Return a sweep command for each vector: at its best layer, on the trait's questions, which are written to the
-    folder of the run.
+    """Return a sweep command for each trait with a vector: at its best layer, on its questions, written to a file.
 
-    `given` holds the user's name or file of each trait, by trait name.
+    `given` has the user's name or file of each trait, by trait name.
 
     Raises:
-        OSError: the questions cannot be written.
+        OSError: the questions cannot be written to the folder of the run.
     """
     from steercap.files.base import write_whole
 

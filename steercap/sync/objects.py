@@ -70,7 +70,7 @@ class ActivationStream(
         """Normalisation of each point by its name; {} if rows are not normalised.
 
         Raises:
-            InvalidRequest: they are computed from the first rows, and no batch was taken yet.
+            InvalidRequest: no batch was taken yet; normalisations are computed from the first rows.
         """
         return self.awaited.normalisations
 

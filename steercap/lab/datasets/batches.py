@@ -199,8 +199,8 @@ class ActivationBatches(IterableDataset["Rows | Labelled"]):
     def skip(self, batches: int) -> None:
         """Begin every iteration after the first `batches` batches of this rank, for any number of workers.
 
-        It holds until the next call; `skip(0)` undoes it. With a DataLoader with `persistent_workers=True`, call it
-        before the first iteration.
+        The skip applies until the next call; `skip(0)` undoes it. With a DataLoader with `persistent_workers=True`,
+        call `skip` before the first iteration.
 
         Raises:
             InvalidSetting: `batches` is not a whole number of at least 0.

@@ -263,7 +263,7 @@ def score_sae(sae: SAE, rows: torch.Tensor) -> SAEScore:
 
 
 def save_sae(sae: SAE, folder: str | Path) -> Path:
-    """Write a top-k SAE as SAELens does, for `SAE.load`: `sae_weights.safetensors`, and `cfg.json`, written last.
+    """Write a top-k SAE in SAELens's format, for `SAE.load`: `sae_weights.safetensors`, and `cfg.json`, written last.
 
     Args:
         sae: an SAE from `SAETraining.sae`, or another top-k one.

@@ -94,7 +94,7 @@ async def collect(
         concurrency: maximum windows in flight; by default as many as the engine can use, within memory.
         verify: check existing shards by their hashes, rather than by their sizes alone; damaged shards are collected
             again.
-        progress: function called with a `Progress` after each block of rows.
+        progress: function called with a `Progress` after each block of rows; with `ray`, after each shard.
         storage_options: options of the URL's file system.
         ray: Ray actors among which the corpus is distributed. Each starts an engine with this model's arguments. A
             shard has the same documents, whichever actor makes it, and with `concurrency=1` the same bits; otherwise it
@@ -176,7 +176,7 @@ def activations(
         layers, sites, codec, k, capture, tokens: rows to capture and their encoding, as for `collect`.
         context, long, bos, chat_template_kwargs, params, steering, concurrency: settings as for `collect`.
         batch_size: rows in a batch.
-        buffer: rows that a batch is drawn from; at least `batch_size`. A quarter more may be queued before it.
+        buffer: number of rows in memory from which a batch is drawn, at least `batch_size`. A quarter more may queue.
         seed: seed of the draws, and of sampling with `params`.
         join: form of rows of several points: "dict", by name; "concatenate", [n, sum of widths]; "mix", each row of
             each point by itself.

@@ -48,10 +48,9 @@ class CorpusDocument:
 
 
 def content_of(item: Any, column: str | None = None) -> Content:
-    """Return the contents of one item of a corpus: a str, token ids, a list of messages, or a mapping that holds one of
-    them.
+    """Return the contents of one item of a corpus: a str, token ids, a list of messages, or a mapping with one of them.
 
-    `column` is the key of the contents in a mapping; by default the first of `KEYS` that it has.
+    `column` is the key of the contents in a mapping; by default the first of `KEYS` that the mapping has.
 
     Raises:
         NotDocument: the item is none of these.

@@ -261,7 +261,7 @@ async def _answer(reference: Any) -> Any:
     """Wait for the result of a Ray task and return it.
 
     Raises:
-        The task's own error; or CollectionStopped: its actor was lost more often than the limits allow.
+        The task's own error, or CollectionStopped: its actor was lost more often than the limits allow.
     """
     with extra("ray"):
         from ray.exceptions import RayActorError, RayTaskError
