@@ -1,4 +1,4 @@
-"""Command line `steercap`: thin commands over functions that take an open model."""
+"""Command line `steercap`: each command parses options and calls library functions with an open model."""
 
 import atexit
 import contextlib
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _leave(code: int) -> None:
-    """Exit at once: Python would first collect a million objects of torch and transformers, for a second or more."""
+    """Exit the process at once: Python would first collect a million objects of torch, for a second or more."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     atexit._run_exitfuncs()  # noqa: SLF001 -- the standard library has no other name for it
     for stream in (sys.stdout, sys.stderr):

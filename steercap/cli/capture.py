@@ -1,4 +1,4 @@
-"""`steercap capture`: activations of every prompt, one safetensors file each."""
+"""`steercap capture`: activations of every prompt, written to one safetensors file each."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ HEATMAPS: Final = 8
 
 @dataclass(frozen=True)
 class RowOptions:
-    """Options for the storage of rows and its size limits; options left out come from the environment."""
+    """Options for storing captured rows (activation vectors); those left out come from the environment."""
 
     codec: Annotated[
         str | None,
@@ -122,7 +122,7 @@ def heatmaps_of(captured: list[Captured], directions: DirectionSet, layer: int, 
 
 
 def check_heat(directions: DirectionSet, layer: int, layers: Layers, num_layers: int) -> None:
-    """Check that a layer's projections can be shown token by token; a negative `layer` counts from the last.
+    """Check that a layer is captured and has directions, for its heat map; a negative `layer` counts from the last.
 
     `layers` are the captured ones. `num_layers` is 0 if unknown, and then nothing is checked.
 

@@ -68,7 +68,7 @@ class Store:
 
     @contextmanager
     def opened(self, **begun: Any) -> Iterator[Manifest]:
-        """Open the run, as `CaptureRun(folder, **begun)`; yield the manifest of the captures that it holds already.
+        """Open the run, as `CaptureRun(folder, **begun)`, and close it after the block; yield its captures' manifest.
 
         Raises:
             The errors of `CaptureRun`.
@@ -214,7 +214,7 @@ def captured_of(folder: Path, layout: Layout, request: ManifestRequest, prompt: 
 
 
 def check_goes_on(out: Path, arguments: dict[str, Any]) -> bool:
-    """Return whether a folder holds captures with the same inputs, as far as is known before the model is open.
+    """Return whether a folder has captures with these inputs (of `arguments_of_call`), which a call would resume.
 
     Raises:
         RunDiffers: it holds captures with other inputs.

@@ -1,4 +1,4 @@
-"""Commands from functions: groups of options, examples in the help, error reports and exit codes.
+"""Decorator that makes functions commands: groups of options, examples in the help, error reports and exit codes.
 
 Exit codes: 0 done, 1 it failed, 2 it was called wrongly, 130 interrupted, 143 terminated.
 """
@@ -86,7 +86,7 @@ def group_of(help_text: str, **settings: Any) -> typer.Typer:
 
 
 def uv_loops() -> Loops:
-    """Return uvloop's event loop factory, which vLLM's server uses too."""
+    """Return uvloop's factory of event loops, which vLLM's server uses too."""
     with extra("cuda", "cpu"):
         import uvloop
 
@@ -144,7 +144,7 @@ def _groups(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _describe(run: Any, function: Callable[..., Any], groups: Mapping[str, Any]) -> None:
-    """Give `run` the signature that typer reads: the function's, with each group replaced by its fields."""
+    """Set the signature of `run` that typer reads to that of `function`, with each group replaced by its fields."""
     hints = get_type_hints(function, include_extras=True)
     own = [
         parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[name])
@@ -160,7 +160,7 @@ def _describe(run: Any, function: Callable[..., Any], groups: Mapping[str, Any])
 
 
 def _narrow(parameter: inspect.Parameter) -> inspect.Parameter:
-    """Return the parameter with a short metavar: typer's own take too much of the help's 80 columns."""
+    """Return the parameter with a short metavar, "N" or "PATH": typer's own are too wide for a help of 80 columns."""
     kind, *marks = get_args(parameter.annotation)
     optional = isinstance(kind, UnionType)
     inner = next(part for part in get_args(kind) if part is not type(None)) if optional else kind

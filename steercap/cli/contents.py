@@ -215,7 +215,7 @@ def write(
     base: Literal[0, 1] | None,
     model_hint: str,
 ) -> dict[str, Any]:
-    """Write the content of `source`, at some layers, as `target`; return facts about the written file, by name.
+    """Write some layers of the content of `source`, a file, to `target`; return facts about it to show, by name.
 
     `name` is one of several directions or experiments, or a new name for a single one; `base` is the row of layer 0 in
     a `.pt` file, `model_hint` the model hint in a GGUF file.

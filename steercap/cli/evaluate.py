@@ -83,7 +83,7 @@ def check(evaluation: Evaluation, settings: EvaluationFile, out: Path, planned: 
 
 
 def check_conditions(evaluation: Evaluation, out: Path, planned: Preflight) -> None:
-    """Check that a folder holds no other evaluation, and that all edits fit the model.
+    """Check that `out` has no other evaluation, and that the edits of all conditions fit the model.
 
     Raises:
         RunDiffers, InvalidFile: the folder holds another evaluation.
@@ -97,7 +97,7 @@ def check_conditions(evaluation: Evaluation, out: Path, planned: Preflight) -> N
 
 
 def sites_in(evaluation: Evaluation) -> tuple[str, ...]:
-    """Return the sites that any method edits, which must be armed; the residual stream if none does."""
+    """Return the sites that the methods edit, to arm in the engine; ("resid_post",) if there are none."""
     specs = [evaluation.spec(condition) for condition in evaluation.conditions()]
     return tuple(dict.fromkeys(site for spec in specs for site in sites_of(spec))) or ("resid_post",)
 

@@ -101,7 +101,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 def standing_of(architecture: str, known: tuple[str, ...] = ()) -> Standing:
-    """Return the support of an architecture.
+    """Return the support of an architecture, from families, records of comparisons and vLLM's registry.
 
     Args:
         architecture: name in `config.json`.

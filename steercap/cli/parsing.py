@@ -33,7 +33,7 @@ Level: TypeAlias = Annotated[
 
 
 def layers_of(text: str) -> Layers:
-    """Parse layers: "all", "8", "8,16,-1" or "4:20:2".
+    """Parse layers: "all" to itself, "8" or "8,16,-1" to a list, "4:20:2" to a slice.
 
     Raises:
         typer.BadParameter: the text is not of this form.
@@ -68,7 +68,7 @@ def names_of(text: str) -> tuple[str, ...]:
 
 
 def numbers_of(text: str) -> tuple[float, ...]:
-    """Parse numbers separated by commas.
+    """Parse numbers separated by commas, such as "0.5,1,2".
 
     Raises:
         typer.BadParameter: an entry is not a number.

@@ -120,7 +120,7 @@ class ScoreOptions:
 
 
 def trait_of(text: str) -> str | Trait:
-    """Return the name of a shipped trait, or load a trait from a YAML file.
+    """Return the text, the name of a shipped trait; or the trait in a YAML file, if it names one.
 
     Raises:
         InvalidFile: the file holds no trait.

@@ -205,7 +205,7 @@ def preflight(options: ModelOptions, **settings: Any) -> Preflight:
 
 
 def check_sampling(*, temperature: float, seed: int | None = None, samples: int = 1, max_tokens: int = 1) -> None:
-    """Check that vLLM accepts sampling parameters.
+    """Check that vLLM accepts these sampling parameters; `samples` is the number of answers per prompt.
 
     Raises:
         typer.BadParameter: a parameter is out of range.

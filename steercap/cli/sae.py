@@ -1,4 +1,4 @@
-"""`steercap sae train`: a small SAE from a data set of activations, or from a corpus and a model."""
+"""`steercap sae train`: training of a small SAE on a data set of activations, or on a corpus that a model reads."""
 
 from __future__ import annotations
 

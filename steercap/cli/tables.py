@@ -242,7 +242,7 @@ def document_of(directions: DirectionSet) -> dict[str, Any]:
 
 
 def cosines(directions: DirectionSet, layer: int) -> Table:
-    """Return a table of the cosine of every two directions at a layer."""
+    """Return a table of the cosines between all directions at a layer, a row and a column for each."""
     table = titled(f"cosines at layer {layer}", ("", *directions), words=("",))
     for name, row in zip(directions, directions.cosines(layer).tolist(), strict=True):
         table.add_row(Text(name, style="cyan"), *(Text(f"{value:+.3f}", style=_strength(value)) for value in row))

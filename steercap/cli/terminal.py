@@ -41,7 +41,7 @@ _output = partial(typer.Option, rich_help_panel="Output")
 
 @dataclass(frozen=True)
 class Output:
-    """Output options of every command."""
+    """Output options of every command: --json, --verbose and --debug."""
 
     json: Annotated[bool, _output("--json", help="Print only a JSON document on stdout.")] = False
     verbose: Annotated[bool, _output("--verbose", help="Show vLLM's log and every warning on stderr.")] = False
@@ -100,7 +100,7 @@ class Terminal:
             self.out.print(table)
 
     def write(self, line: str) -> None:
-        """Write a line to stdout unchanged."""
+        """Write a line to stdout as it is, without wrapping or styles."""
         self.out.file.write(line + "\n")
         self.out.file.flush()
 
@@ -117,7 +117,7 @@ class Terminal:
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
-        """Show progress bars on stderr, with rates and remaining time; without a terminal, a line now and then."""
+        """Yield progress bars, shown on stderr with rate and remaining time; without a terminal, lines now and then."""
         bar = Progress(
             SpinnerColumn(finished_text="[green]✓"),
             TextColumn("{task.description}"),
@@ -149,7 +149,7 @@ class Terminal:
 
     @contextmanager
     def status(self, message: str) -> Iterator[Callable[[str], None]]:
-        """Show a message with the elapsed time on stderr while the block runs; yield a function that changes it."""
+        """Yield a function that changes `message`, which is shown on stderr with the elapsed time during the block."""
         columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
         with Progress(
             *columns,
@@ -197,7 +197,7 @@ class Terminal:
 
 
 def _kept(descriptor: int) -> Path:
-    """Copy an unnamed log to a named file; return its path."""
+    """Copy the unnamed log with this file descriptor to a new file in the temporary folder; return its path."""
     kept, name = tempfile.mkstemp(prefix="steercap-vllm-", suffix=".log")
     # Opened anew: processes that still write to it share the file position of our descriptor.
     with Path(f"/proc/self/fd/{descriptor}").open("rb") as log, os.fdopen(kept, "wb") as file:

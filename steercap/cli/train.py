@@ -1,4 +1,4 @@
-"""`steercap train`: an edit trained by gradient descent on a file of examples in JSONL."""
+"""`steercap train`: an edit trained by gradient descent on examples in JSONL, or one for each of many data sets."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def texts_in(path: Path) -> tuple[list[Text], list[str] | None]:
 
 @dataclass(frozen=True)
 class ExtractTexts:
-    """Texts to extract a direction from.
+    """Contrasting texts from which to extract a direction.
 
     Args:
         positive, negative: texts that show a property, and texts that do not.

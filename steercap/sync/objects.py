@@ -62,7 +62,7 @@ class ActivationStream(
 
     @property
     def points(self) -> tuple[str, ...]:
-        """Names of the points that are read, in order."""
+        """Names of the points whose rows are read, in order, such as "resid_post[5]"."""
         return self.awaited.points
 
     @property

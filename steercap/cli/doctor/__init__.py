@@ -1,4 +1,4 @@
-"""`steercap doctor`: check of this machine, with advice. `steercap smoke`: check of a running server."""
+"""`steercap doctor`: checks of this machine, with advice. `steercap smoke`: checks of a running server."""
 
 from __future__ import annotations
 

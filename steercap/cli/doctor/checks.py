@@ -291,7 +291,7 @@ def check_disk(facts: Facts) -> Check:
 
 
 def check_extras(facts: Facts) -> Check:
-    """Check that optional packages are installed.
+    """Check that the optional packages of steercap are installed.
 
     A warning names the missing ones; it is a problem if the chosen model is SmolLM2 and its package is missing.
     """

@@ -71,7 +71,7 @@ class Blocks:
 
     @staticmethod
     def of(edges: NDArray[np.int64], *, whole: bool) -> Blocks:
-        """Return the blocks of shards, whose rows lie between `edges`: int64 [shards + 1], ascending from 0.
+        """Return the blocks of shards; shard k has the rows [edges[k], edges[k + 1]), `edges` being int64 [shards + 1].
 
         Blocks have at most `BLOCK` rows, or are whole shards if `whole`.
         """
@@ -92,13 +92,13 @@ class Blocks:
 
 
 class Gathering(Protocol):
-    """Source of rows for batches: an `ActivationDataset`."""
+    """Interface of a source of rows for batches, such as `ActivationDataset`."""
 
     def gather(self, numbers: NDArray[np.int64]) -> Rows | Labelled:
         """Return rows by their indices, in that order."""
 
     def foresee(self, start: int, stop: int) -> None:
-        """Ask the operating system to read rows [start, stop) ahead."""
+        """Ask the operating system to read rows [start, stop) ahead into its cache."""
 
 
 class Epoch:
@@ -172,7 +172,7 @@ class ActivationBatches(IterableDataset["Rows | Labelled"]):
         return f"ActivationBatches({len(self):,} to come, of {order.batch_size} rows, {shuffled}, seed={order.seed})"
 
     def __len__(self) -> int:
-        """Return the number of this rank's batches still to come, over all epochs."""
+        """Return the number of this rank's batches that the next iteration yields, over all epochs."""
         return max(0, self._each * self.order.epochs - self._skipped - self._begin * self._workers)
 
     def __iter__(self) -> Iterator[Rows | Labelled]:

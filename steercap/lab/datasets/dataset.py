@@ -117,7 +117,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
 
     @property
     def points(self) -> tuple[str, ...]:
-        """Names of the points that are read, in order."""
+        """Names of the points whose rows are read, in order, such as "resid_post[5]"."""
         return tuple(str(known.point) for known in self._formats)
 
     @property

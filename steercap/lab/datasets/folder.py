@@ -1,4 +1,4 @@
-"""Folder of a data set: begun with a definition, filled shard by shard in any order, then completed."""
+"""Folder of a data set: created with a definition, filled shard by shard in any order, then completed."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ class DatasetFolder:
     def merged(
         self, points: Iterable[Point], receipts: Sequence[Receipt] | None = None
     ) -> dict[Point, PointStatistics]:
-        """Return the statistics of the rows of points; each file is read once for all points.
+        """Return the statistics of points' rows by point, merged over shards; each file is read once.
 
         Args:
             points: points of the definition.
@@ -394,7 +394,7 @@ def verify(where: str | Path, *, content: bool = True, **options: Any) -> Totals
 
 
 def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return True if two tensors are bit-identical."""
+    """Return whether two tensors have the same dtype, shape and bits."""
     kinds = (first.dtype, first.shape) == (second.dtype, second.shape)
     return kinds and first.numpy().tobytes() == second.numpy().tobytes()
 

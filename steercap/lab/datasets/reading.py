@@ -1,4 +1,4 @@
-"""Reading of a data set: selection of points and rows; shards, memory-mapped, with their index read on first use."""
+"""Reading of a data set: selection of points and rows, and memory-mapped shards."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TokenChoice:
 
     @staticmethod
     def parse(positions: Any, without: Any, keep: Keep | None) -> TokenChoice:
-        """Return the selection for a user's arguments; None means no restriction.
+        """Return the selection for a user's `positions`, `without_tokens` and `keep`; None is no restriction.
 
         Raises:
             InvalidSelection: positions are not a forward slice from 0 on, or token ids are not whole numbers.
@@ -74,7 +74,7 @@ class TokenChoice:
         return self == TokenChoice()
 
     def offsets(self, index: Index) -> NDArray[np.int64]:
-        """Return the offsets of the selected rows, ascending: int64 [chosen]."""
+        """Return the offsets, in a shard with this index, of the selected rows, ascending: int64 [chosen]."""
         chosen = np.ones(len(index), dtype=bool)
         position = index.position.astype(np.int64)
         chosen &= (position >= self.first) & ((position - self.first) % self.step == 0)

@@ -1,4 +1,4 @@
-"""Data set storage behind a URL, by fsspec.
+"""Storage of a data set behind a URL, by fsspec.
 
 On an object store, a file appears when its upload ends. On other file systems, it is written to a scratch name and then
 moved.
@@ -169,7 +169,7 @@ def _as_os_error() -> Iterator[None]:
 
 
 def storage_of(where: str | Path | Storage, **options: Any) -> Storage:
-    """Return the storage of a path or a URL.
+    """Return the storage for a path or a URL; a storage is returned as it is.
 
     Args:
         where: a folder, or a URL with "://".

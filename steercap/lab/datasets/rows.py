@@ -1,4 +1,4 @@
-"""Rows as returned to the caller: grouped by shard, normalised, or shuffled in a buffer."""
+"""Rows of a data set in the form that callers get: grouped by shard, normalised, joined, or shuffled in a buffer."""
 
 from __future__ import annotations
 

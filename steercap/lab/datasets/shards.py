@@ -30,7 +30,7 @@ ROWS, INDEX, STATISTICS, RECEIPT = ".safetensors", ".parquet", ".statistics.safe
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """Shard in memory, before it is written.
+    """Content of one shard in memory, before it is written.
 
     Args:
         number: number of the shard; it holds documents [number × D, (number + 1) × D), D being the definition's.
@@ -60,7 +60,7 @@ class Shard:
                 )
 
     def pieces(self, point: Point) -> Sequence[Whole]:
-        """Return the rows of a point, as consecutive pieces."""
+        """Return the rows of a point as consecutive pieces, [rows, ...] or `CodedRows` each."""
         rows = self.rows[point]
         return (rows,) if isinstance(rows, (torch.Tensor, CodedRows)) else rows
 
@@ -110,7 +110,7 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def bytes(self) -> int:
-        """Total size of its files in bytes."""
+        """Total size of the shard's files in bytes."""
         return sum(file.bytes for file in self.files.values())
 
 

@@ -89,7 +89,7 @@ class PointStatistics:
         return float(min(max(norm, float(self.norm_min)), float(self.norm_max)))
 
     def merged(self, other: PointStatistics) -> PointStatistics:
-        """Return the statistics of both sets of rows together.
+        """Return the statistics of the rows of both together.
 
         Source: Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances
         (1979).
@@ -198,12 +198,12 @@ def _together(pieces: Sequence[Whole]) -> Whole:
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate tensors along their first axis, by NumPy."""
+    """Concatenate tensors of one dtype along their first axis, by NumPy, which releases the GIL."""
     return torch.from_numpy(np.concatenate([as_numpy(one) for one in tensors])).view(tensors[0].dtype)
 
 
 def _decoded(rows: Whole) -> NDArray[np.float32]:
-    """Return rows, decoded, as float32 [rows, width]."""
+    """Return rows decoded and flattened: float32 [rows, width]."""
     flat = decoded(rows).flatten(1)
     if flat.dtype == torch.bfloat16:  # the upper half of a float32
         return (as_numpy(flat).astype(np.uint32) << 16).view(np.float32)

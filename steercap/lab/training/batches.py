@@ -39,7 +39,7 @@ class Padded:
     owners: Int[torch.Tensor, " n"]
 
     def __add__(self, other: Padded) -> Padded:
-        """Append the sequences of `other`, and pad all to one length."""
+        """Return the sequences of both, `other`'s last, padded to one length."""
         longest = max(self.ids.shape[1], other.ids.shape[1])
         mine, theirs = self._to(longest), other._to(longest)
         names = {"ids": 0, "targets": 0, "counted": 0, "scopes": 1, "owners": 0}
@@ -55,7 +55,7 @@ class Padded:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Examples of a step, of any traits.
+    """Tokenised examples of one training step, from one or several traits.
 
     Args:
         roles: padded sequences by their role in an example: for pairs, `roles[0]` holds the first sequence of every

@@ -1,4 +1,4 @@
-"""Data sets of examples: folders of them, budgets of tokens, and the results of training on them."""
+"""Data sets of training examples: folders of them, token budgets, and the results of training on them."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def changed(
     doses: Doses,
     gate_width: float,
 ) -> Rows:
-    """Return rows after one edit, differentiably; each sequence is edited by its own spec.
+    """Return rows [n, t, width] after one edit, differentiably; each sequence is edited by its own spec.
 
     Parts are applied one after another; a part that is joined reads the rows that the part before it read.
 
@@ -155,7 +155,7 @@ def _is_bound(low: Any) -> bool:
 
 
 def _bounded(value: torch.Tensor, low: Any, high: Any) -> torch.Tensor:
-    """Clamp a value to bounds, floats or tensors; infinite ones cost nothing."""
+    """Clamp a tensor to [low, high], each a float or a tensor; infinite bounds are not computed."""
     if _is_bound(low):
         value = torch.maximum(value, torch.as_tensor(low, dtype=value.dtype, device=value.device))
     if torch.is_tensor(high) or high < inf:

@@ -94,7 +94,7 @@ class HookedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the computation."""
+        """Dtype in which the model computes."""
         found: torch.dtype = self.model.dtype
         return found
 
@@ -129,7 +129,7 @@ class HookedModel:
             yield
 
     def _check_attention(self, loading: Mapping[str, Any], load_eager: Callable[[], Any]) -> None:
-        """Switch to the eager attention implementation unless the chosen one computes the same.
+        """Switch to the eager implementation of attention, unless the chosen one gives the same losses.
 
         Args:
             loading: further arguments that the model was loaded with.
@@ -199,7 +199,7 @@ def _restore_forward(layer: nn.Module, before: Any) -> None:
 
 
 def firsts(visits: Sequence[Visited], *, first: bool) -> list[Visited]:
-    """Return the visits at sites that must be hooked first, or all others.
+    """Return the visits at sites that must be hooked before others, or all other visits.
 
     Args:
         visits: points with their functions.

@@ -58,7 +58,7 @@ def unedited(padded: Padded) -> Doses:
 
 
 def lengths(padded: Padded) -> Int[torch.Tensor, " n"]:
-    """Return the number of tokens of each response."""
+    """Return the number of tokens of each sequence's response."""
     return padded.counted.sum(-1)
 
 

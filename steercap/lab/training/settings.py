@@ -87,7 +87,7 @@ _RESOLVED: Final = frozenset({"epochs", "lr"})
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
-    """Settings of `train`.
+    """Settings of training, for `train`, `train_many` and `train_datasets`.
 
     Args:
         fields: names of the edits' fields to train, such as "vector", "read" or "scale"; None for all vectors but a
@@ -165,7 +165,7 @@ class TrainingSettings:
 
     @property
     def penalties(self) -> Penalties:
-        """Penalties added to the losses."""
+        """Weights of the penalties on parameters, which are added to the loss."""
         return Penalties(self.norm_penalty, self.sparsity_penalty)
 
     @property

@@ -1,4 +1,4 @@
-"""Training of an edit from examples in one call, in a folder from which a killed run resumes."""
+"""Training of edits from examples, in one call and in a folder from which an interrupted call resumes."""
 
 from __future__ import annotations
 
@@ -317,7 +317,7 @@ def _trainable(spec: SteeringSpec, model: HookedModel, settings: TrainingSetting
 
 
 def _check_form(starts: Mapping[str, SteeringSpec]) -> None:
-    """Check that all traits have the same edits at the same points and tokens.
+    """Check that all traits start from the same edits, vectors apart, at the same points and tokens.
 
     Raises:
         InvalidSpec: a trait differs.

@@ -1,4 +1,4 @@
-"""Pairs of vectors by name and layer, and the comparison of two folders of them."""
+"""Vectors read by name from files and folders, and their comparison in pairs of equal name and layer."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def _batched(source: DocumentSource, items: Iterator[Any]) -> Iterator[list[Corp
 
 
 async def _batched_async(source: DocumentSource, items: AsyncIterator[Any]) -> AsyncIterator[list[CorpusDocument]]:
-    """Yield batches of one document, so that an async source is never waited for to fill a batch."""
+    """Yield batches of one document each: waiting to fill a batch from an async source could take forever."""
     async for found in items:
         if (document := source.document(*found)) is not None:
             yield [document]

@@ -76,7 +76,7 @@ class _Place:
 async def blocks(
     model: SteerModel | RemoteModel, reading: Reading, batches: AsyncGenerator[list[Fed], None]
 ) -> AsyncGenerator[Block, None]:
-    """Yield blocks of rows in document order; close the generator to cancel its requests.
+    """Yield blocks of captured rows in document order; closing the generator cancels all requests in flight.
 
     Args:
         model: an open model.

@@ -1,4 +1,4 @@
-"""Settings of a collection, compiled for one open model: the requests and the rows kept of each window."""
+"""Settings of a collection, compiled for one open model: the request for each window, and the rows to keep of it."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ class CollectArguments:
             )
 
     def reading(self, model: SteerModel | RemoteModel, engine: Engine | RemoteEngine) -> Reading:
-        """Compile the arguments for an open model.
+        """Compile the arguments for an open model and its engine.
 
         Raises:
             InvalidRequest: an argument does not fit; raised as the matching subclass.

@@ -1,4 +1,4 @@
-"""Sharder that fills shards from blocks and writes them on threads; existing shards are compared and kept."""
+"""Sharder that fills shards from blocks and writes them on threads; shards that exist are compared, not rewritten."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class _Filling:
 
 
 class Sharder:
-    """Writer of the shards of one folder.
+    """Writer of a data set's shards, from blocks of rows in order.
 
     Args:
         folder: folder of the data set.
@@ -137,7 +137,7 @@ class Sharder:
                 filling.begun = filling.digest.hexdigest()
 
     async def finish(self) -> None:
-        """Write the last shard, and wait until all are written.
+        """Write the last shard, and wait until all shards are written; raise RunDiffers if the folder has later ones.
 
         Raises:
             As `add`.
@@ -170,7 +170,7 @@ class Sharder:
             raise cancelled
 
     async def _close(self) -> None:
-        """Start writing the current shard in the background, or check it against the one already written.
+        """Start writing the current shard in the background; if it exists, compare its documents instead.
 
         The last shard may be partial.
         """
@@ -204,7 +204,7 @@ class Sharder:
 
 
 def _retrieve_exception(future: asyncio.Future[Receipt]) -> None:
-    """Retrieve an error that is raised elsewhere, to avoid asyncio's warning."""
+    """Retrieve the error of a future, which other code raises, so that asyncio does not warn about it."""
     if not future.cancelled():
         future.exception()
 

@@ -125,7 +125,7 @@ def open_source(
     unit: Unit = "line",
     bad: OnBad = "error",
 ) -> DocumentSource:
-    """Open a corpus for reading.
+    """Open a corpus and return the source of its documents; nothing is read yet except numbers of documents.
 
     Args:
         corpus: a file, a folder or a glob pattern (as str or Path); several paths in a list, in their order; or any
@@ -252,7 +252,7 @@ def _of_folder(folder: Path, kind: str | None, split: str | None) -> list[tuple[
 
 
 def _split(files: Sequence[Path], split: str | None, given: str) -> list[Path]:
-    """Select the files of a split, by their names and those of their folders.
+    """Return the files of a split, named in the file's or folder's name; all files if there are no splits.
 
     Raises:
         InvalidFile: there are several splits and none was named, or no split has that name.
@@ -274,7 +274,7 @@ def _names(path: Path, split: str) -> bool:
 
 
 def _reader(path: Path, kind: str | None) -> Reader:
-    """Return the reader of a file.
+    """Return the reader of the format `kind`, or if that is None, of the file's suffix.
 
     Raises:
         UnknownName: there is no such format.

@@ -110,7 +110,7 @@ class ActivationStream:
 
     @property
     def points(self) -> tuple[str, ...]:
-        """Names of the points that are read, in order."""
+        """Names of the points whose rows are read, in order, such as "resid_post[5]"."""
         return tuple(map(str, self._reading.points))
 
     @property
@@ -132,7 +132,7 @@ class ActivationStream:
         return self
 
     async def __anext__(self) -> Rows | Labelled:
-        """Return the next batch.
+        """Return the next batch of shuffled rows, waiting until the buffer is full or the corpus has ended.
 
         Raises:
             StopAsyncIteration: the corpus has ended, or the stream was closed.
@@ -230,7 +230,7 @@ class ActivationStream:
     # Columns of the buffer: labels by their names, rows by those of points, or as MIXED
 
     def _columns(self, block: Block) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the rows of a block as columns of the buffer, piece by piece."""
+        """Yield the labels and decoded rows of a block as columns of the shuffle buffer."""
         if not len(block.index):
             return
         labels = {name: torch.from_numpy(getattr(block.index, name)).long() for name in COLUMNS}

@@ -54,7 +54,7 @@ class FileItem(NamedTuple):
 
 @dataclass(frozen=True)
 class ReaderSettings:
-    """Settings for reading files.
+    """Settings for reading files of any format.
 
     Args:
         column: key or column of documents in records; None for the default ones, see `content_of`.
@@ -73,7 +73,7 @@ class Reader(abc.ABC):
 
     @abc.abstractmethod
     def items(self, path: Path, settings: ReaderSettings) -> Iterator[FileItem]:
-        """Yield the items of a file, in order.
+        """Yield the items of a file (lines, rows or texts) in order, each with its place.
 
         Raises:
             InvalidFile: the file cannot be read to its end.
@@ -107,7 +107,7 @@ def unpacked(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
 
 
 def _require_begun(path: Path) -> None:
-    """Check that a compressed file is not empty."""
+    """Check that a compressed file is not empty; raise EOFError if it is."""
     if path.suffix.lower() in PACKED and not path.stat().st_size:
         raise EOFError("it is empty")
 
