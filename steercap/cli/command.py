@@ -32,7 +32,7 @@ from steercap.files.fingerprint import nearest_path
 FAILED: Final = 1
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-#: Function that makes an event loop.
+#: Factory of event loops.
 Loops = Callable[[], asyncio.AbstractEventLoop]
 
 #: Context settings of every command: the options that show its help.

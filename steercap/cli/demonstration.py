@@ -35,7 +35,7 @@ QUESTIONS: Final = (
 LENS: Final = "The Eiffel Tower is in the city of"
 PRAISE: Final = ("wonderful", "delightful", "excellent", "beautiful", "superb", "charming", "brilliant", "lovely")
 COMPLAINT: Final = ("terrible", "dreadful", "awful", "ugly", "horrible", "boring", "hopeless", "nasty")
-#: The direction is computed from the first words and shown on the last, held-out ones.
+#: Templates of sentences; their direction is computed from the first words, and shown on the last `HELD_OUT` words.
 SENTENCES: Final = (
     "The film was {}",
     "I found the food {}",

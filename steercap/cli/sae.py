@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 SAMPLED_ROWS: Final = 1 << 14
 #: Share of a corpus's training steps, the last, whose mean explained variance is the score.
 LAST: Final = 0.1
-#: Share of a data set's documents that is held out by default.
+#: Default share of a data set's documents, the last, that is held out.
 HELD_OUT: Final = 0.1
 
 

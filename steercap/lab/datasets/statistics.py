@@ -24,9 +24,9 @@ from steercap.kernels.codecs.coded import CodedRows, Whole, decoded, parts_of
 
 #: Elements processed at once by NumPy, which uses the calling thread alone and releases the GIL for others.
 BLOCK_ELEMENTS: Final = 1 << 20
-#: An element is small if it is below this part of its row's root mean square.
+#: Fraction of its row's root mean square below which an element counts as small.
 SMALL: Final = 0.01
-#: The least number of float32 above 0.
+#: Smallest float32 above 0.
 LEAST: Final = np.finfo(np.float32).smallest_subnormal
 #: Norm below which the squares of a row's deviations are finite in float32.
 GREAT: Final = 2.0**60

@@ -25,7 +25,7 @@ from steercap.files.base import sweep, write_whole
 from steercap.files.fingerprint import nearest_path
 from steercap.files.tensors import Buffer
 
-#: Bytes read at once of a file that is hashed or copied.
+#: Maximum bytes of a file that are hashed or copied at once.
 CHUNK: Final = 4 << 20
 
 

@@ -25,7 +25,7 @@ from steercap.lab.datasets.shards import RECEIPT, name_of
 from steercap.lab.datasets.storage import Storage
 from steercap.lab.datasets.tables import COLUMNS
 
-#: Shards written at once, each hashed and synced by itself, beside the one being filled in memory. A
+#: Maximum shards written at once, each hashed and synced alone, beside the one being filled in memory. A
 #: writer waits for the disk for more than half of its time.
 WRITERS: Final = max(2, min(8, len(os.sched_getaffinity(0)) // 2))
 #: Maximum size of a shard, as a multiple of its target, if documents are longer than the first few.

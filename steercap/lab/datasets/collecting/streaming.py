@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from steercap.client import RemoteModel
     from steercap.model import SteerModel
 
-#: Maximum rows queued ahead of the buffer, as a fraction of its size.
+#: Maximum rows queued ahead of the shuffle buffer, as a fraction of the buffer's size.
 AHEAD: Final = 0.25
 
 

@@ -68,7 +68,7 @@ class ReaderSettings:
 class Reader(abc.ABC):
     """Reader of one file format; streams files, if their format allows it."""
 
-    #: Suffixes of such files' names.
+    #: Suffixes of the names of files in this format, without those of compression.
     suffixes: tuple[str, ...]
 
     @abc.abstractmethod
