@@ -1,4 +1,4 @@
-"""`steercap analyse` and `steercap compare`: vectors by the weights of one checkpoint, or of two, without an engine."""
+"""`steercap analyse`, `steercap compare`: analysis of vectors by the weights of one or two models, without engine."""
 
 from __future__ import annotations
 

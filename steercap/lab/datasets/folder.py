@@ -59,7 +59,7 @@ class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DatasetFolder:
-    """Folder of a data set of activations; made by `begin` or `open`. Its methods suit any thread.
+    """Folder of a data set of activations; made by `begin` or `open`. Methods may be called from any thread.
 
     Args:
         storage: storage of the folder's files.

@@ -1,6 +1,7 @@
 """Storage of a data set's files: a local folder with one writer, or a folder of an fsspec file system.
 
-No other module opens a data set's files. Writes are atomic: a local file gets its name once its bytes are on the disk.
+All access to a data set's files is through this module. Writes are atomic: a local file gets its name once its bytes
+are on the disk.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class _Writable(Protocol):
 
 
 class Storage(ABC):
-    """Folder of files, addressed by names within it, such as "shards/000000.json". Its methods suit any thread."""
+    """Folder of files, addressed by names within it, such as "shards/000000.json"; usable from any thread."""
 
     @abstractmethod
     def path(self, name: str) -> str:
