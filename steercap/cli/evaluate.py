@@ -173,7 +173,7 @@ def check_rollouts(settings: RolloutFile, out: Path, model: ModelOptions) -> tup
 
     Raises:
         ModelNotLoaded: the model or the sentence encoder is not installed.
-        InvalidSpec: no data set, one twice, or one without a rubric for the judge; and the errors of `check_conditions`.
+        InvalidSpec: no data set, one twice, one without a rubric for the judge; and errors of `check_conditions`.
     """
     from steercap.lab.measures.scores.minilm import encoder_folder
     from steercap.lab.studies.rollouts import checked_sets
