@@ -1,4 +1,4 @@
-"""Command line `steercap`: thin commands over functions that take an open model."""
+"""Command line `steercap`: each command parses options and calls library functions with an open model."""
 
 import atexit
 import contextlib
@@ -17,7 +17,7 @@ STOPPED: Final = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 def main() -> None:
-    """Run the command `steercap`."""
+    """Run the command line `steercap` with the process's arguments, then exit the process."""
     try:
         from steercap.cli.app import app
 
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _leave(code: int) -> None:
-    """Exit at once: Python would first collect a million objects of torch and transformers, for a second or more."""
+    """Exit the process at once: Python would first collect a million objects of torch, for a second or more."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     atexit._run_exitfuncs()  # noqa: SLF001 -- the standard library has no other name for it
     for stream in (sys.stdout, sys.stderr):

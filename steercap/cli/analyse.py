@@ -1,4 +1,4 @@
-"""`steercap analyse` and `steercap compare`: vectors by the weights of one checkpoint, or of two, without an engine."""
+"""`steercap analyse`, `steercap compare`: analysis of vectors by the weights of one or two models, without engine."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from steercap.saes.sae import SAE
     from steercap.steering.directions import DirectionSet
 
-#: Column to sort a part's rows by, greatest absolute value first.
+#: Column by which an analysis's table is sorted, greatest absolute value first, by name of the analysis.
 SORTED: Final = {"heads": "copied_z"}
-#: Parts with one table for all vectors together.
+#: Names of analyses with one table for all vectors together.
 OF_ALL: Final = frozenset({"scores", "ends"})
 
 
 def table_of(part: str, table: pa.Table, rows: int) -> Table:
-    """Return the first rows of each vector, or of the whole table if it covers all vectors."""
+    """Return the terminal table of the analysis `part`: `rows` rows a vector, or three times as many in all."""
     from steercap.lab.mechanism.analysis import PARTS, about
 
     once = about(table).get("once")
@@ -48,7 +48,7 @@ def table_of(part: str, table: pa.Table, rows: int) -> Table:
 
 
 def first_rows(part: str, table: pa.Table, rows: int) -> list[dict[str, Any]]:
-    """Return the rows of a table to show: in parts of `SORTED` the greatest first, in all others in their order."""
+    """Return the rows of an analysis to show, at most `rows` per vector and group; see `SORTED` for their order."""
     found: list[dict[str, Any]] = table.to_pylist()
     if part in SORTED:
         found.sort(key=lambda row: -abs(row[SORTED[part]]))
@@ -69,7 +69,7 @@ def _cell(column: str, value: Any) -> Text:
 
 
 def written(anatomy: Anatomy, out: Path | None) -> list[Path]:
-    """Write every table and picture to a folder; return the paths."""
+    """Write the tables (Parquet) and pictures of an analysis to a folder; return their paths, [] if `out` is None."""
     from steercap.lab.mechanism.analysis import draw_anatomy, save_table
 
     if out is None:
@@ -80,7 +80,7 @@ def written(anatomy: Anatomy, out: Path | None) -> list[Path]:
 
 
 def report(anatomy: Anatomy, about: dict[str, Any], out: Path | None, terminal: Terminal, rows: int) -> None:
-    """Write tables and pictures, and show the tables.
+    """Write the tables and pictures of an analysis to `out`, unless None, and show `rows` rows of each vector.
 
     Raises:
         OSError: the folder cannot be written.
@@ -107,20 +107,20 @@ def sae_of(path: Path | None) -> SAE | None:
 
 
 def one_layer(directions: DirectionSet, layer: int | None) -> int:
-    """Return the given layer, or the middle one of the directions' layers."""
+    """Return `layer`, or if it is None the middle one of the directions' layers; refuse one without directions."""
     at = directions.layers[len(directions.layers) // 2] if layer is None else layer
     (found,) = directions.at_layers([at]).layers  # raises an error that names the layers that exist
     return found
 
 
 def group_name(path: Path) -> str:
-    """Return the name of a group: of a file or folder, or of what holds a folder `vectors` of persona files."""
+    """Return the name of a group of vectors: its file's or folder's, or the parent's of a folder `vectors`."""
     held = path.absolute()
     return held.parent.name if held.name == "vectors" or held.name.startswith("vectors_vllm_") else held.stem
 
 
 def compared(comparison: CheckpointComparison, out: Path, terminal: Terminal) -> None:
-    """Draw the pictures of a comparison, and show what it found."""
+    """Draw a comparison's pictures into `out`; show its tables, at the layer in focus, and the paths of all files."""
     from steercap.lab.mechanism.comparison import draw_comparison
 
     pictures = draw_comparison(comparison.tables, out)
@@ -139,7 +139,7 @@ def compared(comparison: CheckpointComparison, out: Path, terminal: Terminal) ->
 
 
 def register_comparison(app: typer.Typer) -> None:
-    """Add the command `compare`, which compares two checkpoints."""
+    """Add the command `compare` of two checkpoints to `app`."""
 
     @command(
         app,
@@ -215,7 +215,7 @@ def register_comparison(app: typer.Typer) -> None:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands."""
+    """Add the commands `compare` and `analyse` to `app`."""
     register_comparison(app)
 
     @command(

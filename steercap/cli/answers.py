@@ -1,4 +1,4 @@
-"""`steercap persona answers`: answers that exist, read by a model."""
+"""`steercap persona answers`: activations of existing answers, as a model reads them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def table_of(answers: AnswersRead) -> Table:
-    """Return a table with a row per persona and level, with what was left out of it, and why."""
+    """Return a table with a row per persona and score level: numbers of answers used and left out, with reasons."""
     table = titled(
         str(answers.folder.vectors("NAME")), ("persona", "level", "answers", "left out"), words=("persona", "level")
     )
@@ -33,7 +33,7 @@ def table_of(answers: AnswersRead) -> Table:
 
 
 def document_of(answers: AnswersRead) -> dict[str, Any]:
-    """Return a result as plain data."""
+    """Return the result as a document for JSON: folders of means, number of default answers, receipts of personas."""
     return {
         "vectors": str(answers.folder.vectors("NAME").parent),
         "response_activations": str(answers.folder.activations("NAME").parent),
@@ -43,7 +43,7 @@ def document_of(answers: AnswersRead) -> dict[str, Any]:
 
 
 def register(persona: typer.Typer) -> None:
-    """Add the command."""
+    """Add the command `answers` to the group `persona`."""
 
     @command(
         persona,

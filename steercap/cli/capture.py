@@ -1,4 +1,4 @@
-"""`steercap capture`: activations of every prompt, one safetensors file each."""
+"""`steercap capture`: activations of every prompt, written to one safetensors file each."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from steercap.steering.directions import DirectionSet
 
 _row = partial(typer.Option, rich_help_panel="Rows (see docs/settings.md)")
-#: Maximum prompts whose heat maps are shown; all are in the files.
+#: Maximum number of prompts whose heat maps are shown; the files have the rows of all prompts.
 HEATMAPS: Final = 8
 
 
 @dataclass(frozen=True)
 class RowOptions:
-    """Options for the storage of rows and its size limits; options left out come from the environment."""
+    """Options for storing captured rows (activation vectors); those left out come from the environment."""
 
     codec: Annotated[
         str | None,
@@ -64,12 +64,12 @@ class RowOptions:
     ] = None
 
     def settings(self) -> dict[str, Any]:
-        """Return the options that were given, as arguments of SteerModel; not those of a capture's own spec."""
+        """Return the options that were given, as arguments of `SteerModel`; without those of `CaptureSpec`."""
         given, own = asdict(self).items(), ("codec", "attention")
         return {name: value for name, value in given if not name.startswith(own) and value is not None}
 
     def coding(self, sites: Sequence[str]) -> dict[str, Any]:
-        """Return the codec of these sites, as fields of CaptureSpec.
+        """Return the codec of these sites as fields of `CaptureSpec`: "codec", "k" and "seed", None if not set.
 
         Raises:
             typer.BadParameter: --codec-k or --codec-seed beside a file of codecs.
@@ -88,7 +88,7 @@ class RowOptions:
 
 
 def table_of(captured: list[Captured]) -> Table:
-    """Return a table with one row per captured file."""
+    """Return a table with a row per captured file: prompt, answer, numbers of points, of rows and of their elements."""
     total = sum(one.bytes for one in captured)
     size = f"{total / 1e6:,.1f} MB" if total >= 1e5 else f"{total:,} bytes"
     table = Table(expand=True, caption=f"{len(captured)} {'file' if len(captured) == 1 else 'files'}, {size} of rows")
@@ -104,8 +104,9 @@ def table_of(captured: list[Captured]) -> Table:
 
 
 def heatmaps_of(captured: list[Captured], directions: DirectionSet, layer: int, tokenizer: Any) -> list[TokenHeatmap]:
-    """Return heat maps of the first prompts' projections at one layer, token by token; a negative `layer` counts from
-    the last.
+    """Return heat maps, token by token, of the rows of the first `HEATMAPS` prompts projected on directions.
+
+    A negative `layer` counts from the last.
 
     Raises:
         InvalidSpec, LayerOutOfRange: the layer has no directions, or was not captured.
@@ -121,7 +122,7 @@ def heatmaps_of(captured: list[Captured], directions: DirectionSet, layer: int, 
 
 
 def check_heat(directions: DirectionSet, layer: int, layers: Layers, num_layers: int) -> None:
-    """Check that a layer's projections can be shown token by token; a negative `layer` counts from the last.
+    """Check that a layer is captured and has directions, for its heat map; a negative `layer` counts from the last.
 
     `layers` are the captured ones. `num_layers` is 0 if unknown, and then nothing is checked.
 
@@ -139,7 +140,7 @@ def check_heat(directions: DirectionSet, layer: int, layers: Layers, num_layers:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
+    """Add the command `capture` to `app`."""
 
     @command(
         app,

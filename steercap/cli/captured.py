@@ -68,7 +68,7 @@ class Store:
 
     @contextmanager
     def opened(self, **begun: Any) -> Iterator[Manifest]:
-        """Open the run, as `CaptureRun(folder, **begun)`; yield the manifest of the captures that it holds already.
+        """Open the run, as `CaptureRun(folder, **begun)`, and close it after the block; yield its captures' manifest.
 
         Raises:
             The errors of `CaptureRun`.
@@ -89,7 +89,7 @@ class Store:
                 run.close()
 
     def save(self, handle: CaptureHandle, name: str) -> tuple[Path, Layout, ManifestRequest]:
-        """Write rows under a name and list them; return the folder and the entries of the manifest.
+        """Write a capture as the file `name` and list it; return the folder, and its layout and entry in the manifest.
 
         Raises:
             OSError: neither folder can be written to.
@@ -103,7 +103,7 @@ class Store:
         return run.folder, run.layout_of(request), request
 
     def _elsewhere(self, error: OSError) -> CaptureRun:
-        """Continue in a temporary folder; only possible once."""
+        """Begin a run in a temporary folder after `error`; raise it if the run is in a temporary folder already."""
         if self.error is not None:
             raise error
         self.error = error
@@ -129,10 +129,10 @@ async def capture_to(
     *,
     steering: SteeringSpec | None = None,
 ) -> list[Captured]:
-    """Capture every prompt, and write each capture as its request ends, so that none stays in memory.
+    """Capture every prompt, writing each capture as its request ends; return their summaries, in order of prompts.
 
-    `out` is a folder, or a store of it. It gets `0000.safetensors` and so on, see `CaptureHandle.load`, and their
-    manifest. One with a part of the same captures is resumed: prompts that its manifest lists are skipped.
+    `out`, a folder or its store, receives `0000.safetensors` and so on, see `CaptureHandle.load`, and their manifest.
+    A folder with some of the same captures is resumed: prompts that its manifest lists are skipped.
 
     Raises:
         RunDiffers: the folder holds other captures.
@@ -171,7 +171,7 @@ def arguments_of_call(prompts: list[Prompt], params: dict[str, Any], spec: Captu
 
     Returns:
         The SHA-256 of all prompts, the sampling parameters, and the spec's layers, sites, tokens, reduction and
-        attention; `arguments_of_model` returns what needs the model.
+        attention, by name; `arguments_of_model` returns those that need the model.
     """
     known = [prompt.content if prompt.special is None else [prompt.content, prompt.special] for prompt in prompts]
     contents = msgspec.json.encode(known)
@@ -201,7 +201,7 @@ def arguments_of_model(model: SteerModel, spec: CaptureSpec, steering: SteeringS
 
 
 def captured_of(folder: Path, layout: Layout, request: ManifestRequest, prompt: Prompt, text: str) -> Captured:
-    """Return the summary of one prompt's capture from the manifest of its run."""
+    """Return the summary of one prompt's capture, from the manifest of its run; `text` is the generated text."""
     first = next(iter(layout.points[0].tensors.values()))
     return Captured(
         file=str(folder / request.file),
@@ -216,7 +216,7 @@ def captured_of(folder: Path, layout: Layout, request: ManifestRequest, prompt: 
 
 
 def check_goes_on(out: Path, arguments: dict[str, Any]) -> bool:
-    """Return whether a folder holds captures with the same inputs, as far as is known before the model is open.
+    """Return whether a folder has captures with these inputs (of `arguments_of_call`), which a call would resume.
 
     Raises:
         RunDiffers: it holds captures with other inputs.

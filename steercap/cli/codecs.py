@@ -1,4 +1,4 @@
-"""`steercap codecs check`: the cheapest codec that keeps what one asks of the rows of one's own texts."""
+"""`steercap codecs check`: choice of the cheapest codec that preserves given measures on rows of the user's texts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from steercap.errors import InvalidFile
 
 
 def labels_in(path: Path) -> dict[str, list[float]] | None:
-    """Read the labels of the texts of a file of JSONL, numbers by name in "labels"; None if no line has any.
+    """Read "labels" of a JSONL file of texts: values by label name, in order of lines; None if no line has labels.
 
     Raises:
         InvalidFile: a line lacks a label that another has, or one is no number.
@@ -52,7 +52,7 @@ def labels_in(path: Path) -> dict[str, list[float]] | None:
 
 
 def tables_of_codecs(records: list[dict[str, Any]]) -> list[Table]:
-    """Return a table of the measures that have a bar, and one of the others."""
+    """Return a table of the measures that have a required minimum, and one of the others; a row per site and codec."""
     from steercap.lab.mechanism.codec_judge import BARRED
 
     known = list(dict.fromkeys(name for record in records for name in record))
@@ -159,7 +159,7 @@ def _check(app: typer.Typer) -> None:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands."""
+    """Add the group `codecs` with the command `check` to `app`."""
     codecs = group_of("Codecs of stored rows.")
     app.add_typer(codecs, name="codecs")
     _check(codecs)

@@ -1,4 +1,4 @@
-"""`steercap collect`: a data set of activations from a corpus."""
+"""`steercap collect`: activations of a corpus, written as a data set."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _ray = partial(typer.Option, rich_help_panel="Many machines")
 
 @dataclass(frozen=True)
 class CorpusOptions:
-    """Options for reading a corpus."""
+    """Options for reading a corpus: file format, documents, and how they are cut into windows."""
 
     format: Annotated[str | None, _corpus(help="Format: jsonl, parquet, arrow or text (default: by file name).")] = None
     split: Annotated[str | None, _corpus(help="Split to read, if the folder has several.")] = None
@@ -53,7 +53,7 @@ class CorpusOptions:
     bos: Annotated[str, _corpus(help="Put the <bos> token before each document, each window, or none.")] = "document"
 
     def source(self, corpus: str) -> DocumentSource:
-        """Open the corpus.
+        """Open the corpus `corpus`: a file, a folder or a glob pattern.
 
         Raises:
             InvalidFile, InvalidSetting, UnknownName: see `open_source`.
@@ -67,7 +67,7 @@ class CorpusOptions:
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """Options for the tokens to keep."""
+    """Options that select the tokens whose activations are kept."""
 
     tokens: Annotated[
         str, _sample(help="Tokens to keep: all, prompt, generated, last_prompt, positions, slices, or several.")
@@ -80,7 +80,7 @@ class SampleOptions:
     below: Annotated[float | None, _sample(help="Maximum projection to keep.")] = None
 
     def sample(self, attention: int | None = None) -> TokenSample:
-        """Return the token sample that the options describe; `attention` is the option of this name.
+        """Return the token sample that the options describe; `attention` is the value of --attention.
 
         Raises:
             typer.BadParameter: --one-in together with --probe, or one of them with --attention; a probe of several
@@ -117,7 +117,7 @@ class SampleOptions:
 
 @dataclass(frozen=True)
 class RayOptions:
-    """Options for spreading the work over Ray actors."""
+    """Options for distributing the work over Ray actors."""
 
     ray: Annotated[int | None, _ray(min=1, help="Spread the work over N Ray actors, one engine each.")] = None
     ray_address: Annotated[
@@ -198,20 +198,20 @@ def bar_of(terminal: Terminal) -> Iterator[Callable[[Reached], None]]:
 
 @asynccontextmanager
 async def not_opened(options: ReachOptions, terminal: Terminal, **settings: Any) -> AsyncIterator[SteerModel]:
-    """Yield the model unopened, for actors to open."""
+    """Yield a model that is not open: each Ray actor opens its own."""
     with terminal.alone():
         yield await unopened(options, terminal, **settings)
 
 
 def words_of(reached: Reached) -> str:
-    """Describe the progress in words."""
+    """Return a line on the progress: tokens, tokens per second, bytes and bytes per second."""
     seconds = max(reached.seconds, 1e-9)
     size, speed = decimal(reached.bytes), decimal(int(reached.bytes / seconds))
     return f"{reached.tokens:,} tokens, {reached.tokens / seconds:,.0f}/s, {size}, {speed}/s"
 
 
 def told(collected: Collected) -> dict[str, Any]:
-    """Describe the result of a collection, as facts by name."""
+    """Return the totals of a collection as texts to show, by label."""
     totals, rate = collected.totals, collected.tokens / collected.seconds
     return {
         "documents": f"{totals.documents:,}",
@@ -226,7 +226,7 @@ def told(collected: Collected) -> dict[str, Any]:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
+    """Add the command `collect` to `app`."""
 
     @command(
         app,

@@ -1,4 +1,4 @@
-"""Commands from functions: groups of options, examples in the help, error reports and exit codes.
+"""Decorator that makes functions commands: groups of options, examples in the help, error reports and exit codes.
 
 Exit codes: 0 done, 1 it failed, 2 it was called wrongly, 130 interrupted, 143 terminated.
 """
@@ -32,19 +32,19 @@ from steercap.files.fingerprint import nearest_path
 FAILED: Final = 1
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-#: Function that makes an event loop.
+#: Factory of event loops.
 Loops = Callable[[], asyncio.AbstractEventLoop]
 
-#: Help options of every command.
+#: Context settings of every command: the options that show its help.
 CONTEXT: Final = {"help_option_names": ["-h", "--help"]}
 
 
-#: What typer says of a path that does not exist.
+#: Message of typer for a path that does not exist.
 _ABSENT: Final = re.compile(r"'(.+)' does not exist\.$")
 
 
 class Command(TyperCommand):
-    """Typer command whose help shows no value type for flags; a path that does not exist has the nearest one named."""
+    """Typer command without value types of flags in its help; its errors on absent paths name the most similar path."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _untyped(super().get_params(ctx))
@@ -73,7 +73,7 @@ def _untyped(parameters: list[Any]) -> list[Any]:
 
 
 def group_of(help_text: str, **settings: Any) -> typer.Typer:
-    """Create a group of commands; called without a command, it shows its help."""
+    """Create a group of commands, which shows its help if called without one; `settings` are those of `typer.Typer`."""
     return typer.Typer(
         help=help_text,
         cls=Group,
@@ -86,7 +86,7 @@ def group_of(help_text: str, **settings: Any) -> typer.Typer:
 
 
 def uv_loops() -> Loops:
-    """Return uvloop's event loop factory, which vLLM's server uses too."""
+    """Return uvloop's factory of event loops, which vLLM's server uses too."""
     with extra("cuda", "cpu"):
         import uvloop
 
@@ -96,7 +96,7 @@ def uv_loops() -> Loops:
 def command(
     app: typer.Typer, name: str, *, examples: Sequence[str], loops: Callable[[], Loops | None] = lambda: None
 ) -> Callable[[Function], Function]:
-    """Make a function a command of `app`; its docstring is the help.
+    """Return a decorator that makes a function a command of `app`; its docstring is the help.
 
     A parameter whose type is a dataclass of options stands for all of its fields. One of type `Terminal` receives the
     terminal, and adds the options of `Output`. Coroutines are run to their end.
@@ -135,7 +135,7 @@ def command(
 
 
 def _groups(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the parameters that stand for groups of options, by name."""
+    """Return the types of the parameters that stand for the terminal or a group of options, by parameter name."""
     return {
         name: kind
         for name, kind in get_type_hints(function).items()
@@ -144,7 +144,7 @@ def _groups(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _describe(run: Any, function: Callable[..., Any], groups: Mapping[str, Any]) -> None:
-    """Give `run` the signature that typer reads: the function's, with each group replaced by its fields."""
+    """Set the signature of `run` that typer reads to that of `function`, with each group replaced by its fields."""
     hints = get_type_hints(function, include_extras=True)
     own = [
         parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[name])
@@ -160,7 +160,7 @@ def _describe(run: Any, function: Callable[..., Any], groups: Mapping[str, Any])
 
 
 def _narrow(parameter: inspect.Parameter) -> inspect.Parameter:
-    """Return the parameter with a short metavar: typer's own take too much of the help's 80 columns."""
+    """Return the parameter with a short metavar, "N" or "PATH": typer's own are too wide for a help of 80 columns."""
     kind, *marks = get_args(parameter.annotation)
     optional = isinstance(kind, UnionType)
     inner = next(part for part in get_args(kind) if part is not type(None)) if optional else kind
@@ -226,14 +226,14 @@ def _expected(error: Exception) -> Exception | None:
 
 
 def _stop_at_once(number: int) -> None:
-    """Kill the engine's processes, and exit at once."""
+    """Kill the engine's processes, and exit at once with the code of signal `number`: 128 + `number`."""
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(128 + number)
 
 
 async def _until_stopped(work: Coroutine[Any, Any, None], terminal: Terminal) -> None:
-    """Run to the end, or cancel on SIGINT and SIGTERM, so that the engine stops; exit at once on a second signal.
+    """Run `work` to its end; SIGINT or SIGTERM cancels it, so that the engine stops, and a second one exits at once.
 
     Raises:
         KeyboardInterrupt: SIGINT was received.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from steercap.steering.layers import LayerVectors
     from steercap.steering.spec import SteeringSpec
 
-#: Content of a steering file; a dict holds experiments of activation capping as specs, by their ids.
+#: Content of a steering file; a dict has the specs of activation-capping experiments, by their ids.
 Content: TypeAlias = "SteeringSpec | LayerVectors | DirectionSet | dict[str, SteeringSpec]"
 #: Extensions of files of vectors in a folder.
 FILES: Final = (".gguf", ".pt", ".safetensors")
@@ -104,10 +104,10 @@ def _load_native(path: Path) -> Content:
 
 
 def directions_in(content: Content, path: Path) -> DirectionSet:
-    """Return the directions of a file; LayerVectors become one direction with their own name or the file's.
+    """Return the directions of a file; LayerVectors become one direction, named by themselves or else by the file.
 
     Raises:
-        InvalidFile: it holds steering, which has more than directions.
+        InvalidFile: the content is edits, not vectors.
     """
     from steercap.steering.directions import DirectionSet
     from steercap.steering.layers import LayerVectors
@@ -122,12 +122,12 @@ def directions_in(content: Content, path: Path) -> DirectionSet:
 def group_in(
     path: Path, *, layer: int, base: Literal[0, 1] | None, say: Callable[[str], object], **reading: Any
 ) -> DirectionSet:
-    """Return the vectors of one layer in a file, in all files of a folder, or in persona files: a folder, or one of it.
+    """Return the vectors of one layer in a file or in all files of a folder; persona files are read by `load_personas`.
 
-    `say` is told what persona files have; `reading` holds `level` and `raw` of `load_personas`.
+    `say` is called with a summary of persona files; `reading` are `level` and `raw` of `load_personas`.
 
     Raises:
-        InvalidFile: a folder without vectors, two vectors of one name, or a file that is none of vectors.
+        InvalidFile: a folder without vectors, two vectors of one name, or a file without vectors.
     """
     from steercap.files.base import read_pt
     from steercap.steering.directions import DirectionSet
@@ -150,7 +150,7 @@ def group_in(
 
 
 def only(directions: DirectionSet, name: str | None) -> LayerVectors:
-    """Return the direction of a name, or the only one.
+    """Return the direction called `name`; if `name` is None, the only direction.
 
     Raises:
         InvalidSpec: there is no such name, or there are several and no name is given.
@@ -163,7 +163,7 @@ def only(directions: DirectionSet, name: str | None) -> LayerVectors:
 
 
 def vectors_at(path: Path, level: str) -> LayerVectors:
-    """Read the one vector of a folder with `steering_vector.pt`, of a `.pt` file at a level, or of a file of vectors.
+    """Read one direction from a folder with `steering_vector.pt`, a `.pt` file's level, or a file of vectors.
 
     Raises:
         InvalidFile: it cannot be read.
@@ -182,7 +182,7 @@ def vectors_at(path: Path, level: str) -> LayerVectors:
 
 
 def chosen(experiments: dict[str, SteeringSpec], path: Path, name: str | None) -> SteeringSpec:
-    """Return the experiment of a name, or the only one.
+    """Return the experiment called `name`, from the file `path`; if `name` is None, the only experiment.
 
     Raises:
         InvalidSpec: there is no such name, or there are several and no name is given.
@@ -215,7 +215,7 @@ def write(
     base: Literal[0, 1] | None,
     model_hint: str,
 ) -> dict[str, Any]:
-    """Write the content of `source`, at some layers, as `target`; return facts about the written file, by name.
+    """Write some layers of the content of `source`, a file, to `target`; return facts about it to show, by name.
 
     `name` is one of several directions or experiments, or a new name for a single one; `base` is the row of layer 0 in
     a `.pt` file, `model_hint` the model hint in a GGUF file.
@@ -273,7 +273,7 @@ def _write_steering(spec: SteeringSpec, target: Path, form: Target) -> dict[str,
 
 
 def _named(directions: DirectionSet, name: str | None) -> DirectionSet:
-    """Select one of several directions, or rename the only one."""
+    """Return the direction `name` of several, or a single one renamed; all directions if `name` is None."""
     if name is None or name in directions or len(directions) > 1:
         return directions if name is None else directions.select(name)
     from dataclasses import replace

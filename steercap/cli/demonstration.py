@@ -1,9 +1,9 @@
 """The demonstration of `steercap demo`: the main job on a small real model, in a minute, with a picture.
 
 SmolLM2-135M answers several prompts at once; every layer's rows are captured while vLLM generates. The picture shows a
-logit lens of one prompt (what each layer would say next, if it were the last) and how far each layer tells
-praise from complaint along a direction found from the rows. That direction, added to and taken from one layer, then
-turns how a sentence goes on.
+logit lens of one prompt (what each layer would say next, if it were the last) and how far each layer separates
+praise from complaint along a direction computed from the rows. Added to and subtracted from one layer, it then
+changes how a sentence continues.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ QUESTIONS: Final = (
 LENS: Final = "The Eiffel Tower is in the city of"
 PRAISE: Final = ("wonderful", "delightful", "excellent", "beautiful", "superb", "charming", "brilliant", "lovely")
 COMPLAINT: Final = ("terrible", "dreadful", "awful", "ugly", "horrible", "boring", "hopeless", "nasty")
-#: The direction is computed from the first words and shown on the last, held-out ones.
+#: Templates of sentences; their direction is computed from the first words, and shown on the last `HELD_OUT` words.
 SENTENCES: Final = (
     "The film was {}",
     "I found the food {}",
@@ -82,7 +82,7 @@ async def run(out: Path, console: Console) -> Path:
 
 
 async def _answers(model: SteerModel, bar: Any) -> list[CaptureHandle]:
-    """Ask all questions at once; vLLM batches them."""
+    """Ask all questions in one batch; return the answers' handles in order, with the rows of all layers fetched."""
     from steercap.captures.stacking import flat
 
     todo = bar.add_task("generating, all layers captured", total=len(QUESTIONS))
@@ -102,7 +102,7 @@ async def _answers(model: SteerModel, bar: Any) -> list[CaptureHandle]:
 
 
 async def _studies(model: SteerModel, bar: Any) -> tuple[CaptureHandle, dict[str, torch.Tensor]]:
-    """Return rows for the lens, and the last rows of sentences of praise and complaint: [sentences, layers, hidden]."""
+    """Return the lens prompt's handle, and last rows of praise and complaint by name: [sentences, layers, hidden]."""
     from steercap.captures.stacking import stack
     from steercap.core.spec import CaptureSpec
 
@@ -120,7 +120,7 @@ async def _studies(model: SteerModel, bar: Any) -> tuple[CaptureHandle, dict[str
 
 
 async def _turned(model: SteerModel, projections: dict[str, torch.Tensor], bar: Any) -> dict[str, str]:
-    """Return continuations of the opening: unsteered, towards praise, and towards complaint, in one batch."""
+    """Return continuations of the opening by name, from one batch: unsteered, towards praise, towards complaint."""
     from steercap.steering.edits.add import Add
 
     todo = bar.add_task("steering", total=1)

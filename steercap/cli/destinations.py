@@ -1,5 +1,5 @@
-"""Destinations of results: checked before an engine is started, and replaced by a temporary file if writing fails; and
-the options of what a server records, and where.
+"""Checks, before an engine is started, that results can be written; their fallback to a temporary file; and the options
+of a server's recordings.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 RECORDING: Final = "Recording"
 #: Option of the commands that write files.
 Force: TypeAlias = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
-#: Extras that writing a file needs, by its extension.
+#: Extras of steercap that writing a file needs, by the file's extension.
 BROUGHT: Final = {".gguf": ("gguf",), ".png": ("plots",)}
 
 
 def file_ready(path: Path, *, extensions: Sequence[str], hint: str = "") -> None:
-    """Check that a file can be written, by writing one beside it.
+    """Check that a file can be written, by creating and removing one beside it.
 
     Call `may_replace` last: it asks the user about an existing file.
 
     Raises:
         MissingExtra: an extra that writing such a file needs is not installed.
-        typer.BadParameter: another extension, a folder, or an unwritable place.
+        typer.BadParameter: the extension is not in `extensions`, the path is a folder, or cannot be written to.
     """
     if path.suffix.lower() not in extensions:
         known = ", ".join(extensions)
@@ -55,7 +55,7 @@ def file_ready(path: Path, *, extensions: Sequence[str], hint: str = "") -> None
 
 
 def folder_ready(path: Path, option: str = "--out") -> None:
-    """Check that files can be written into a folder; the folder is created with the first file.
+    """Check that files can be written into a folder, by creating and removing one; the folder is not left behind.
 
     Raises:
         typer.BadParameter: files cannot be written, or the path is a file.
@@ -66,9 +66,9 @@ def folder_ready(path: Path, option: str = "--out") -> None:
 
 
 def may_replace(path: Path, terminal: Terminal, *, force: bool, pattern: str = "") -> None:
-    """Check that existing files may be overwritten: ask at a terminal; elsewhere `force` must allow it.
+    """Check that existing files may be overwritten: `force` allows it; else ask at a terminal, and refuse elsewhere.
 
-    The files are those of a pattern in the folder `path`, if there is one, and else `path` itself.
+    The files are those in the folder `path` that match the glob `pattern`; without a pattern, `path` itself.
 
     Raises:
         typer.BadParameter: files exist, and there is no terminal to ask on.
@@ -84,7 +84,7 @@ def may_replace(path: Path, terminal: Terminal, *, force: bool, pattern: str = "
 
 
 def saved(path: Path, save: Callable[[Path], object], terminal: Terminal) -> tuple[Path | None, OSError | None]:
-    """Write a result; if that fails, write it to a temporary folder.
+    """Write a result by calling `save` with `path`; if that fails, with a path in a temporary folder.
 
     Returns:
         Path of the written file, None if neither file could be written, so that the caller prints the result; and the
@@ -105,7 +105,7 @@ def saved(path: Path, save: Callable[[Path], object], terminal: Terminal) -> tup
 
 
 def _try(path: Path, option: str) -> None:
-    """Create and remove a file of a similar name, leaving everything as it was."""
+    """Check that a file can be created at a path, by creating one of a similar name; remove it and new folders."""
     missing = [folder for folder in path.parents if not folder.exists()]
     scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     made: list[Path] = []
@@ -126,7 +126,7 @@ def _try(path: Path, option: str) -> None:
 
 
 def _record(name: str, says: str, **more: Any) -> Any:
-    """Return an option of a server's recordings, which its environment variable sets too."""
+    """Return a command-line option of a server's recordings, which an environment variable sets too."""
     variable = f"{PREFIX}{name.partition('/')[0].upper().replace('-', '_')}"
     flags = "/".join(f"--{part}" for part in name.split("/"))
     return typer.Option(flags, help=says, envvar=variable, show_envvar=False, rich_help_panel=RECORDING, **more)
@@ -134,7 +134,7 @@ def _record(name: str, says: str, **more: Any) -> Any:
 
 @contextlib.contextmanager
 def _named(option: str) -> Iterator[None]:
-    """Name an option in the errors of its value."""
+    """Re-raise errors of the block as errors of the value of an option, named `option`."""
     try:
         yield
     except (typer.BadParameter, SteercapError) as error:
@@ -143,7 +143,7 @@ def _named(option: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RecordOptions:
-    """Options for what is recorded of requests that ask for nothing."""
+    """Options for what a server records of requests that do not ask for captures."""
 
     record: Annotated[str | None, _record("record", "Folder to record requests to.", metavar="PATH")] = None
     no_record: Annotated[
@@ -176,7 +176,7 @@ class RecordOptions:
         """Return the settings of the recorder; None without --record, or with --no-record.
 
         Raises:
-            typer.BadParameter: a value that does not fit, with its option.
+            typer.BadParameter: the value of an option, which the error names, is not valid.
         """
         if self.no_record:
             if self.record is not None and self.record != os.environ.get(f"{PREFIX}RECORD"):
@@ -213,7 +213,7 @@ class RecordOptions:
         return RecordSettings(folder, codecs, layers, tokens, limits=self._limits(), **asked)
 
     def _limits(self) -> RecordLimits:
-        """Return the limits of the folder."""
+        """Return the limits of the folder of recordings: total size, age, and size and age of a segment."""
         from steercap.captures.recordings import RecordLimits, WhenFull
 
         if not 1 <= self.record_gib * 2**30 < math.inf:
@@ -235,5 +235,5 @@ class RecordOptions:
 
 
 def _refused(name: str, value: float, accepted: str) -> typer.BadParameter:
-    """Return the error of a number that does not fit."""
+    """Return the error for a number that the option `--record-NAME` does not accept."""
     return typer.BadParameter(f"{value}; give {accepted}", param_hint=f"--record-{name}")

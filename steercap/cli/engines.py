@@ -58,7 +58,7 @@ class ModelOptions:
     ] = None
 
     def flags(self) -> list[str]:
-        """Return the command-line flags that give the same options."""
+        """Return command-line flags that give the same options, such as ["--dtype", "float16"]."""
         found = [] if self.model == SMOLLM2 else ["--model", self.model]
         for name, value in (("--dtype", self.dtype), ("--max-model-len", self.max_model_len)):
             found += [] if value is None else [name, str(value)]
@@ -67,10 +67,10 @@ class ModelOptions:
         return found + [word for argument in self.engine_arg or () for word in ("--engine-arg", argument)]
 
     def require_there(self) -> None:
-        """Check that a model that can only be on this machine exists; imports nothing heavy.
+        """Check that the model exists, if it can only be on this machine; imports nothing heavy.
 
         Raises:
-            ModelNotLoaded: it does not exist.
+            ModelNotLoaded: there is no such model.
         """
         if self.model != SMOLLM2:
             from steercap.engine.checkpoint import require_there
@@ -78,10 +78,10 @@ class ModelOptions:
             require_there(self.model)
 
     def look_up(self) -> Checkpoint:
-        """Return the facts about the model's checkpoint that are known without starting an engine.
+        """Return what is known of the model's checkpoint without starting an engine.
 
         Raises:
-            ModelNotLoaded: it can only be on this machine, and does not exist.
+            ModelNotLoaded: the model can only be on this machine, and is not.
         """
         from steercap.engine.checkpoint import look_up
         from steercap.lab.demo import DONE, NAME, cache_root
@@ -91,7 +91,7 @@ class ModelOptions:
         return look_up(self.model, folder if self.model == SMOLLM2 and (folder / DONE).exists() else None)
 
     def said(self) -> dict[str, Any]:
-        """Return the arguments of SteerModel that the user gave, besides the model.
+        """Return the arguments of `SteerModel` that the user gave, by name, besides the model.
 
         Raises:
             typer.BadParameter: an --engine-arg without "=".
@@ -103,7 +103,7 @@ class ModelOptions:
         return with_preset(found.pop("preset", None), found)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of SteerModel besides the model.
+        """Return the arguments of `SteerModel` by name, besides the model: the user's, and commands' defaults.
 
         Raises:
             The errors of `said`.
@@ -113,7 +113,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class ReachOptions(ModelOptions):
-    """Options of commands that a server can serve too: a warm engine, or the one of --url."""
+    """Options of commands that can also use a running server: a warm engine, or the server at --url."""
 
     url: Annotated[
         str | None,
@@ -125,12 +125,12 @@ class ReachOptions(ModelOptions):
         return super().flags() + (["--url", self.url] if self.url else [])
 
     def require_there(self) -> None:
-        """Check that the model exists, if it is to be opened here."""
+        """Check that the model exists on this machine, if it can only be there; a server's is not checked."""
         if self.url is None:
             super().require_there()
 
     def look_up(self) -> Checkpoint:
-        """Return the facts about the model's checkpoint; those of a server's are not known."""
+        """Return what is known of the model's checkpoint; for a server, only its URL as the name."""
         if self.url is None:
             return super().look_up()
         from steercap.engine.checkpoint import Checkpoint
@@ -139,7 +139,7 @@ class ReachOptions(ModelOptions):
 
 
 def pairs_of(texts: Iterable[str], option: str) -> Iterator[tuple[str, Any]]:
-    """Parse KEY=VALUE texts; a value is JSON, or else text.
+    """Parse KEY=VALUE texts to pairs of a key, "-" replaced by "_", and a value in JSON, or else the text itself.
 
     Raises:
         typer.BadParameter: a text without "=".
@@ -157,7 +157,7 @@ def pairs_of(texts: Iterable[str], option: str) -> Iterator[tuple[str, Any]]:
 
 
 def located(model: str) -> Path | str:
-    """Return the path or name of a model; `smollm2` becomes its folder, which is converted on first use.
+    """Return the path or name of a model as given; for `smollm2` the folder of SmolLM2, converted on first use.
 
     Raises:
         ModelNotLoaded: the package with SmolLM2 is not installed.
@@ -170,7 +170,7 @@ def located(model: str) -> Path | str:
 
 
 async def until_ready(engine: warm.WarmEngine) -> str | None:
-    """Wait until a warm engine answers, and return its address; None if it ends before."""
+    """Wait until a warm engine listens, and return its URL; None if the engine ends before."""
     path = Path(engine.socket)
     while not warm.listening(path):
         if warm.engine_at(path) is None:
@@ -180,7 +180,7 @@ async def until_ready(engine: warm.WarmEngine) -> str | None:
 
 
 def elsewhere(engine: warm.WarmEngine) -> str:
-    """Describe the first of `surroundings` in which an engine's are not those of this process, "" if none is."""
+    """Describe the first setting of `surroundings` that differs between an engine and this process; "" if none does."""
     here, there = surroundings(), engine.surroundings
     for name in sorted({*here, *there}):
         if here.get(name) != there.get(name):
@@ -189,12 +189,12 @@ def elsewhere(engine: warm.WarmEngine) -> str:
 
 
 def differing(engine: warm.WarmEngine, requested: Mapping[str, Any], left_out: frozenset[str]) -> str:
-    """Describe the first of vLLM's engine arguments in which an engine differs from those wanted, "" if none does.
+    """Describe the first of vLLM's engine arguments that differs between an engine and a request; "" if none does.
 
     Args:
         engine: the warm engine.
         requested: engine arguments that are asked for, by name.
-        left_out: names of arguments of which the engine's are taken if they are not asked for.
+        left_out: names of arguments that may differ if they are not asked for.
     """
     plain, there = as_stored(dict(requested)), {**engine.defaults, **engine.arguments}
     for name in sorted({*plain, *engine.arguments} - (left_out - plain.keys())):
@@ -206,14 +206,14 @@ def differing(engine: warm.WarmEngine, requested: Mapping[str, Any], left_out: f
 
 
 def as_stored(value: Any) -> Any:
-    """Return a value as a warm engine's record holds it, with lists in place of tuples."""
+    """Return a value as a warm engine's record has it: through JSON, with lists in place of tuples."""
     return msgspec.json.decode(msgspec.json.encode(value, enc_hook=str))
 
 
 async def unopened(
     options: ModelOptions, terminal: Terminal, *, reason: str | None = None, **settings: Any
 ) -> SteerModel:
-    """Load the model without starting it; arguments as for `opened`.
+    """Return the model without starting its engine; arguments as for `opened`.
 
     Raises:
         The errors of `SteerModel`.
@@ -227,7 +227,7 @@ async def unopened(
 
 
 def say_why(terminal: Terminal, reason: str | None = None) -> None:
-    """Say why an engine is started; without a reason, if there is a warm one, that the command cannot ask it."""
+    """Report on stderr why an engine is started: `reason`, or if None, that the command cannot use a warm one."""
     if reason is None and is_warm():
         reason = "this command needs the model in its own process, and cannot ask a warm engine"
     if reason:
@@ -235,7 +235,7 @@ def say_why(terminal: Terminal, reason: str | None = None) -> None:
 
 
 def is_warm() -> bool:
-    """Return whether this user has a warm engine, as far as can be seen."""
+    """Return whether this user has a warm engine, False if that cannot be found out."""
     try:
         return bool(warm.engines())
     except (InvalidFile, InvalidSetting, OSError):
@@ -246,12 +246,12 @@ def is_warm() -> bool:
 async def opened(
     options: ModelOptions, terminal: Terminal, *, reason: str | None = None, **settings: Any
 ) -> AsyncIterator[SteerModel]:
-    """Open the model; while it is open, only steercap writes to the terminal.
+    """Open the model for the block; meanwhile all other output to the terminal is redirected.
 
     Args:
         options: options for the model.
         terminal: terminal for status messages.
-        reason: why no warm engine is used, to be said; None if the command cannot use any.
+        reason: reason, shown to the user, why no warm engine is used; None if the command cannot use any.
         settings: settings of SteerModel that the command needs; the user's own take precedence.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Commands `evaluate`, methods beside each other on the same questions, and `rollouts`, many data sets of questions."""
+"""Commands `evaluate`, which compares methods on the same questions, and `rollouts`, for many sets of questions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from steercap.lab.studies.rollout_tables import RolloutSummary
     from steercap.model import SteerModel
 
-#: Options of both commands, which come before the file.
+#: Options of both commands, which take precedence over the YAML file.
 MaxTokens: TypeAlias = Annotated[int | None, typer.Option(min=1, help="Maximum tokens to generate (default 64).")]
 Temperature: TypeAlias = Annotated[
     float | None, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy (default).")
@@ -44,7 +44,7 @@ Seed: TypeAlias = Annotated[int | None, typer.Option(help="Seed of sampling.")]
 async def evaluated(
     model: SteerModel, evaluation: Evaluation, settings: EvaluationFile, out: Path, terminal: Terminal
 ) -> EvaluationResults:
-    """Run an evaluation with progress bars, resuming earlier work.
+    """Run an evaluation with progress bars, resuming earlier work in `out`; return its results.
 
     Args:
         model: an open model.
@@ -65,11 +65,11 @@ async def evaluated(
 
 
 def check(evaluation: Evaluation, settings: EvaluationFile, out: Path, planned: Preflight) -> None:
-    """Check that an evaluation can be run.
+    """Check before a model starts that an evaluation, its measures, tasks and folder are valid for the model.
 
     Raises:
         MissingExtra: the extra "evaluation" is not installed.
-        InvalidSpec, UnknownName: measures or tasks that do not exist or do not fit.
+        InvalidSpec, UnknownName: a measure or task does not exist or cannot be used.
         RunDiffers, InvalidFile: the folder holds another evaluation.
         The errors of `SteeringSpec` against a model.
     """
@@ -83,7 +83,7 @@ def check(evaluation: Evaluation, settings: EvaluationFile, out: Path, planned: 
 
 
 def check_conditions(evaluation: Evaluation, out: Path, planned: Preflight) -> None:
-    """Check that a folder holds no other evaluation, and that all edits fit the model.
+    """Check that `out` has no other evaluation, and that the edits of all conditions fit the model.
 
     Raises:
         RunDiffers, InvalidFile: the folder holds another evaluation.
@@ -97,16 +97,16 @@ def check_conditions(evaluation: Evaluation, out: Path, planned: Preflight) -> N
 
 
 def sites_in(evaluation: Evaluation) -> tuple[str, ...]:
-    """Return the sites that any method edits, which must be armed; the residual stream if none does."""
+    """Return the sites that the methods edit, to arm in the engine; ("resid_post",) if there are none."""
     specs = [evaluation.spec(condition) for condition in evaluation.conditions()]
     return tuple(dict.fromkeys(site for spec in specs for site in sites_of(spec))) or ("resid_post",)
 
 
 def report(results: EvaluationResults, settings: EvaluationFile, out: Path, terminal: Terminal, *, plot: bool) -> None:
-    """Show every method at every dose, and all methods at equal cost; write and draw the results.
+    """Show a table of all methods at every dose, and one at equal cost; write both to `out`, with a picture if `plot`.
 
     Raises:
-        InvalidSpec: there is no such column to match by.
+        InvalidSpec: `settings.by` is not a column of the results.
         OSError: a file cannot be written; the tables have been shown.
     """
     by = settings.by or next(iter(results.tasks), None)
@@ -131,7 +131,7 @@ def report(results: EvaluationResults, settings: EvaluationFile, out: Path, term
 
 
 def summary_table(results: EvaluationResults) -> Table:
-    """Return a table with a row per method and dose."""
+    """Return a table with a row per method and dose: means of all columns, with 95 % intervals."""
     table = titled(
         "every dose; in brackets 95 % over questions", ["method", "dose", *results.columns], words=["method"]
     )
@@ -143,7 +143,7 @@ def summary_table(results: EvaluationResults) -> Table:
 
 
 def matched_table(results: EvaluationResults, matched: Sequence[Matched], where: str) -> Table:
-    """Return a table with a row per method, at equal cost."""
+    """Return a table with a row per method, at equal cost `where`: means of all columns, between doses."""
     table = titled(f"at {where}, between doses", ["method", "dose", *results.columns], words=["method"])
     for line in matched:
         dose = f"{line.dose:.3g}" if line.how == "interpolated" else f"{line.dose:.3g}, {line.how}"
@@ -152,7 +152,7 @@ def matched_table(results: EvaluationResults, matched: Sequence[Matched], where:
 
 
 async def rolled(model: SteerModel, settings: RolloutFile, out: Path, terminal: Terminal) -> list[RolloutSummary]:
-    """Run rollouts with a progress bar for each kind of work, resuming earlier work.
+    """Run rollouts with a progress bar for each kind of work, resuming earlier work; return a summary per data set.
 
     Raises:
         The errors of `steercap.lab.studies.rollouts.run_rollouts`.
@@ -171,11 +171,11 @@ async def rolled(model: SteerModel, settings: RolloutFile, out: Path, terminal: 
 
 
 def check_rollouts(settings: RolloutFile, out: Path, model: ModelOptions) -> tuple[str, ...]:
-    """Check that rollouts can be run, and return the sites that they edit.
+    """Check before a model starts that rollouts can be run; return the sites that they edit.
 
     Raises:
-        ModelNotLoaded: the model or the sentence encoder is not there.
-        InvalidSpec: no data set, one twice, or one without what it needs; and the errors of `check_conditions`.
+        ModelNotLoaded: the model or the sentence encoder is not installed.
+        InvalidSpec: no data set, one twice, one without a rubric for the judge; and errors of `check_conditions`.
     """
     from steercap.lab.measures.scores.minilm import encoder_folder
     from steercap.lab.studies.rollouts import checked_sets
@@ -201,7 +201,7 @@ def _cells(line: Any, columns: Sequence[str]) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to JSON data, with NaN as null."""
+    """Convert structs, dicts and sequences to JSON data, with NaN and infinity as null."""
     match value:
         case msgspec.Struct():
             return _plain(msgspec.structs.asdict(value))
@@ -215,7 +215,7 @@ def _plain(value: Any) -> Any:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
+    """Add the commands `evaluate` and `rollouts` to `app`."""
 
     @command(
         app,

@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 
 class MethodFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Method in a YAML file; see `steercap.lab.studies.evaluation.Method`. Without any key it means no steering.
+    """Method in a YAML file; see `steercap.lab.studies.evaluation.Method`. Without any key it is no steering.
 
     Args:
         file: path of steering, vectors or directions, relative to the folder of the YAML file.
-        name: one of several directions of the file.
+        name: name of the direction to use, if the file has several.
         base: row of layer 0 in a `.pt` file.
         layers: layers at which vectors are added, all at once; all of the file's if left out.
-        tokens: tokens at which vectors are added, as in the shell; generated if left out.
-        doses: factors of the steering.
-        system: a system prompt.
-        random: name of the method that this is a random control of; excludes all keys above.
-        count: number of random controls; they are one row in tables.
+        tokens: tokens at which vectors are added, as for the option `--tokens`; generated if left out.
+        doses: factors by which the steering is multiplied.
+        system: system prompt.
+        random: name of the method of which this is a random control; excludes all keys above.
+        count: number of random controls; tables have one row for all of them.
         seed: seed of the random controls.
     """
 
@@ -50,7 +50,7 @@ class MethodFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     seed: int = 0
 
     def method(self, name: str) -> Method:
-        """Return the method, if it is no control.
+        """Return the method, called `name`; not for a random control. Reads its file.
 
         Raises:
             InvalidFile, InvalidSpec: a file cannot be read, or `Method` refuses its arguments.
@@ -82,8 +82,8 @@ class EvaluationFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         measures: as for a sweep: names in `MEASURES`, "score:evil", "score:mine.yaml:keywords".
         expressions: regular expressions by name; each measures the share of answers that match.
         tasks: names in `steercap.lab.studies.evaluation.TASKS`.
-        by: column that methods are matched by; the first task if left out.
-        at: value that they are matched at; the most that all reach if left out.
+        by: column whose value is equal for all methods that are compared; the first task if left out.
+        at: this value; if left out, the highest that all methods reach.
     """
 
     methods: dict[str, MethodFile]
@@ -100,7 +100,7 @@ class EvaluationFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     at: float | None = None
 
     def evaluation(self) -> Evaluation:
-        """Create the evaluation.
+        """Create the evaluation, with all random controls; reads the files of methods and questions.
 
         Raises:
             InvalidFile, InvalidSpec: files cannot be read, a control names a method that does not exist, or
@@ -128,7 +128,7 @@ class EvaluationFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         )
 
     def all_measures(self) -> list[str | Measure]:
-        """Return all measures, by name or as objects, those of expressions included.
+        """Return the names or objects of all measures, with one for each of the regular expressions.
 
         Raises:
             UnknownName, InvalidFile, InvalidSpec: a measure does not exist, or does not fit.
@@ -139,7 +139,7 @@ class EvaluationFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         return [*named, *(Matches(name, pattern) for name, pattern in self.expressions.items())]
 
 
-#: Keys of a file of rollouts that are paths.
+#: Keys of a file of rollouts whose values are paths.
 PATHS: Final = ("trained", "averaged", "questions", "positive", "negative")
 
 
@@ -151,14 +151,14 @@ class RolloutFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     Args:
         data_sets: names of the data sets.
         trained: trained vector: a folder with `steering_vector.pt`, or a file of vectors.
-        averaged: difference of means, in a file of vectors or of levels, such as `vectors/{name}.pt`; "" for none.
+        averaged: file of a difference of means, of vectors or of levels, such as `vectors/{name}.pt`; "" for none.
         level: level of the averaged vector in a `.pt` file.
         questions: a file with a question per line, or a list.
         positive, negative: files with a text per line, for the classifier.
         rubric: prompt of the judge, with {question} and {answer}.
         judge: arguments of `steercap.lab.measures.scores.judge.Judge`; no judge if left out.
         scales, layers: as for `rollout_methods`; `layers` are those of the trained vector if left out.
-        tokens: tokens to steer, as in the shell.
+        tokens: tokens to steer, as for the option `--tokens`.
         chat, samples, seed, max_tokens, temperature: as for an evaluation.
     """
 
@@ -181,7 +181,7 @@ class RolloutFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     temperature: float = 0.0
 
     def make_judge(self) -> Judge | None:
-        """Return the judge, None without one.
+        """Return the judge; None if `judge` has no arguments.
 
         Raises:
             InvalidSetting: an argument is unknown, missing or not valid.
@@ -191,7 +191,7 @@ class RolloutFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return cast("Judge", make_scorer("judge", self.judge)) if self.judge else None
 
     def sets(self) -> Iterator[RolloutSet]:
-        """Yield the data sets; the files of each are read when it is taken.
+        """Yield the data sets in order; the files of each are read only then.
 
         Raises:
             InvalidFile, InvalidSpec: a file cannot be read, or does not fit.
@@ -227,10 +227,10 @@ class RolloutFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 def read_evaluation(path: Path, flags: Mapping[str, Any]) -> EvaluationFile:
-    """Read the settings of a YAML file; flags override them.
+    """Read an evaluation from a YAML file and from flags (option to value), which override it unless None.
 
     Raises:
-        InvalidFile: no valid YAML, or a key that is unknown, missing or of the wrong type.
+        InvalidFile: the file is not YAML, or a key is unknown, missing or of the wrong type.
     """
     found = yaml_keys(path, "methods: and questions:", paths=("questions",))
     if isinstance(found.get("methods"), dict):
@@ -240,17 +240,17 @@ def read_evaluation(path: Path, flags: Mapping[str, Any]) -> EvaluationFile:
 
 
 def read_rollouts(path: Path, flags: Mapping[str, Any]) -> RolloutFile:
-    """Read the settings of a YAML file of rollouts; flags override them.
+    """Read rollouts from a YAML file and from flags (option to value), which override it unless None.
 
     Raises:
-        InvalidFile: no valid YAML, or a key that is unknown, missing or of the wrong type.
+        InvalidFile: the file is not YAML, or a key is unknown, missing or of the wrong type.
     """
     found = yaml_keys(path, "data_sets:, trained: and others", paths=PATHS)
     return settings_of(RolloutFile, found, flags, path)
 
 
 def _located(folder: Path, method: Any) -> Any:
-    """Return a method with its file's path relative to a folder resolved; None becomes no steering."""
+    """Return a method's keys, with the path of its file made relative to `folder`; {}, no steering, for None."""
     if isinstance(method, dict) and isinstance(method.get("file"), str):
         return {**method, "file": str(folder / method["file"])}
     return {} if method is None else method

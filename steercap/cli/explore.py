@@ -1,4 +1,4 @@
-"""`steercap explore`: the page of a model in a browser, served to this machine only."""
+"""`steercap explore`: the explorer of a model in a browser, served on this machine only."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from steercap.cli.terminal import Terminal
 from steercap.errors import InvalidSetting
 from steercap.files import warm
 
-#: Address that the explorer listens on.
+#: Host address that the explorer listens on.
 HOST: Final = "127.0.0.1"
-#: Bytes forwarded at once.
+#: Maximum number of bytes forwarded at once.
 PART: Final = 1 << 16
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
+    """Add the command `explore` to `app`."""
 
     @command(
         app,
@@ -91,12 +91,12 @@ def register(app: typer.Typer) -> None:
 
 
 async def _forward(engine: warm.WarmEngine, port: int, terminal: Terminal, *, browser: bool) -> None:
-    """Forward a port of this machine to a warm engine's socket, and open its page, until the command is interrupted.
+    """Forward a TCP port of this machine to a warm engine's socket, and open the page, until SIGINT or SIGTERM.
 
     Connections of other users are closed.
 
     Raises:
-        InvalidSetting: the system does not tell whose a connection is.
+        InvalidSetting: the system does not tell which user opened a connection.
         OSError: the port is in use.
     """
     if not await asyncio.to_thread(os.path.exists, "/proc/net/tcp"):
@@ -134,7 +134,7 @@ async def _forward(engine: warm.WarmEngine, port: int, terminal: Terminal, *, br
 
 
 def user_of(ours: tuple[str, int], theirs: tuple[str, int]) -> int | None:
-    """Return the id of the user that connected to an address of this machine from another; None if unknown.
+    """Return the id of the user that connected from the address `theirs` to `ours`, (host, port) each; None if unknown.
 
     Linux lists the sockets of a machine: the client's is the one whose own address is `theirs`, and whose peer is
     `ours`.
@@ -151,7 +151,7 @@ def user_of(ours: tuple[str, int], theirs: tuple[str, int]) -> int | None:
 
 
 async def _copied(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Write to one end what comes from the other, until it closes."""
+    """Forward bytes from `reader` to `writer` until the connection is closed; then close `writer`."""
     try:
         while data := await reader.read(PART):
             writer.write(data)
@@ -163,6 +163,6 @@ async def _copied(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 
 async def opened(terminal: Terminal, page: str, *, browser: bool) -> None:
-    """Open the page in a browser if wanted."""
+    """Open the page in a browser if `browser`; say so if there is none."""
     if browser and not await asyncio.to_thread(webbrowser.open, page):
         terminal.say("no browser could be opened from here; open the address yourself")

@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
 
 def inspected_dataset(path: Path, *, verify: bool) -> tuple[dict[str, Any], list[RenderableType]]:
-    """Describe a data set, as a document and as tables; `verify` compares the SHA-256 of its files, not their sizes
-    alone.
+    """Describe a data set of activations, as a document for JSON and as tables.
+
+    `verify` compares the SHA-256 of its files, not their sizes alone.
 
     Raises:
-        InvalidFile: it cannot be read.
+        InvalidFile: the definition, a receipt or the totals cannot be read.
     """
     from steercap.lab.datasets import DatasetFolder
 
@@ -83,7 +84,7 @@ def _as_text(value: Any) -> str:
 
 
 def _norms(folder: DatasetFolder, *, complete: bool) -> list[RenderableType]:
-    """Return a table of the norms of each point's rows; none for a data set that is incomplete or damaged."""
+    """Return a table of the norms of each point's sampled rows; [] for a data set that is incomplete or damaged."""
     from rich.table import Table
 
     if not complete or not folder.definition.statistics_every:
@@ -97,19 +98,19 @@ def _norms(folder: DatasetFolder, *, complete: bool) -> list[RenderableType]:
     return [table]
 
 
-#: Summary of a folder: as a document, and as tables.
+#: Summary of a folder: a document for JSON, and tables.
 Found: TypeAlias = "tuple[dict[str, Any], list[RenderableType]]"
-#: Maximum captures whose texts are shown.
+#: Maximum number of captures whose generated texts are shown.
 SHOWN: Final = 8
 
 
 def inspected_folder(path: Path, *, verify: bool = False) -> Found:
-    """Describe a folder, as a document and as tables: a run of a command, an SAE, a model, or with other known files.
+    """Describe a folder, as a document for JSON and as tables: a command's run, an SAE, a model, or other files.
 
-    `verify` reads the files that a manifest lists; otherwise only their sizes are compared.
+    `verify` compares the SHA-256 of the files that a manifest lists; otherwise only their sizes are compared.
 
     Raises:
-        InvalidFile: it holds no file that steercap knows, or cannot be read.
+        InvalidFile: the folder has no file that steercap knows, or a file cannot be read.
     """
     known: tuple[tuple[str, Callable[[Path], Found]], ...] = (
         ("settings.json", _persona),
@@ -178,7 +179,7 @@ def _sweep(path: Path) -> Found:
 
 
 def _requested_answers(definition: SweepDefinition) -> int:
-    """Return the number of answers that a sweep asks for, which does not depend on its vectors' values."""
+    """Return the number of answers to generate in a sweep with this definition."""
     from steercap.lab.studies.sweeps import Sweep
     from steercap.steering.layers import LayerVectors
 
@@ -264,7 +265,7 @@ def _describe_files(path: Path) -> Found:
 
 
 def _run(path: Path, *, verify: bool) -> Found:
-    """Describe a run of captures by its manifest."""
+    """Describe a run of captures by its manifest; `verify` as for `inspected_folder`."""
     from steercap.captures.manifest import Manifest
     from steercap.captures.saving import numbered
 
@@ -302,7 +303,7 @@ def _distinct(values: Iterable[str]) -> str:
 
 
 def _texts(path: Path, names: list[str]) -> Table:
-    """Return a table of the generated texts of the first captures."""
+    """Return a table of the generated texts of the first `SHOWN` of the files `names` in a folder."""
     from steercap.captures.files import read_header
 
     shown = [name for name in names if (path / name).exists()][:SHOWN]
@@ -346,7 +347,7 @@ def _kind(path: Path) -> str:
 
 
 def _tables_in(path: Path, names: tuple[str, ...]) -> dict[str, str]:
-    """Return the number of records of each table of a run that exists."""
+    """Return the number of records of each of the run's tables `names` that exists, as text by name."""
     files = {name: path / f"{name}.parquet" for name in names}
     return {name: f"{_records(file):,}" for name, file in files.items() if file.exists()}
 

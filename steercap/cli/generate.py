@@ -1,4 +1,4 @@
-"""`steercap generate`: texts, with or without steering, or both side by side; and `steercap demo`, in a minute."""
+"""`steercap generate`: texts, with or without steering, or both side by side; and the demonstration `steercap demo`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _sampling = partial(typer.Option, rich_help_panel="Sampling")
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """Sampling options."""
+    """Options for sampling: maximum tokens, temperature, seed and number of answers."""
 
     max_tokens: Annotated[int, _sampling(min=1, help="Maximum tokens to generate.")] = 64
     temperature: Annotated[float, _sampling(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0
@@ -39,7 +39,7 @@ class SamplingOptions:
     samples: Annotated[int, _sampling(min=1, help="Number of answers per prompt (default 1).")] = 1
 
     def params(self) -> dict[str, Any]:
-        """Return the fields of vLLM's SamplingParams.
+        """Return the options as fields of vLLM's SamplingParams.
 
         Raises:
             typer.BadParameter: several answers that would be identical, or a number out of range.
@@ -53,15 +53,15 @@ class SamplingOptions:
 
 
 class PrintedAnswer(msgspec.Struct, frozen=True):
-    """Answer to a prompt.
+    """Answer to a prompt, without steering, with it, or both.
 
     Args:
         prompt: text of the prompt.
         sample: number of the answer, from 0.
         clean: text without steering, None if not asked for.
         steered: text with steering, None without.
-        tokens: number of generated tokens of both.
-        rows_edited: number of rows that each edit touched, in the order of the spec; None without steering.
+        tokens: number of generated tokens of both texts together.
+        rows_edited: number of rows that each edit changed, in the order of the spec; None without steering.
     """
 
     prompt: str
@@ -81,13 +81,13 @@ async def answer(
     steering: SteeringSpec | None = None,
     compare: bool = False,
 ) -> list[PrintedAnswer]:
-    """Answer every prompt: without steering, with it, or both with the same seed.
+    """Answer every prompt, in order: without steering, with it, or both with the same seed; report tokens per second.
 
     Args:
         model: an open model.
         prompts: texts and conversations.
         params: fields of vLLM's SamplingParams.
-        terminal: terminal for the bars.
+        terminal: terminal for progress bars.
         steering: edits, None for none.
         compare: True to answer without steering too.
 
@@ -119,7 +119,7 @@ async def answer(
 
 
 def table_of(answers: list[PrintedAnswer]) -> Table:
-    """Return a table of answers, without and with steering side by side where both exist."""
+    """Return a table of answers, with unsteered and steered texts side by side where both exist."""
     kinds = [kind for kind in ("clean", "steered") if any(getattr(one, kind) is not None for one in answers)]
     titles = {"clean": "answer" if len(kinds) == 1 else "clean", "steered": "steered"}
     table = Table(show_lines=True, expand=True)
@@ -133,7 +133,7 @@ def table_of(answers: list[PrintedAnswer]) -> Table:
 
 
 def report(model: str, answers: list[PrintedAnswer], out: Path | None, terminal: Terminal) -> None:
-    """Show the answers, and write them to a file if one is given.
+    """Show the answers; if `out` is given, first write them to it as JSON lines.
 
     Raises:
         OSError: the file cannot be written; its content was printed on stdout.
@@ -158,7 +158,7 @@ def report(model: str, answers: list[PrintedAnswer], out: Path | None, terminal:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands `demo` and `generate` to the app."""
+    """Add the commands `demo` and `generate` to `app`."""
 
     @command(app, "demo", examples=["steercap demo", "steercap demo --out /tmp/demo"])
     async def demo(

@@ -1,4 +1,4 @@
-"""`steercap inspect`: summary of a file or folder, read no further than needed."""
+"""`steercap inspect`: summary of a file or folder, of which no more is read than needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from steercap.core.display import layers_by_site, span
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile
 
-#: Maximum rows of a table of records that are shown.
+#: Maximum number of records of a Parquet table that are shown.
 ROWS: Final = 5
 #: Maximum characters of a value, and of a column's name or type, in a table for a terminal of 80 columns.
 CELL: Final = 28
@@ -27,15 +27,15 @@ WIDEST: Final = 24
 
 
 def inspected(path: Path, *, verify: bool = False) -> tuple[dict[str, Any], list[RenderableType]]:
-    """Describe a file or a folder, as a document and as tables.
+    """Describe a file or a folder, as a document for JSON and as tables.
 
     Args:
         path: captures, steering, vectors, directions, a Parquet table, a GGUF control vector, or a `.pt`; or a folder,
             see `inspected_folder`.
-        verify: True to read the files that a manifest lists, or those of a data set.
+        verify: True to compare the SHA-256 of the files that a manifest lists, or of a data set's files.
 
     Raises:
-        InvalidFile: it cannot be read, is none of these, or has no manifest to verify it by.
+        InvalidFile: the path cannot be read, is none of these, or has no manifest to verify it by.
     """
     if verify and not any((path / name).is_file() for name in ("manifest.json", "definition.json")):
         raise InvalidFile(f"{path} has no manifest.json and is not a data set, so its files cannot be verified")
@@ -205,13 +205,13 @@ def _parquet(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
 
 
 def _cell(value: Any) -> str:
-    """Return a value as short text on one line."""
+    """Return a value as one line of at most `CELL` characters."""
     text = "''" if value == "" else " ".join(str(value).split())
     return text if len(text) <= CELL else f"{text[: CELL - 1]}…"
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command `inspect` to the app."""
+    """Add the command `inspect` to `app`."""
 
     @command(
         app,

@@ -1,4 +1,4 @@
-"""`steercap models`: the verified architectures with their accuracy; or, of one model, what it would be served with."""
+"""`steercap models`: the verified architectures with their accuracy; or how one model would be served."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 #: Tables of vLLM's registry with models that generate text.
 GENERATING: Final = frozenset({"text_generation", "multimodal", "transformers_supported"})
-#: Tables with models that pool.
+#: Tables of vLLM's registry with pooling models.
 POOLING: Final = frozenset(
     {"embedding", "late_interaction", "reward", "sequence_classification", "token_classification"}
 )
-#: State and reason of architectures in vLLM's other tables, whatever their layers are.
+#: State and reason of architectures in the other tables of vLLM's registry, by table.
 OTHERS: Final[Mapping[str, tuple[str, str]]] = {
     "speculative_decoding": (
         "refused",
@@ -41,32 +41,32 @@ OTHERS: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "previously_supported": ("refused", "the installed vLLM no longer has it"),
 }
-#: The same of architectures in none.
+#: State and reason of architectures in no table of vLLM's registry.
 UNREGISTERED: Final = (
     "unknown",
     "the installed vLLM does not register it; it can run only with transformers' modules",
 )
-#: Architectures whose layers run several times in a pass.
+#: Architectures whose layers run several times in a forward pass.
 LOOPED: Final = frozenset({"HrmTextForCausalLM", "IQuestLoopCoderForCausalLM"})
 
 #: Beginning of the reason in records of models that steercap does not refuse: their rows differ from transformers', or
 #: vLLM cannot run them on the device of the record.
 NOT_REFUSED: Final = "not proved, not refused"
-#: Sites that a record of derived sites has if it covers more than the stream.
+#: Sites in a record of derived sites if it covers more than the residual stream.
 _BLOCKS: Final = frozenset({"attn_out", "mlp_out"})
-#: Meaning of "derived".
+#: Explanation of the state "derived".
 DERIVES: Final = "the start derives its sites and serves those that pass its checks, or refuses the model"
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """Support of an architecture, as far as it can be told without starting an engine.
+    """Support of an architecture by steercap, as far as it is known without starting an engine.
 
     Args:
-        architecture: its name.
+        architecture: name in `config.json`.
         state: "proved", "known", "derived", "refused" or "unknown".
-        reason: what that means for it.
-        family: family that knows it, "" for none.
-        pools: True if it pools, and generates nothing.
+        reason: explanation of the state.
+        family: name of the family of layers that covers the architecture, "" for none.
+        pools: True for a pooling model, which generates no text.
     """
 
     architecture: str
@@ -77,17 +77,17 @@ class Standing(msgspec.Struct, frozen=True):
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """Answer about one model.
+    """Description of one model, from its configuration.
 
     Args:
         model: name or folder, as given.
-        standing: support of its architecture.
+        standing: support of the model's architecture.
         layers, width: number of decoder layers, and elements of a row of the stream; 0 if unknown.
         sites: layers that have each site, by site; `resid_pre` and `resid_post` alone where a start derives the rest;
             none of a model that is refused or unknown.
-        weights: bytes of its weights in 16 bits, or as they are quantised; None if unknown.
+        weights: bytes of the weights in 16 bits, or as they are quantised; None if unknown.
         memory: bytes of steercap's own buffers with default settings, by setting.
-        command: command that serves it, or captures with it if it pools.
+        command: command that serves the model, or captures with a pooling one; "" if it is refused.
     """
 
     model: str
@@ -101,7 +101,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 def standing_of(architecture: str, known: tuple[str, ...] = ()) -> Standing:
-    """Return the support of an architecture.
+    """Return the support of an architecture, from families, records of comparisons and vLLM's registry.
 
     Args:
         architecture: name in `config.json`.
@@ -130,7 +130,7 @@ def standing_of(architecture: str, known: tuple[str, ...] = ()) -> Standing:
 
 
 def by_transformers(architecture: str) -> bool:
-    """Check if vLLM can run an architecture by transformers' modules; vLLM's own condition."""
+    """Return whether vLLM can run an architecture by transformers' modules, by vLLM's own condition."""
     with extra("cuda", "cpu"):
         import transformers
     try:
@@ -141,13 +141,13 @@ def by_transformers(architecture: str) -> bool:
 
 
 def _state(architecture: str, family: str, proved: Sequence[ProvedModel], tables: set[str]) -> tuple[str, str]:
-    """Return the state of an architecture and its reason.
+    """Return the state of an architecture, and the reason, as in `Standing`.
 
     Args:
-        architecture: its name.
-        family: name of the family that knows it, "" for none.
-        proved: its records.
-        tables: names of its tables in vLLM's registry.
+        architecture: name in `config.json`.
+        family: name of the family that covers the architecture, "" for none.
+        proved: records of the architecture's comparisons with transformers.
+        tables: names of the tables of vLLM's registry that list the architecture.
     """
     compared = [record for record in proved if record.against_transformers and not record.refused]
     tried = ", ".join(sorted({f"{record.vllm} on {record.device}" for record in compared}))
@@ -174,7 +174,7 @@ def facts_of(name: str) -> ModelFacts:
     """Describe a model from its config.json, with nothing downloaded or started.
 
     Raises:
-        ModelNotLoaded: there is none on this machine, or its config.json cannot be read.
+        ModelNotLoaded: the model is not on this machine, or its config.json cannot be read or names no architecture.
     """
     from steercap.config import Settings
     from steercap.engine.checkpoint import look_up, require_there
@@ -205,14 +205,14 @@ def facts_of(name: str) -> ModelFacts:
 
 
 def _command(name: str, standing: Standing) -> str:
-    """Return a command that runs a model, "" if it is refused."""
+    """Return a command line that runs the model, "" if it is refused."""
     if standing.pools and standing.state != "refused":
         return f"steercap capture TEXT --model {name} --engine-arg runner=pooling --out FOLDER"
     return "" if standing.state == "refused" else f"steercap serve {name} --sites all"
 
 
 def _config_of(checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
-    """Return transformers' configuration, and further architectures that its layers may be of."""
+    """Return transformers' configuration, or None, and the architectures of the language model in a wrapper."""
     from steercap.architectures.families import architectures_within
 
     with extra("cuda", "cpu"):
@@ -228,7 +228,7 @@ def _config_of(checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
 
 
 def _sites(standing: Standing, config: Any, layers: int) -> dict[str, str]:
-    """Return the layers of each site, as far as the configuration says."""
+    """Return the layers that have each site, as text by site, as far as the configuration tells."""
     from steercap.architectures.families import FAMILIES
     from steercap.architectures.families.derived import SITES as NEEDED_SITES
     from steercap.architectures.sites import SITES
@@ -248,7 +248,7 @@ def _sites(standing: Standing, config: Any, layers: int) -> dict[str, str]:
 
 
 def _spans(layers: Iterable[int]) -> str:
-    """Write layers as "0-3, 5"."""
+    """Return ascending layers as text, such as "0-3, 5"."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and runs[-1][-1] == layer - 1:
@@ -259,7 +259,7 @@ def _spans(layers: Iterable[int]) -> str:
 
 
 def _weights(checkpoint: Checkpoint, config: Any) -> int | None:
-    """Return the bytes of a model's weights, by its files, or else by the parameters that its configuration makes."""
+    """Return the bytes of a model's weights, from its files or else its configuration; None if unknown."""
     from steercap.engine.memory import DTYPE_BYTES, weights_in
 
     if checkpoint.bytes:
@@ -281,7 +281,7 @@ def _weights(checkpoint: Checkpoint, config: Any) -> int | None:
 
 
 def _is_model(part: str) -> bool:
-    """Check if an argument is a model's folder or its name on a hub, and no part of an architecture's name."""
+    """Return whether an argument is a model's folder or hub name, rather than part of an architecture's name."""
     return "/" in part or part.startswith(".") or Path(part, "config.json").is_file()
 
 
@@ -303,7 +303,7 @@ def _answered(model: ModelFacts) -> Table:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
+    """Add the command `models` to `app`."""
 
     @command(app, "models", examples=["steercap models", "steercap models ./model", "steercap models qwen3 --json"])
     async def models(

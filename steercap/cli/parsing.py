@@ -1,4 +1,4 @@
-"""Parsers of what the command line gives: layers, sites, tokens, and `--steer` with the options beside it."""
+"""Parsers of options' texts: layers, sites, tokens, numbers, and the steering of `--steer` and its further options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from steercap.steering.spec import SteeringSpec
 
 _steering = partial(typer.Option, rich_help_panel="Steering")
-#: Options of several commands that read files of vectors.
+#: Options `--base` and `--level` of several commands that read files of vectors.
 Base: TypeAlias = Annotated[int | None, typer.Option(min=0, max=1, help="Index of layer 0 in a .pt tensor: 0 or 1.")]
 Level: TypeAlias = Annotated[
     str | None,
@@ -33,7 +33,7 @@ Level: TypeAlias = Annotated[
 
 
 def layers_of(text: str) -> Layers:
-    """Parse layers: "all", "8", "8,16,-1" or "4:20:2".
+    """Parse layers: "all" to itself, "8" or "8,16,-1" to a list, "4:20:2" to a slice.
 
     Raises:
         typer.BadParameter: the text is not of this form.
@@ -46,7 +46,7 @@ def layers_of(text: str) -> Layers:
 
 
 def tokens_of(text: str) -> Any:
-    """Parse tokens: a name, "3", "-5:", or several of these separated by commas.
+    """Parse a token selection: a name such as "prompt", a position "3", a slice "-5:", or several with commas.
 
     Raises:
         typer.BadParameter: the text is not of this form.
@@ -56,7 +56,7 @@ def tokens_of(text: str) -> Any:
 
 
 def names_of(text: str) -> tuple[str, ...]:
-    """Parse names separated by commas.
+    """Parse names separated by commas, without spaces around them.
 
     Raises:
         typer.BadParameter: there are none.
@@ -68,7 +68,7 @@ def names_of(text: str) -> tuple[str, ...]:
 
 
 def numbers_of(text: str) -> tuple[float, ...]:
-    """Parse numbers separated by commas.
+    """Parse numbers separated by commas, such as "0.5,1,2".
 
     Raises:
         typer.BadParameter: an entry is not a number.
@@ -80,10 +80,10 @@ def numbers_of(text: str) -> tuple[float, ...]:
 
 
 def dtype_of(text: str) -> Any:
-    """Return a floating-point dtype by its name.
+    """Return the floating-point `torch.dtype` of a name, such as "bfloat16".
 
     Raises:
-        typer.BadParameter: there is none of this name.
+        typer.BadParameter: there is no floating-point dtype of this name.
     """
     import torch
 
@@ -116,7 +116,7 @@ def _slice(text: str) -> slice:
 
 
 def _integer(part: str, text: str) -> int:
-    """Parse one number of `text`, which holds layers; raise BadParameter if it is none."""
+    """Parse `part` of the option's text `text`; raise BadParameter if it is not a whole number."""
     try:
         return int(part)
     except ValueError:
@@ -127,7 +127,7 @@ def _integer(part: str, text: str) -> int:
 
 @dataclass(frozen=True)
 class SteerOptions:
-    """Options for steering."""
+    """Options for steering: a file, and where and how strongly its vectors are added."""
 
     steer: Annotated[
         Path | None,
@@ -151,10 +151,10 @@ class SteerOptions:
     base: Annotated[int | None, _steering(min=0, max=1, help="Index of layer 0 in a .pt tensor: 0 or 1.")] = None
 
     def spec(self) -> SteeringSpec | None:
-        """Return the steering, None without --steer.
+        """Return the steering spec that the options describe; None without --steer.
 
         Raises:
-            typer.BadParameter: options that need a file or vectors, or vectors without a layer.
+            typer.BadParameter: an option lacks the vectors that it needs, or vectors of several layers lack a choice.
             InvalidFile, InvalidSpec: the file holds other content, or lacks the name or layer.
         """
         said = [
@@ -197,7 +197,7 @@ class SteerOptions:
         )
 
     def _asked(self, text: str, known: list[int]) -> list[int]:
-        """Parse --steer-layers. Negative layers are refused, since a file may stop before the model's last layer."""
+        """Parse --steer-layers; `known` are the file's layers, which may end before the model's: no negative ones."""
         from steercap.core.spec import resolve_layers
 
         layers = layers_of(text)
@@ -214,12 +214,12 @@ class SteerOptions:
 
 
 def sites_of(spec: SteeringSpec | None) -> tuple[str, ...]:
-    """Return the sites that a spec edits, which must be armed."""
+    """Return the sites that a spec edits, each once, to arm in the engine; () for None."""
     return tuple(dict.fromkeys(edit.site for edit in spec.of_rows())) if spec is not None else ()
 
 
 def base_of(base: int | None) -> Literal[0, 1] | None:
-    """Return a base that was checked to be 0, 1 or left out, with its type narrowed."""
+    """Return `base`, which the option has checked to be 0, 1 or None, with a narrower type."""
     assert base in {0, 1, None}
     return cast("Literal[0, 1] | None", base)
 
@@ -235,7 +235,7 @@ def _refuse(texts: list[str], why: str) -> None:
 
 
 def named(texts: Sequence[str], option: str) -> list[tuple[str, str]]:
-    """Parse texts of the form NAME=VALUE.
+    """Parse texts of the form NAME=VALUE to pairs, for the option `option`.
 
     Raises:
         typer.BadParameter: a text is not of this form.
@@ -250,7 +250,7 @@ def named(texts: Sequence[str], option: str) -> list[tuple[str, str]]:
 
 
 def steering_in(text: str) -> Any:
-    """Decode steering in JSON; a text that is none is the name of a file's."""
+    """Decode steering in JSON; text that is not JSON is returned as it is: the name of a file of --vectors."""
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
@@ -258,10 +258,10 @@ def steering_in(text: str) -> Any:
 
 
 def refuse(why: str, given: Mapping[str, object]) -> None:
-    """Refuse the first option that was given, by its flag; the value of one that was left out is None.
+    """Refuse options, given as values by flag, None for one that was left out; `why` is the reason.
 
     Raises:
-        typer.BadParameter: one was given.
+        typer.BadParameter: an option was given; the error names the first.
     """
     for flag, value in given.items():
         if value is not None:

@@ -29,20 +29,19 @@ if TYPE_CHECKING:
     from steercap.core.spec import Layers
     from steercap.lab.personas import PersonaResult, PersonaSettings, Trait
 
-#: Maximum characters per line of a command that is printed for pasting.
+#: Maximum characters per line of a printed command.
 FOLD: Final = 94
 
 
 def sweeps_of(
     result: PersonaResult, settings: PersonaSettings, given: Mapping[str, str], model: ModelOptions
 ) -> list[str]:
-    """Return a sweep command for each vector: at its best layer, on the trait's questions, which are written to the
-    folder of the run.
+    """Return a sweep command for each trait with a vector: at its best layer, on its questions, written to a file.
 
-    `given` holds the user's name or file of each trait, by trait name.
+    `given` has the user's name or file of each trait, by trait name.
 
     Raises:
-        OSError: the questions cannot be written.
+        OSError: the questions cannot be written to the folder of the run.
     """
     from steercap.files.base import write_whole
 
@@ -72,7 +71,7 @@ def sweeps_of(
 
 
 def folded(command: str) -> str:
-    """Fold a command into shell lines; each starts with an option, with its values on the same line."""
+    """Return a command as shell text of several lines; each begins with an option, its values on the same line."""
     parts: list[str] = []
     for word in shlex.split(command):
         if not parts or word.startswith("-"):
@@ -90,7 +89,7 @@ def folded(command: str) -> str:
 
 @dataclass(frozen=True)
 class SizeOptions(roles.AnswerOptions):
-    """Options for sizes."""
+    """Options for the amount of answers of traits: questions, system prompts, samples and tokens."""
 
     n_questions: Annotated[int | None, roles.size_option(min=2, help="Number of questions of each trait.")] = None
     n_prompts: Annotated[
@@ -121,7 +120,7 @@ class ScoreOptions:
 
 
 def trait_of(text: str) -> str | Trait:
-    """Return the name of a shipped trait, or load a trait from a YAML file.
+    """Return the text, the name of a shipped trait; or the trait in a YAML file, if it names one.
 
     Raises:
         InvalidFile: the file holds no trait.
@@ -132,12 +131,12 @@ def trait_of(text: str) -> str | Trait:
 
 
 def is_file(text: str) -> bool:
-    """Return whether a trait is given as a file."""
+    """Return whether a trait is given as a YAML file, by the text's extension."""
     return text.endswith((".yaml", ".yml"))
 
 
 def settings_of(traits: list[str], sizes: SizeOptions, scores: ScoreOptions, **further: Any) -> PersonaSettings:
-    """Return the settings that the flags describe.
+    """Return the settings of a run that the flags describe; `traits` are names or YAML files.
 
     Raises:
         InvalidSetting, UnknownName: `PersonaSettings` refuses the values.
@@ -154,7 +153,7 @@ def settings_of(traits: list[str], sizes: SizeOptions, scores: ScoreOptions, **f
 
 
 def table_of(result: PersonaResult) -> Table:
-    """Return a table with a row per trait: the number of answers that showed it, and its vector's AUC."""
+    """Return a table with a row per trait: numbers of answers kept, mean scores, best layer, and the vector's AUC."""
     from steercap.lab.directions import chance_band
 
     layers = len(result.directions.layers)
@@ -180,13 +179,13 @@ def table_of(result: PersonaResult) -> Table:
 
 
 def left_out_of(result: PersonaResult) -> list[Table]:
-    """Return a table of the reasons why traits have no vector; none if all have one."""
+    """Return a table of the reasons why traits have no vector; [] if all have one."""
     reasons = {name: one.left_out for name, one in result.outcomes.items() if one.left_out}
     return [facts("left out", reasons)] if reasons else []
 
 
 def traits_table(traits: Mapping[str, Trait]) -> Table:
-    """Return a table with a row per trait."""
+    """Return a table with a row per trait: description, and numbers of questions and system prompts."""
     table = Table()
     table.add_column("trait", style="cyan", no_wrap=True)
     table.add_column("description", ratio=1)
@@ -200,7 +199,7 @@ def traits_table(traits: Mapping[str, Trait]) -> Table:
 
 
 def trait_facts(trait: Trait) -> Table:
-    """Return a table of everything in one trait."""
+    """Return a table of all texts of one trait: description, system prompts, questions and keywords."""
     lists = {
         "shown by system prompts": trait.positive,
         "and its opposite by": trait.negative,
@@ -213,7 +212,7 @@ def trait_facts(trait: Trait) -> Table:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands."""
+    """Add the group `persona` to `app`, with the commands of traits, roles and answers."""
     persona = group_of("Personas: from the description of a trait to its vector.")
     app.add_typer(persona, name="persona")
     _register_run(persona)
@@ -275,13 +274,13 @@ def _register_run(app: typer.Typer) -> None:
 
 
 def check(settings: PersonaSettings, layers: Layers, out: Path, planned: Preflight) -> None:
-    """Check that a run is possible.
+    """Check before a model starts that its rows can be captured and that the folder has no other run.
 
     Raises:
         typer.BadParameter: a sampling parameter is out of range.
         MissingExtra: the extra "personas" is not installed.
         RunDiffers, InvalidFile: the folder holds another run.
-        UnknownName, LayerOutOfRange, PointNotArmed: rows cannot be captured there.
+        UnknownName, LayerOutOfRange, PointNotArmed: rows cannot be captured at these layers or this site.
     """
     from steercap.core.spec import CaptureSpec
     from steercap.lab.personas.folder import check_same
@@ -306,7 +305,7 @@ def report(
         settings: settings of the run.
         given: the user's name or file of each trait, by trait name.
         model: options for the model of the run.
-        terminal: terminal to show it on.
+        terminal: terminal for the output.
 
     Raises:
         OSError: the questions cannot be written; everything else has been shown.

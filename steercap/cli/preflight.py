@@ -1,4 +1,4 @@
-"""Checks against the engine that a command will start, made before it is started; and the choice of a warm one."""
+"""Checks of a command's settings before its engine is started; and the choice of a warm engine in its place."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ if TYPE_CHECKING:
 
 #: Sites whose rows are as wide as the residual stream, which config.json gives.
 HIDDEN_WIDTH_SITES = ("embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "final_norm")
-#: Arguments of vLLM that override config.json.
+#: Engine arguments of vLLM that override a model's config.json.
 OVERRIDES = ("hf_overrides", "hf_config_path")
-#: Engine arguments that, left out of a command, are those of the warm engine.
+#: Engine arguments in which a warm engine may differ from a command that leaves them out.
 TAKEN: Final = frozenset(
     {
         *("dtype", "max_model_len", "enforce_eager", "gpu_memory_utilization", "kv_cache_memory_bytes"),
         *("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "pipeline_parallel_size"),
     }
 )
-#: Settings of steercap that, left out of a command, are still compared: they decide what rows are.
+#: Settings of steercap in which a warm engine must equal a command even if it leaves them out: they determine rows.
 COMPARED: Final = frozenset({"codec", "codec_k", "codec_seed"})
 
 
 @dataclass(frozen=True)
 class Preflight:
-    """Facts about an engine that are known before it is started.
+    """Facts about an engine that are known before it is started, and checks against them.
 
     Args:
-        model: checkpoint, from its config.json; with layers and width 0 if unknown, when nothing is checked.
+        model: checkpoint, from its config.json; layers and width are 0 if unknown, and then nothing is checked.
         settings: steercap's own settings.
     """
 
@@ -66,7 +66,7 @@ class Preflight:
 
     @property
     def points(self) -> tuple[Point, ...]:
-        """Points that will be armed.
+        """Points at which the engine will have taps.
 
         Raises:
             LayerOutOfRange: the settings name a layer that the model does not have.
@@ -77,10 +77,10 @@ class Preflight:
         """Check that the rows of a capture spec can be captured.
 
         Raises:
-            UnknownName, LayerOutOfRange, PointNotArmed: they cannot be captured.
+            UnknownName, LayerOutOfRange, PointNotArmed: a point of the spec does not exist, or has no tap.
             InvalidSpec: there are no directions for a layer that is asked for, or a codec keeps more numbers than a row
                 of the stream has.
-            InvalidVector: directions of another width than the rows.
+            InvalidVector: the directions are not as wide as the rows.
         """
         if self.model.layers:
             from steercap.architectures.sites import SITES, placed
@@ -105,7 +105,7 @@ class Preflight:
         """Check that the rows that a server records can be captured, in their codecs.
 
         Raises:
-            typer.BadParameter: they cannot.
+            typer.BadParameter: a layer or site cannot be captured.
         """
         from steercap.core.spec import resolve_layers
         from steercap.errors import SteercapError
@@ -121,7 +121,7 @@ class Preflight:
             raise typer.BadParameter(str(error), param_hint=option) from error
 
     def check_layers(self, layers: Iterable[int], site: str) -> None:
-        """Check that some layers have taps at a site.
+        """Check that the layers have taps at a site.
 
         Raises:
             UnknownName, LayerOutOfRange, PointNotArmed: a tap is missing.
@@ -131,7 +131,7 @@ class Preflight:
         self.check_capture(CaptureSpec(layers=tuple(layers), sites=site))
 
     def check_steering(self, spec: SteeringSpec | None) -> None:
-        """Check that the edits of a spec fit the model.
+        """Check that the edits of a spec fit the model; nothing is checked for None, or sites of unknown width.
 
         Raises:
             The errors of `steercap.steering.lowering.lower`.
@@ -156,7 +156,7 @@ class Preflight:
 
         Raises:
             LayerOutOfRange, PointNotArmed: a layer that the model or the directions do not have.
-            InvalidVector: they have another width.
+            InvalidVector: the directions are not as wide as the rows.
         """
         from steercap.core.spec import resolve_layers
 
@@ -168,10 +168,10 @@ class Preflight:
             self.check_width(directions.width, "--directions")
 
     def check_width(self, width: int, what: str) -> None:
-        """Check that vectors are as wide as rows of the residual stream.
+        """Check that vectors of `width` elements are as wide as the residual stream; `what` names them in the error.
 
         Raises:
-            InvalidVector: they have another width.
+            InvalidVector: the widths differ.
         """
         from steercap.errors import InvalidVector
 
@@ -183,11 +183,11 @@ class Preflight:
 
 
 def preflight(options: ModelOptions, **settings: Any) -> Preflight:
-    """Return the facts known about the engine that `opened` would start with the same arguments.
+    """Return the facts known about the engine that `opened` would start with the same arguments; nothing is started.
 
     Raises:
-        ModelNotLoaded: the model can only be on this machine, and does not exist.
-        InvalidSetting, UnknownName, LayerOutOfRange: settings that do not fit, or not the model.
+        ModelNotLoaded: the model can only be on this machine, and is not.
+        InvalidSetting, UnknownName, LayerOutOfRange: a setting is not valid, or names a layer that the model lacks.
     """
     from steercap.config import Settings, environment
 
@@ -205,7 +205,7 @@ def preflight(options: ModelOptions, **settings: Any) -> Preflight:
 
 
 def check_sampling(*, temperature: float, seed: int | None = None, samples: int = 1, max_tokens: int = 1) -> None:
-    """Check that vLLM accepts sampling parameters.
+    """Check that vLLM accepts these sampling parameters; `samples` is the number of answers per prompt.
 
     Raises:
         typer.BadParameter: a parameter is out of range.
@@ -222,13 +222,13 @@ def check_sampling(*, temperature: float, seed: int | None = None, samples: int 
 
 @asynccontextmanager
 async def reached(options: ReachOptions, terminal: Terminal, **settings: Any) -> AsyncIterator[Any]:
-    """Reach the model: at --url, in a warm engine that fits, or else in an engine of the command's own.
+    """Open the model for the block: the server at --url, a warm engine that fits, or else an engine of the command.
 
     Args:
         options, terminal, settings: as for `opened`.
 
     Yields:
-        A RemoteModel or a SteerModel.
+        A RemoteModel for a server or warm engine, else a SteerModel.
 
     Raises:
         typer.BadParameter: options of an engine beside --url.
@@ -258,7 +258,7 @@ async def reached(options: ReachOptions, terminal: Terminal, **settings: Any) ->
 
 
 def fitting(options: ReachOptions, settings: Mapping[str, Any]) -> tuple[warm.WarmEngine | None, str]:
-    """Return the warm engine that fits, or None and why none does, "" if there is none at all."""
+    """Return a warm engine that fits, and ""; or None, and the reason why none fits, "" if there is no warm engine."""
     try:
         there = warm.engines()
     except (InvalidFile, InvalidSetting, OSError) as error:
@@ -274,7 +274,7 @@ def fitting(options: ReachOptions, settings: Mapping[str, Any]) -> tuple[warm.Wa
 
 
 def _mismatch(engine: warm.WarmEngine, options: ReachOptions, settings: Mapping[str, Any]) -> str:
-    """Return why a warm engine of the model cannot do the work, "" if it can."""
+    """Return the reason why a warm engine of the model does not fit the command, "" if it fits."""
     from steercap.config import Settings, environment
 
     reason = warm.outdated(engine)

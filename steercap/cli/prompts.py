@@ -1,5 +1,5 @@
-"""Prompts and texts from the command line, from files and from stdin; a request for each, with a limit on those under
-way so that rows find room.
+"""Prompts and texts from the command line, files and stdin; and their requests, of which a limited number runs at once,
+so that captured rows have room.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from steercap.steering.spec import SteeringSpec
 
 _prompts = partial(typer.Option, rich_help_panel="Prompts")
-#: Maximum requests under way: more than vLLM runs at once by default, so that its batch is full.
+#: Maximum requests in flight without captures: more than vLLM runs at once by default, so that its batch is full.
 UNDER_WAY: Final = 512
-#: Maximum requests under way that capture, whose rows stay until they are written.
+#: Maximum requests in flight with captures, whose rows stay in memory until they are written.
 CAPTURING: Final = 32
-#: Option of the commands that read texts.
+#: Option `--special-tokens` of the commands that read texts.
 SpecialTokens: TypeAlias = Annotated[
     bool | None,
     _prompts(
@@ -43,7 +43,7 @@ SpecialTokens: TypeAlias = Annotated[
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """Options for prompts."""
+    """Options for prompts: texts, files, and how they become input of the model."""
 
     prompts: Annotated[
         list[str] | None, typer.Argument(metavar="PROMPT", help="Prompts, or [cyan]-[/cyan] for stdin.")
@@ -61,7 +61,7 @@ class PromptOptions:
     special_tokens: SpecialTokens = None
 
     def read(self) -> list[Prompt]:
-        """Return every prompt, in order.
+        """Return every prompt, in order: those of the command line, then stdin, then the file.
 
         Raises:
             typer.BadParameter: there is no prompt.
@@ -91,8 +91,8 @@ class Prompt:
 
     Args:
         content: the text, or messages as dicts with "role" and "content".
-        special: True to add the tokenizer's special tokens; None means True for a text, with a warning if it has them,
-            and False for a conversation.
+        special: True to add the tokenizer's special tokens; None means True for a text, with a warning if the text has
+            them already, and False for a conversation.
     """
 
     content: str | list[dict[str, str]]
@@ -100,12 +100,12 @@ class Prompt:
 
     @property
     def shown(self) -> str:
-        """Text to show for it: the text itself, or the last message."""
+        """Text that represents the prompt in output: the text itself, or the last message's."""
         return self.content if isinstance(self.content, str) else self.content[-1]["content"]
 
 
 def questions_of(given: str | tuple[Any, ...]) -> list[Any]:
-    """Return questions of a file, one a line, or of a list.
+    """Return questions from a file, one per line, or from a tuple; a question of several turns is a list of texts.
 
     Raises:
         InvalidFile: the file cannot be read, or a conversation in it has messages that are not the user's.
@@ -134,12 +134,12 @@ def _prompt(name: str, number: int, value: Any) -> Prompt:
 
 
 def records_of(name: str) -> Iterator[tuple[int, Any]]:
-    """Iterate over the non-empty lines of a file, "-" for stdin, with their numbers from 1; lines of JSONL are decoded.
+    """Yield the number, from 1, and text of each non-empty line of a file ("-" for stdin); JSONL lines are decoded.
 
     A file is JSONL if its name ends in .jsonl, and stdin if its first line starts with a brace.
 
     Raises:
-        InvalidFile: it cannot be read, is empty, or a line is not JSON.
+        InvalidFile: the file cannot be read, is empty, or a line is not JSON.
     """
     try:
         text = _stdin() if name == "-" else Path(name).read_bytes().decode()
@@ -156,7 +156,7 @@ def records_of(name: str) -> Iterator[tuple[int, Any]]:
 
 
 def _stdin() -> str:
-    """Read all of stdin; a lone carriage return is kept."""
+    """Return all of stdin as text; a lone carriage return does not end a line."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(newline="\n")
     if sys.stdin is None:
@@ -165,7 +165,7 @@ def _stdin() -> str:
 
 
 def _parsed(name: str, number: int, line: str) -> Any:
-    """Parse a line of a file as JSON; raise InvalidFile, with name and number of the line, if it is none."""
+    """Decode line `number` of the file `name` as JSON; raise InvalidFile, which names both, if it is not JSON."""
     try:
         return msgspec.json.decode(line)
     except msgspec.DecodeError as error:
@@ -181,10 +181,10 @@ async def run_each(
     steering: SteeringSpec | None = None,
     capture: CaptureSpec | None = None,
 ) -> None:
-    """Run prompts as one request each, and pass each result on as the request ends.
+    """Run prompts as one request each, and pass each result to `take` as its request ends, in any order.
 
-    `take` gets the number of the prompt, its Generation (None for a pooling model, which only reads it, without
-    `params`), and a fetched handle if rows are kept, which is released afterwards. `capture` has one sample of each.
+    `take` is called with the prompt's index, its Generation (None for a pooling model, which generates nothing), and,
+    with `capture`, a fetched handle, which is released afterwards. With `capture`, `params` asks for one sample.
 
     Raises:
         The errors of `SteerModel.generate`, the first of them.
@@ -214,7 +214,7 @@ async def run_each(
 
 
 def _questions(path: str, messages: list[dict[str, str]]) -> list[str]:
-    """Return the user's messages of a conversation in a file.
+    """Return the texts of a conversation in the file `path`, all of whose messages must be the user's.
 
     Raises:
         InvalidFile: the conversation has messages that are not the user's.

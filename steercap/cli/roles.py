@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def along(axis: AssistantAxis, run: RoleRun, layer: int) -> Table:
-    """Return a table of roles and assistant along the axis, the assistant's end last."""
+    """Return a table of roles and the assistant by their projection on the axis at a layer, with scores of answers."""
     table = titled(
         f"along the assistant axis ({axis.how}), layer {layer}",
         ("role", "projection", "kept", "of", "score"),
@@ -40,7 +40,7 @@ def along(axis: AssistantAxis, run: RoleRun, layer: int) -> Table:
 
 
 def by_layer(axis: AssistantAxis, stability: Stability) -> Table:
-    """Return a table of the axis at each layer, with its stability beside chance."""
+    """Return a table of the axis at each layer: norm, principal component, and stability compared with chance."""
     shared = "questions" if stability.over == "questions" else "roles and questions"
     table = titled(
         f"the axis ({axis.how}) by layer",
@@ -63,7 +63,7 @@ def by_layer(axis: AssistantAxis, stability: Stability) -> Table:
 
 
 def document_of(axis: AssistantAxis, run: RoleRun) -> dict[str, Any]:
-    """Return the axis without its vectors, for JSON."""
+    """Return a run's outcomes and its axis, without the vectors, as a document for JSON."""
     return {
         "folder": str(run.folder),
         "model": axis.vectors.model,
@@ -76,12 +76,12 @@ def document_of(axis: AssistantAxis, run: RoleRun) -> dict[str, Any]:
     }
 
 
-#: Options of sizes and of scoring, of traits and of roles.
+#: Makers of options for sizes and for scoring, in the commands of traits and of roles.
 size_option = partial(typer.Option, rich_help_panel="Sizes")
 scoring_option = partial(typer.Option, rich_help_panel="Scoring")
 
 
-#: Argument and option of the commands that read a run of roles.
+#: Argument `folder` and option `--how` of the commands that read a run of roles.
 RolesFolder: TypeAlias = Annotated[
     Path, typer.Argument(metavar="FOLDER", help="Folder of a finished `steercap persona roles`.")
 ]
@@ -89,7 +89,7 @@ AxisKind: TypeAlias = Annotated[
     Literal["contrast", "pca"],
     typer.Option(help="Direction: assistant minus roles, or first component of the roles."),
 ]
-#: Arguments of a scorer, of traits and of roles.
+#: Option `--scorer-arg` of the commands of traits and of roles.
 ScorerArguments = Annotated[
     list[str] | None, scoring_option(metavar="KEY=VALUE", help="Argument of the scorer, value in JSON; repeatable.")
 ]
@@ -97,7 +97,7 @@ ScorerArguments = Annotated[
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """Options for answers of traits and of roles; those left out are the paper's, or with --small fit for a laptop."""
+    """Options for generating answers, of traits and of roles; defaults are the paper's, or with --small a laptop's."""
 
     small: Annotated[bool, size_option("--small", help="Sizes for a small model on a CPU: minutes, not hours.")] = False
     n_samples: Annotated[int | None, size_option("--samples", min=1, help="Number of answers per question.")] = None
@@ -108,7 +108,7 @@ class AnswerOptions:
 
 @dataclass(frozen=True)
 class RoleOptions(AnswerOptions):
-    """Options for the roles, the amount of answers, and which answers are kept."""
+    """Options of a run of roles: roles, questions, number of answers, and the scorer that selects answers."""
 
     questions: Annotated[
         Path | None, typer.Option(help="File of questions, in place of the folder's: .txt, .csv, .jsonl or .parquet.")
@@ -130,7 +130,7 @@ class RoleOptions(AnswerOptions):
     min_kept: Annotated[int | None, scoring_option(min=1, help="Minimum number of kept answers of a role.")] = None
 
     def settings(self, path: Path | None, **further: Any) -> RoleSettings:
-        """Return the settings that the flags describe.
+        """Return the settings that the flags describe, for roles at `path` (None: those shipped); `further` override.
 
         Raises:
             InvalidFile, UnknownName, InvalidSetting: `load_roles` or `RoleSettings` refuse the values.
@@ -157,7 +157,7 @@ class RoleOptions(AnswerOptions):
 
 
 def shard_of(text: str) -> tuple[int, int]:
-    """Parse `--shard`, a part of the roles, such as "0/2".
+    """Parse `--shard`, the part of the roles that this process runs, such as "0/2".
 
     Returns:
         Index of the part, from 0, and number of parts.
@@ -172,7 +172,7 @@ def shard_of(text: str) -> tuple[int, int]:
 
 
 def register(persona: typer.Typer) -> None:
-    """Add the commands."""
+    """Add the commands `roles`, `axis` and `cap` to the group `persona`."""
     _register_roles(persona)
     _register_axis(persona)
     _register_cap(persona)

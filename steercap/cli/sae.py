@@ -1,4 +1,4 @@
-"""`steercap sae train`: a small SAE from a data set of activations, or from a corpus and a model."""
+"""`steercap sae train`: training of a small SAE on a data set of activations, or on a corpus that a model reads."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from steercap.lab.training import SAEProgress, SAETraining
     from steercap.saes.sae import SAE
 
-#: Rows that the normalisation is computed from, and on which an SAE is scored.
+#: Maximum number of rows from which the normalisation is computed, and on which an SAE is scored.
 SAMPLED_ROWS: Final = 1 << 14
-#: Share of a stream's last steps whose explained variance is reported; each batch is scored before its step.
+#: Share of a corpus's training steps, the last, whose mean explained variance is the score.
 LAST: Final = 0.1
-#: Share of a data set's documents that is held out by default.
+#: Default share of a data set's documents, the last, that is held out.
 HELD_OUT: Final = 0.1
 
 
@@ -61,13 +61,13 @@ class SAEOptions:
     device: Annotated[str, typer.Option(help="Device to train on: cpu or cuda.")] = "cpu"
 
     def how(self, width: int) -> dict[str, Any]:
-        """Return the arguments of `SAETraining` for rows of a width."""
+        """Return the arguments of `SAETraining` for rows of `width` elements."""
         features = 8 * width if self.features is None else self.features
         return {"features": features, "k": self.k, "lr": self.lr, "seed": self.seed, "device": self.device}
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands."""
+    """Add the group `sae` with the command `train` to `app`."""
     group = group_of("Sparse autoencoders (SAEs).")
     app.add_typer(group, name="sae")
 
@@ -153,13 +153,13 @@ def register(app: typer.Typer) -> None:
 def train_on_dataset(
     folder: str, layer: int | None, site: str | None, how: SAEOptions, tell: Callable[[SAEProgress], None]
 ) -> tuple[SAETraining, dict[str, Any], str, ActivationDataset]:
-    """Train on a data set; its last documents are held out, one at least of several.
+    """Train on all but the last documents of a data set; one at least is held out if it has several.
 
     Returns:
         The training, the report on it, the model's name, and the rows held out.
 
     Raises:
-        InvalidRequest: the data set has several points and none is named, or too few rows.
+        InvalidRequest: `layer` and `site` leave several points, or there are too few rows.
         The errors of `ActivationDataset` and `train_sae`.
     """
     from steercap.lab.datasets import ActivationDataset
@@ -199,10 +199,10 @@ def train_on_dataset(
 
 
 def score_on(held: ActivationDataset, sae: SAE, out: Path) -> dict[str, Any]:
-    """Return the report on an SAE, written to `out`, by rows that were held out.
+    """Return the scores of an SAE on held-out rows, by name; `out`, where the SAE was written, is for the error.
 
     Raises:
-        InvalidSpec: they have no variance, or it is not finite.
+        InvalidSpec: the rows have no variance, or it is not finite.
     """
     from steercap.lab.training import score_sae
 
@@ -225,7 +225,7 @@ async def train_on_corpus(
     tell: Callable[[SAEProgress], None],
     show: Callable[[str], None],
 ) -> tuple[SAETraining, dict[str, Any], str]:
-    """Train on a corpus that a model reads, once; `show` is told how much was read before the first step.
+    """Train once over a corpus that a model reads; `show` is called with the tokens read before the first step.
 
     Returns:
         The training, the report on it, and the model's name.
@@ -279,13 +279,13 @@ async def train_on_corpus(
 
 
 def _some(data: Any) -> torch.Tensor:
-    """Return at most `SAMPLED_ROWS` rows, evenly from all."""
+    """Return at most `SAMPLED_ROWS` rows of one point's data set, evenly spaced: [rows, width]."""
     rows: torch.Tensor = data[np.unique(np.linspace(0, len(data) - 1, SAMPLED_ROWS, dtype=np.int64))]
     return rows
 
 
 def _normalisation(rows: torch.Tensor) -> Normalisation:
-    """Return the normalisation by rows' own mean and standard deviation; stored statistics count tokens left out."""
+    """Return the normalisation of rows [rows, width] by their own mean and standard deviation per element."""
     import torch
 
     from steercap.lab.datasets.rows import Normalisation

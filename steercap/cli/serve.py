@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from steercap.server.server import Names, ServerSettings
 
 _kept = partial(typer.Option, rich_help_panel="Vectors and captures")
-#: Arguments and option of the commands that start a server.
+#: Arguments `model` and `flags`, and option `--engine-arg`, of the commands that start a server.
 ServedModel: TypeAlias = Annotated[str, typer.Argument(help="Model: hub name, path, or smollm2.")]
 ServerFlags: TypeAlias = Annotated[
     list[str] | None, typer.Argument(metavar="[-- FLAG...]", help="Flags of `vllm serve`, after --.")
@@ -36,7 +36,7 @@ EngineArguments: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(metavar="KEY=VALUE", help="Argument of vLLM's engine or SteerModel, value in JSON; repeatable."),
 ]
-#: Address and port by default.
+#: Default host address and port to listen on.
 HOST, PORT = "127.0.0.1", 8000
 #: Flags of vLLM that override a model's config.json.
 CHANGING: Final = ("--hf-overrides", "--hf-config-path", "--hf_overrides", "--hf_config_path")
@@ -82,7 +82,7 @@ class ServeOptions:
     folder_gib_of_a_key: Annotated[float, _kept(min=0, help="Maximum GiB of files in --folder per API key.")] = 16
 
     def settings(self, **more: Any) -> ServerSettings:
-        """Return the settings of the server; `more` are further fields of it.
+        """Return the settings of the server from these options; `more` are further fields of `ServerSettings`.
 
         Raises:
             typer.BadParameter: a text that is not NAME=VALUE.
@@ -104,7 +104,7 @@ class ServeOptions:
         )
 
     def flags(self) -> list[str]:
-        """Return the command-line flags that give the same options."""
+        """Return command-line flags that give the same options, such as ["--idle", "30"]; defaults are left out."""
         found = []
         for field in fields(self):
             value = getattr(self, field.name)
@@ -114,7 +114,7 @@ class ServeOptions:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command `serve` to the app."""
+    """Add the command `serve` to `app`."""
 
     @command(
         app,
@@ -179,15 +179,15 @@ async def running(
     up: Callable[[str, str], str],
     **own: Any,
 ) -> None:
-    """Serve a model until the process is told to end: say how far the start is, then in one line that it is up.
+    """Serve a model until the process is told to end; report on stderr the stages of its start, and its address.
 
     Args:
-        terminal: terminal to say it at.
-        model: model as it was given.
+        terminal: terminal to report to.
+        model: model as the user named it: hub name, path or "smollm2".
         flags: flags of vLLM's server.
         settings: settings of the server.
         names: result of `checked`.
-        up: function of the server's address and the model's name, which returns what the line says after them.
+        up: called with the server's address and the model's name; returns the end of the line "NAME is up after N s: ".
         **own: arguments of SteerModel.
     """
     from steercap.server.server import serve
@@ -217,7 +217,7 @@ async def running(
 
 
 def parted(model: str, flags: Sequence[str] | None) -> tuple[str, list[str]]:
-    """Split the positional arguments into the model and vLLM's flags; without a model, the default one is used."""
+    """Split a command's positional arguments into model and flags of vLLM; the model defaults to `SMOLLM2`."""
     given = list(flags or ())
     return (SMOLLM2, [model, *given]) if model.startswith("-") else (model, given)
 
@@ -225,8 +225,7 @@ def parted(model: str, flags: Sequence[str] | None) -> tuple[str, list[str]]:
 def checked(
     settings: ServerSettings, model: str, flags: Sequence[str], engine_arg: Sequence[str] | None, **own: Any
 ) -> Names:
-    """Read the server's named files and presets, and check them and what is recorded against the model's config.json,
-    as far as possible.
+    """Return the server's vectors and presets by name, checked, with what is recorded, against the model's config.json.
 
     Args:
         settings: settings of the server.
@@ -238,7 +237,7 @@ def checked(
     Raises:
         InvalidSpec, InvalidFile: files or presets that cannot be used.
         ModelNotLoaded: there is no such model, here or, as far as can be seen, on the hub.
-        InvalidVector, LayerOutOfRange, PointNotArmed: they do not fit the model, or a point that is not armed.
+        InvalidVector, LayerOutOfRange, PointNotArmed: vectors do not fit the model, or edit a site not in `sites`.
         typer.BadParameter: recorded layers or sites that the model does not have.
     """
     from steercap.server.library import OPERATOR

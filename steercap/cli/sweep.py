@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 async def swept(
     model: SteerModel, sweep: Sweep, measures: list[str | Measure], out: Path, terminal: Terminal
 ) -> SweepResults:
-    """Run a sweep with a progress bar, resuming earlier work.
+    """Run a sweep in the folder `out` with a progress bar, resuming earlier work; return its results.
 
     Raises:
         The errors of `run_sweep`.
@@ -50,7 +50,7 @@ async def swept(
 
 
 def check(sweep: Sweep, measures: list[str | Measure], out: Path, planned: Preflight) -> None:
-    """Check that a sweep can be run.
+    """Check before a model starts that a sweep, its measures and its folder are valid for the model of `planned`.
 
     Raises:
         MissingExtra: the extra "experiments" or "plots" is not installed.
@@ -71,7 +71,7 @@ def check(sweep: Sweep, measures: list[str | Measure], out: Path, planned: Prefl
 
 
 def _layers(text: str | None) -> list[int | list[int]] | None:
-    """Parse layers: "10,14" for each alone, "10,10+12+14" with the last three at once."""
+    """Parse `--layers`: "10,10+12+14" becomes [10, [10, 12, 14]], whose inner list is steered at once."""
     if text is None:
         return None
     try:
@@ -88,7 +88,7 @@ def _parse_optional(text: str | None, parse: Callable[[str], Any]) -> Any:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
+    """Add the command `sweep` to `app`."""
 
     @command(
         app,
@@ -174,7 +174,7 @@ def register(app: typer.Typer) -> None:
 
 
 def table_of(results: SweepResults, measure: str) -> Table:
-    """Return a table with a row per vector and scale, beside its controls."""
+    """Return a table of one measure's means: a row per vector, operation, layers and scale, beside the controls."""
     effects = results.effects(measure)
     several = len({one.condition.vector for one in effects}) > 1, len({one.condition.operation for one in effects}) > 1
     varied = [name for shown, name in zip(several, ("vector", "operation"), strict=True) if shown]
@@ -202,7 +202,7 @@ def table_of(results: SweepResults, measure: str) -> Table:
 
 
 def document_of(results: SweepResults, out: Path) -> dict[str, Any]:
-    """Return the effects by measure, for JSON, with NaN as null."""
+    """Return the effects of conditions by measure as a document for JSON, with NaN and infinity as null."""
 
     def plain(effect: Effect) -> dict[str, Any]:
         negated: Mean | None = effect.negated
@@ -221,13 +221,13 @@ def document_of(results: SweepResults, out: Path) -> dict[str, Any]:
 
 
 def drawn(results: SweepResults, out: Path) -> list[Path]:
-    """Draw a picture per vector in the folder of the sweep; return the paths."""
+    """Draw a picture per vector into the folder `out`; return their paths, [] if nothing was measured."""
     names = {name: "".join(letter if letter.isalnum() else "_" for letter in name) for name in results.sweep.vectors}
     return [results.plot(out / f"{safe}.png", vector=name) for name, safe in names.items()] if results.values else []
 
 
 def report(results: SweepResults, out: Path, terminal: Terminal, *, plot: bool) -> None:
-    """Show the effects, and draw them.
+    """Show the effects on stdout; with `plot`, draw them into the folder `out` first.
 
     Raises:
         OSError: a picture cannot be written; everything else has been shown.

@@ -1,4 +1,4 @@
-"""YAML file and flags of a sweep, and their conversion to a sweep and measures."""
+"""YAML file of a sweep, which flags override, and its conversion to `Sweep` and measures."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class SweepFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         names: names of the directions to use; all if left out.
         base: row of layer 0 in a `.pt` file.
         layers: layers, each alone, or several at once: `[10, [10, 12, 14]]`.
-        scales: factors of the vectors.
+        scales: factors by which vectors are multiplied.
         prompts: path of a file of prompts, or texts.
         chat: True to apply the chat template to prompts.
         operations, relative, random, negated, seed, samples: as for `Sweep`.
-        tokens: steered tokens, as in the shell.
+        tokens: steered tokens, in the form of the option `--tokens`.
         max_tokens, temperature: sampling parameters.
         measures: names in `MEASURES`; "score:evil" is the score of a trait, "score:evil:keywords" by another scorer;
-            for a trait in a file, "score:mine.yaml", its path relative to the folder of the YAML file.
+            "score:mine.yaml" is that of a trait in a file, relative to the folder of the YAML file.
     """
 
     vectors: str
@@ -61,7 +61,7 @@ class SweepFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 def read_settings(path: Path | None, flags: Mapping[str, Any]) -> SweepFile:
-    """Read the settings of a YAML file, if there is one; flags override them.
+    """Read the settings from a YAML file, unless `path` is None, and from flags (option to value), which override them.
 
     Raises:
         InvalidFile: no valid YAML, or a key that is unknown or of the wrong type.
@@ -76,15 +76,15 @@ def read_settings(path: Path | None, flags: Mapping[str, Any]) -> SweepFile:
 
 
 def yaml_keys(path: Path, needed: str, *, paths: Iterable[str]) -> dict[str, Any]:
-    """Read the keys of a YAML file, none of an empty one.
+    """Read the keys and values of a YAML file; {} if it is empty.
 
     Args:
         path: path of the file.
         needed: description of the keys, for the error.
-        paths: keys whose texts are paths relative to the file's folder, as are those of traits in `measures`.
+        paths: keys whose texts are paths, made relative to the file's folder; so are files of traits in `measures`.
 
     Raises:
-        InvalidFile: no valid YAML, or no keys and values.
+        InvalidFile: the file is not YAML, or is not a mapping.
     """
     with extra("experiments", "evaluation"):
         import yaml
@@ -108,7 +108,7 @@ def yaml_keys(path: Path, needed: str, *, paths: Iterable[str]) -> dict[str, Any
 def settings_of(
     kind: type[Settings], keys: Mapping[str, Any], flags: Mapping[str, Any], path: Path | None, hint: str = ""
 ) -> Settings:
-    """Return settings of a kind from the keys of a YAML file and flags, which override them.
+    """Return settings of the type `kind` from the keys of a YAML file and from flags, which override them unless None.
 
     Raises:
         InvalidFile: a key that is unknown, missing or of the wrong type; `hint` follows the known ones.
@@ -121,7 +121,7 @@ def settings_of(
 
 
 def sweep_of(settings: SweepFile) -> Sweep:
-    """Create the sweep that settings describe.
+    """Create the sweep that settings describe; reads its files of vectors and prompts.
 
     Raises:
         InvalidFile: vectors or prompts cannot be read.
@@ -152,7 +152,7 @@ def sweep_of(settings: SweepFile) -> Sweep:
 
 
 def measures_in(text: str) -> tuple[str, ...]:
-    """Parse measures separated by commas; the path of a trait's file may hold commas too.
+    """Parse `--measures`, names separated by commas; the path of a trait's file may contain commas.
 
     Raises:
         typer.BadParameter: there are none.
@@ -166,7 +166,7 @@ def measures_in(text: str) -> tuple[str, ...]:
 
 
 def measure_of(text: str) -> str | Measure:
-    """Return a measure by name, or the score of a trait: "score:evil", "score:evil:keywords", "score:mine.yaml".
+    """Return a measure's name, checked, or a trait's score: "score:evil", "score:evil:keywords", "score:mine.yaml".
 
     Raises:
         UnknownName: there is no such measure, trait or scorer.
@@ -190,13 +190,13 @@ def measure_of(text: str) -> str | Measure:
 
 
 def _scored(text: str) -> tuple[str, list[str]]:
-    """Split a score into its trait, and its scorer if one is named; a path may hold colons."""
+    """Split "TRAIT" or "TRAIT:SCORER" into the trait and [] or [scorer]; a path of a trait may contain colons."""
     trait, colon, scorer = text.rpartition(":")
     return (trait, [scorer]) if colon and not is_file(text) else (text, [])
 
 
 def _measure_from(folder: Path, measure: Any) -> Any:
-    """Return a measure of a YAML file, with the path of a trait's file resolved against a folder."""
+    """Return a measure of a YAML file in `folder`; a path of a trait's file is made relative to that folder."""
     if not isinstance(measure, str) or not measure.startswith("score:"):
         return measure
     trait, scorer = _scored(measure.removeprefix("score:"))

@@ -1,4 +1,4 @@
-"""Parts of tables that several commands share: bars, spans of layers, facts by name."""
+"""Parts of terminal tables and JSON documents that several commands share, on directions and tried layers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 #: Bar segments of 0 to 8 eighths of a character cell.
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉█"
-#: Slice as `TokenSelection` shows it.
+#: Text of a slice in `TokenSelection`, such as "slice(1, None, 1)".
 _SLICE: Final = re.compile(r"slice\((None|-?\d+), (None|-?\d+), (None|-?\d+)\)")
-#: Width of a bar in cells.
+#: Width of a bar in character cells.
 BAR: Final = 20
 
 
 def bar(share: float) -> Text:
-    """Draw a bar for a share from 0 to 1."""
+    """Return a bar of up to `BAR` characters for a share from 0 to 1; shares beyond are clipped."""
     eighths = round(min(max(share, 0.0), 1.0) * BAR * 8)
     return Text("█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip(), style="cyan")
 
@@ -40,7 +40,7 @@ def titled(title: str, columns: Iterable[str], *, words: Collection[str] = (), c
 
 
 def facts(title: str, rows: Mapping[str, Any]) -> Table:
-    """Return a table of facts by name; empty ones are left out."""
+    """Return a table of names and values, without header; values that are None or empty are left out."""
     table = Table(
         title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2, 0, 0)
     )
@@ -80,7 +80,7 @@ def by_layer(directions: DirectionSet, name: str) -> Table:
 
 
 def advice(directions: DirectionSet, name: str) -> dict[str, str]:
-    """Describe the significance of one direction's AUC, and the suggested layer; empty without held-out texts."""
+    """Return remarks on a direction's AUC by label: chance, ties, suggested layer; {} without held-out texts."""
     from steercap.lab.directions.methods import runs_of, suggested_layer
 
     found = suggested_layer(directions, name)
@@ -99,7 +99,7 @@ def advice(directions: DirectionSet, name: str) -> dict[str, str]:
 
 
 def replies_of(tried: TriedLayers) -> list[Table]:
-    """Return a table for each prompt: the replies without steering and at each layer, both ways."""
+    """Return a table per prompt of the replies without steering and at each tried layer, with scales of both signs."""
     found = []
     for number, prompt in enumerate(tried.prompts):
         table = titled(shown(prompt), ("layer", "scale", "reply", "effect", "perplexity"), words=("reply",))
@@ -113,7 +113,7 @@ def replies_of(tried: TriedLayers) -> list[Table]:
 
 
 def tried_layers(tried: TriedLayers) -> Table:
-    """Return a table of the layers that were tried, with the effects of both signs."""
+    """Return a table of the layers at which a direction was tried: mean effects of both signs, and perplexity."""
     from steercap.lab.studies.trying import REPEATS
 
     table = titled(
@@ -135,7 +135,7 @@ def tried_layers(tried: TriedLayers) -> Table:
 
 
 def best_tried(tried: TriedLayers) -> str:
-    """Say which layer steered best, and by what."""
+    """Return a sentence on the layer that steered best, with the distance between its replies of both signs."""
     best = next((one for one in tried.effects() if one.layer == tried.best), None)
     if best is None:
         return "none: at no layer did the replies move along the direction with their text intact"
@@ -143,7 +143,7 @@ def best_tried(tried: TriedLayers) -> str:
 
 
 def tried_document(tried: TriedLayers) -> dict[str, Any]:
-    """Return replies and effects for JSON, with NaN as null, and infinity as "inf"."""
+    """Return replies and effects as a document for JSON, with NaN as null, and infinity as "inf"."""
 
     def plain(row: NamedTuple) -> dict[str, Any]:
         return {name: _plain(value) for name, value in row._asdict().items()}
@@ -168,13 +168,13 @@ def _number(value: float, form: str) -> str:
 
 
 def told_of(directions: DirectionSet, name: str) -> list[Table]:
-    """Return tables of one direction by layer, and of the significance of its AUC."""
+    """Return tables of one direction: its layers, and, with held-out texts, the significance of its AUC."""
     said = advice(directions, name)
     return [by_layer(directions, name), *([facts("", said)] if said else [])]
 
 
 def suggestion_of(directions: DirectionSet, name: str) -> dict[str, Any] | None:
-    """Return the suggested layer of a direction for JSON, None without held-out texts."""
+    """Return the suggested layer of a direction as a document for JSON; None without held-out texts."""
     from steercap.lab.directions.methods import suggested_layer
 
     found = suggested_layer(directions, name)
@@ -191,7 +191,7 @@ def suggestion_of(directions: DirectionSet, name: str) -> dict[str, Any] | None:
 
 
 def origin(directions: DirectionSet) -> dict[str, Any]:
-    """Return the provenance of directions as facts by name, for people to read."""
+    """Return the provenance of directions as labels and values to show."""
     known = directions.provenance
     counts = {name: f"{shown} texts that show it, {other} that do not" for name, (shown, other) in known.rows.items()}
     held = {name: f"{shown} and {other}" for name, (shown, other) in known.held_out.items() if shown or other}
@@ -210,13 +210,13 @@ def origin(directions: DirectionSet) -> dict[str, Any]:
 
 
 def _as_flag(found: re.Match[str]) -> str:
-    """Return the text of a slice as `--tokens` takes it: "1:" for "slice(1, None, 1)"."""
+    """Return a matched slice in the form of `--tokens`: "1:" for "slice(1, None, 1)"."""
     start, stop, step = ("" if part == "None" else part for part in found.groups())
     return f"{start}:{stop}" + (f":{step}" if step not in {"", "1"} else "")
 
 
 def document_of(directions: DirectionSet) -> dict[str, Any]:
-    """Return directions without their numbers, for JSON."""
+    """Return the properties and provenance of directions, without vectors, as a document for JSON."""
     known = directions.provenance
     return {
         "model": directions.model,
@@ -242,7 +242,7 @@ def document_of(directions: DirectionSet) -> dict[str, Any]:
 
 
 def cosines(directions: DirectionSet, layer: int) -> Table:
-    """Return a table of the cosine of every two directions at a layer."""
+    """Return a table of the cosines between all directions at a layer, a row and a column for each."""
     table = titled(f"cosines at layer {layer}", ("", *directions), words=("",))
     for name, row in zip(directions, directions.cosines(layer).tolist(), strict=True):
         table.add_row(Text(name, style="cyan"), *(Text(f"{value:+.3f}", style=_strength(value)) for value in row))
@@ -254,7 +254,7 @@ def _strength(cosine: float) -> str:
 
 
 def rollouts_table(rollouts: Sequence[RolloutSummary]) -> Table:
-    """Return a table with a row per variant: means over the data sets that have a score, and all refusals."""
+    """Return a table with a row per variant: by scorer, its mean over data sets with a score, and its refusals."""
     scorers = ["minilm", *(["judge"] if any(one.judge for one in rollouts) else [])]
     heads = [f"{scorer}{what}" for scorer in scorers for what in ("", " refusals")]
     table = titled(

@@ -41,7 +41,7 @@ _output = partial(typer.Option, rich_help_panel="Output")
 
 @dataclass(frozen=True)
 class Output:
-    """Output options of every command."""
+    """Output options of every command: --json, --verbose and --debug."""
 
     json: Annotated[bool, _output("--json", help="Print only a JSON document on stdout.")] = False
     verbose: Annotated[bool, _output("--verbose", help="Show vLLM's log and every warning on stderr.")] = False
@@ -58,14 +58,14 @@ class _Rate(ProgressColumn):
 
 
 def _is_engines(error: Exception) -> bool:
-    """Return whether the engine's log may explain an error, or one in a group."""
+    """Return whether the engine's log may explain an error; a group counts if any of its errors does."""
     if isinstance(error, ExceptionGroup):
         return any(map(_is_engines, error.exceptions))
     return isinstance(error, (EngineFailure, CaptureError, SteeringError))
 
 
 def _plain(value: object) -> object:
-    """Convert a value that msgspec cannot encode."""
+    """Convert a mapping to a dict and a path to a string, which msgspec can encode; refuse other values."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Path):
@@ -74,7 +74,7 @@ def _plain(value: object) -> object:
 
 
 class Terminal:
-    """Terminal of one command."""
+    """Writer of one command's output: results to stdout, remarks, errors and progress to stderr."""
 
     def __init__(self, output: Output) -> None:
         self.json = output.json
@@ -88,11 +88,11 @@ class Terminal:
         self.log: Path | None = None
 
     def wants_log(self) -> bool:
-        """Return whether the user wants to see what vLLM and its server log of a normal run."""
+        """Return whether the user asked, by --verbose or VLLM_LOGGING_LEVEL, for the log of normal runs too."""
         return self.verbose or os.environ.get("VLLM_LOGGING_LEVEL", "").upper() in {"INFO", "DEBUG"}
 
     def show(self, document: Any, *tables: RenderableType) -> None:
-        """Print the result: the document, which msgspec can encode, with --json, the tables without."""
+        """Print the result on stdout: with --json the document, which msgspec can encode, else the tables."""
         if self.json:
             self.write(msgspec.json.format(msgspec.json.encode(document, enc_hook=_plain), indent=2).decode())
             return
@@ -100,16 +100,16 @@ class Terminal:
             self.out.print(table)
 
     def write(self, line: str) -> None:
-        """Write a line to stdout unchanged."""
+        """Write a line to stdout as it is, without wrapping or styles."""
         self.out.file.write(line + "\n")
         self.out.file.flush()
 
     def say(self, message: str) -> None:
-        """Print a remark on stderr."""
+        """Print a remark on stderr, dimmed."""
         self.err.print(Text(message, style="dim"), soft_wrap=True)
 
     def fail(self, error: Exception) -> None:
-        """Print an error as one red line on stderr."""
+        """Print an error as one red line on stderr, then the path of vLLM's log if there is one."""
         message = " ".join(str(error).split()) or type(error).__name__
         self.err.print(Text(f"{type(error).__name__}: {message}", style="red"), soft_wrap=True)
         if self.log is not None:
@@ -117,7 +117,7 @@ class Terminal:
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
-        """Show progress bars on stderr, with rates and remaining time; without a terminal, a line now and then."""
+        """Yield progress bars, shown on stderr with rate and remaining time; without a terminal, lines now and then."""
         bar = Progress(
             SpinnerColumn(finished_text="[green]✓"),
             TextColumn("{task.description}"),
@@ -136,7 +136,7 @@ class Terminal:
 
     @contextmanager
     def stages(self) -> Iterator[Callable[[str, int, int], None]]:
-        """Show a progress bar for each stage; yield a function of a stage, the number of items done, and of all."""
+        """Yield a function to call with a stage, its items done and all its items; show a bar per stage on stderr."""
         tasks = dict[str, TaskID]()
         with self.progress() as bars:
 
@@ -149,7 +149,7 @@ class Terminal:
 
     @contextmanager
     def status(self, message: str) -> Iterator[Callable[[str], None]]:
-        """Show a message with the elapsed time on stderr while the block runs; yield a function that changes it."""
+        """Yield a function that changes `message`, which is shown on stderr with the elapsed time during the block."""
         columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
         with Progress(
             *columns,
@@ -179,7 +179,7 @@ class Terminal:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Redirect all output but ours to a log while an engine runs; the log is kept if the engine fails.
+        """Redirect all output except this terminal's to a log during the block; the log is kept if the engine fails.
 
         vLLM's processes, and libraries in C, write to file descriptors 1 and 2 regardless of Python's streams.
         """
@@ -197,7 +197,7 @@ class Terminal:
 
 
 def _kept(descriptor: int) -> Path:
-    """Copy an unnamed log to a named file; return its path."""
+    """Copy the unnamed log with this file descriptor to a new file in the temporary folder; return its path."""
     kept, name = tempfile.mkstemp(prefix="steercap-vllm-", suffix=".log")
     # Opened anew: processes that still write to it share the file position of our descriptor.
     with Path(f"/proc/self/fd/{descriptor}").open("rb") as log, os.fdopen(kept, "wb") as file:
@@ -207,7 +207,7 @@ def _kept(descriptor: int) -> Path:
 
 @contextmanager
 def _diverted(stream: Any, number: int, console: Console, target: int) -> Iterator[None]:
-    """Redirect a file descriptor to `target`, while our console still writes to where the stream went."""
+    """Redirect descriptor `number` of a stream to `target` in the block; `console` still writes to the old target."""
     try:
         real = stream.fileno() == number
     except (AttributeError, io.UnsupportedOperation):

@@ -1,4 +1,4 @@
-"""`steercap train`: an edit trained by gradient descent on a file of examples in JSONL."""
+"""`steercap train`: an edit trained by gradient descent on examples in JSONL, or one for each of many data sets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from steercap.lab.training.training import AnyEdit, AnyExample
     from steercap.steering.spec import SteeringSpec
 
-#: Options for steps, and for a folder of data sets.
+#: Makers of options for training steps, and for a folder of data sets.
 _step = partial(typer.Option, rich_help_panel="Steps")
 _of_set = partial(typer.Option, rich_help_panel="Folder of data sets")
 
@@ -77,7 +77,7 @@ class StepOptions:
     ] = None
 
     def said(self) -> dict[str, Any]:
-        """Return the options that are given."""
+        """Return the options that were given, by name, as arguments of `TrainingSettings`."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
@@ -94,7 +94,7 @@ class DatasetOptions:
     validation_tokens: Annotated[int | None, _of_set(min=1, help="Tokens to hold out (default 10000).")] = None
 
     def arguments(self, folder: Path) -> tuple[ExampleFolder, dict[str, Any]]:
-        """Return the data sets, and the arguments of `train_datasets`.
+        """Return the data sets in a folder, and `rates` and `budget`, arguments of `train_datasets`.
 
         Raises:
             typer.BadParameter: rates that are no numbers.
@@ -116,7 +116,7 @@ def check_options(examples: Path, of_file: Mapping[str, Any], of_folder: Mapping
         of_file, of_folder: values of options for one of them alone, by name; None if left out.
 
     Raises:
-        typer.BadParameter: one is given that does not fit.
+        typer.BadParameter: an option is given that does not fit.
     """
     wrong = [name for name, value in (of_file if examples.is_dir() else of_folder).items() if value is not None]
     if wrong:
@@ -126,7 +126,7 @@ def check_options(examples: Path, of_file: Mapping[str, Any], of_folder: Mapping
 
 
 def edit_of(edit: str, layers: str | None, rank: int | None, norm: float | None, tokens: str | None) -> AnyEdit:
-    """Return the edit to start from: a kind at some layers, or the steering in a file.
+    """Return the edit to start from: a new "add" or "low_rank" at some layers, or the steering in the file `edit`.
 
     Raises:
         typer.BadParameter: no layers for a kind, or an option that the edit does not have.
@@ -148,7 +148,7 @@ def edit_of(edit: str, layers: str | None, rank: int | None, norm: float | None,
 
 
 def steering_of(path: Path) -> SteeringSpec:
-    """Load the steering in a file.
+    """Load the steering spec in a file.
 
     Raises:
         InvalidFile: it holds other content.
@@ -162,7 +162,7 @@ def steering_of(path: Path) -> SteeringSpec:
 
 
 def report(trained: Mapping[str, Trained], terminal: Terminal) -> None:
-    """Show the training result of each trait."""
+    """Show each trait's losses on held-out examples, before training and at best, and the files of edits."""
     table = titled("held out", ("trait", "loss before", "loss", "step", "norm"), words=("trait",))
     for trait in trained.values():
         before, best = trait.history[0], min(trait.history, key=lambda one: one.validation_loss)
@@ -181,7 +181,7 @@ def report(trained: Mapping[str, Trained], terminal: Terminal) -> None:
 
 
 def report_datasets(trained: TrainedDatasets, terminal: Terminal) -> None:
-    """Show the training result of each data set, and those that were skipped."""
+    """Show each data set's best rate, loss and perplexities on held-out tokens, and reasons for skipped ones."""
     columns = ("data set", "rate", "loss", "perplexity", "unsteered", "prompted", "norm")
     table = titled("held out", columns, words=("data set",))
     for name, one in trained.results.items():
@@ -196,7 +196,7 @@ def report_datasets(trained: TrainedDatasets, terminal: Terminal) -> None:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
+    """Add the command `train` to `app`."""
 
     @command(
         app,
@@ -278,7 +278,7 @@ def register(app: typer.Typer) -> None:
 
 
 def examples_in(path: Path, name: str) -> dict[str, list[AnyExample]]:
-    """Read the examples of a JSONL file, by trait; `name` is that of lines without `trait`.
+    """Read the examples of a JSONL file, as lists by trait; `name` is the trait of lines without one.
 
     A line is as for `steercap.lab.training.datasets.example_of`, and has a `trait` where several are trained.
 

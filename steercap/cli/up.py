@@ -1,4 +1,4 @@
-"""`steercap up`, `down` and `status`: engines kept warm in the background."""
+"""`steercap up`, `down` and `status`: engines kept running (warm) in the background for later commands."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from steercap.files import warm
 from steercap.files.fingerprint import digest_of
 from steercap.files.warm import WarmEngine
 
-#: Minutes without a request after which a warm engine ends, and seconds that it has for that when told to.
+#: Minutes without a request after which a warm engine ends by default; seconds after SIGTERM until it is killed.
 IDLE_MINUTES: Final = 30.0
 END_SECONDS: Final = 60.0
-#: Seconds of idle time left from which `status` warns.
+#: Remaining seconds of idle time below which `status` warns.
 SOON: Final = 120
 DAY: Final = 86_400
-#: Lines of a server's log: that it starts, as `running` of `steercap serve` says it, and that it ends, `IDLE_END`.
+#: Patterns of lines in a server's log: of its start, written by `running` of `steercap serve`; of its end when idle.
 STARTING: Final = r"starting (.+?): "
 ENDED: Final = r"no request for ([\d.e+]+) s: the server ends"
-#: Last lines of the log that are shown if a server does not start.
+#: Number of the log's last lines that are shown if a server does not start.
 LINES: Final = 12
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands."""
+    """Add the commands `up`, `down` and `status` to `app`."""
     _up(app)
     _down(app)
     _status(app)
@@ -96,7 +96,7 @@ def _up(app: typer.Typer) -> None:
 
 
 def _unlike(engine: WarmEngine, asked: str) -> str:
-    """Return how a warm engine differs from the one that would be started, "" if in nothing."""
+    """Describe how a warm engine differs from the one asked for (`asked`: digest of its options); "" if it does not."""
     if engine.asked != asked:
         return "with other options"
     if reason := warm.outdated(engine):
@@ -107,7 +107,7 @@ def _unlike(engine: WarmEngine, asked: str) -> str:
 
 @asynccontextmanager
 async def _turn(path: Path, terminal: Terminal) -> AsyncIterator[None]:
-    """Wait until no other `steercap up` starts the same model."""
+    """Hold a lock in the block, so that no other `steercap up` starts the model of the socket `path`; wait for it."""
     lock = os.open(path.with_suffix(".up"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         if not warm.locked(lock, fcntl.LOCK_EX):
@@ -120,7 +120,7 @@ async def _turn(path: Path, terminal: Terminal) -> AsyncIterator[None]:
 
 
 def _started(model: str, options: ServeOptions, flags: list[str], path: Path) -> subprocess.Popen[bytes]:
-    """Start the server in a session of its own, so that it outlives this command and its terminal."""
+    """Start the server as a process in a session of its own, so that it outlives this command; `path` is its socket."""
     home = Path(steercap.__file__).parent.parent
     safe = [] if Path.cwd() == home else ["-P"]  # nothing in the working directory is taken for a module
     words = [sys.executable, *safe, "-m", "steercap", "serve", model, "--warm", "--no-record", *options.flags()]
@@ -138,10 +138,10 @@ def _started(model: str, options: ServeOptions, flags: list[str], path: Path) ->
 
 
 async def _ready(path: Path, child: subprocess.Popen[bytes] | None, model: str, terminal: Terminal) -> WarmEngine:
-    """Wait until a server is ready, and say how far it is.
+    """Wait until the server at the socket `path` listens, showing the stages of its start; return its record.
 
     Raises:
-        EngineFailure: it ended; the last lines of its log are shown.
+        EngineFailure: the server ended; the last lines of its log are shown.
     """
     log = path.with_suffix(".log")
     with terminal.status(f"starting {model}: Python and vLLM") as say:
@@ -162,7 +162,7 @@ async def _ready(path: Path, child: subprocess.Popen[bytes] | None, model: str, 
 
 
 async def _ended(child: subprocess.Popen[bytes], terminal: Terminal) -> None:
-    """End a server that this command started and that is not ready."""
+    """End a server process that this command started: by SIGTERM, and by SIGKILL after `END_SECONDS`."""
     if child.poll() is None:
         terminal.say("ending the server that was starting")
         child.terminate()
@@ -201,7 +201,7 @@ def _down(app: typer.Typer) -> None:
 
 
 async def _end(engine: WarmEngine) -> None:
-    """End a warm engine: by SIGTERM, and by SIGKILL if it takes too long."""
+    """End a warm engine and wait for it: by SIGTERM, and by SIGKILL after `END_SECONDS`."""
     until, path, number = time.monotonic() + END_SECONDS, Path(engine.socket), signal.SIGTERM
     # Another may have come in its place, and its process id may be another process's by now.
     while (there := warm.engine_at(path)) and (there.pid, there.started) == (engine.pid, engine.started):
@@ -229,7 +229,7 @@ def _status(app: typer.Typer) -> None:
 
 
 def _in_words(engine: dict[str, Any]) -> dict[str, Any]:
-    """Return what is known of a warm engine, as a person reads it."""
+    """Return the facts of `_described` as labels and values for a person to read."""
     found = {name: value for name, value in engine.items() if not name.endswith("_seconds") and name != "model"}
     limit, left = engine.get("ends_after_seconds"), engine.get("idle_left_seconds")
     state, shown = found.pop("state"), {}
@@ -244,7 +244,7 @@ def _in_words(engine: dict[str, Any]) -> dict[str, Any]:
 
 
 def _last_idle_end() -> str:
-    """Describe the engine that ended last for want of requests, if one did within a day; "" if none did."""
+    """Describe the warm engine that last ended for want of requests, within a day; "" if none did."""
     logs = warm.folder_path().glob("*.log")
     gone = [log for log in logs if warm.engine_at(log.with_suffix(".sock")) is None]
     for log in sorted(gone, key=lambda path: path.stat().st_mtime, reverse=True):
@@ -258,7 +258,7 @@ def _last_idle_end() -> str:
 
 
 async def _described(engine: WarmEngine, api_key: str | None) -> dict[str, Any]:
-    """Describe a warm engine; what only itself can say is left out while it starts, or without its key."""
+    """Return facts about a warm engine for JSON; fewer while it starts, or if it refuses the API key."""
     from steercap.model import SteerModel
 
     said: dict[str, Any] = {"state": "starting"}

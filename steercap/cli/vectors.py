@@ -1,4 +1,4 @@
-"""`steercap vectors extract|show|compare|convert`: directions from texts, shown, compared, in other formats."""
+"""`steercap vectors extract|show|compare|convert`: directions extracted from texts, shown, compared and converted."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ if TYPE_CHECKING:
     from steercap.steering.directions import DirectionSet
 
 
-#: Hint for other formats, for error messages.
+#: Hint on converting to other formats, for error messages.
 CONVERTED: Final = "; steercap vectors convert makes .gguf or .pt of it"
 
 
-#: Number of pairs that a comparison shows.
+#: Maximum number of pairs of vectors that a comparison shows.
 LEAST_ALIKE: Final = 10
 
 
@@ -64,12 +64,12 @@ class Bound(enum.StrEnum):
 
 
 def texts_in(path: Path) -> tuple[list[Text], list[str] | None]:
-    """Read the texts of a file, and their groups if it gives any.
+    """Read the texts of a file, and the group of each; None in place of groups if the file has none.
 
-    It has a text a line; or is JSONL of strings, {"text"} or {"prompt", "response"}, optionally with "group".
+    The file has one text per line, or is JSONL of strings, {"text"} or {"prompt", "response"}, optionally with "group".
 
     Raises:
-        InvalidFile: it cannot be read, a line has another form, or only some lines have a group.
+        InvalidFile: the file cannot be read, a line has another form, or only some lines have a group.
     """
     from steercap.lab.directions.extraction import Exchange
 
@@ -97,7 +97,7 @@ def texts_in(path: Path) -> tuple[list[Text], list[str] | None]:
 
 @dataclass(frozen=True)
 class ExtractTexts:
-    """Texts to extract a direction from.
+    """Contrasting texts from which to extract a direction.
 
     Args:
         positive, negative: texts that show a property, and texts that do not.
@@ -110,7 +110,7 @@ class ExtractTexts:
     others: list[str] | None
 
     def check(self, **how: Any) -> None:
-        """Check that a direction can be extracted from them by a method, `held_out` and a seed, as for `extract`.
+        """Check that a direction can be extracted from the texts, with `method`, `held_out` and `seed` of `extract`.
 
         Raises:
             The errors of `steercap.lab.directions.contrast.check_groups`.
@@ -122,7 +122,7 @@ class ExtractTexts:
 
 
 def texts_between(positive: Path, negative: Path) -> ExtractTexts:
-    """Read the texts of two files.
+    """Read the texts of two files, of those that show a property and those that do not.
 
     Raises:
         InvalidFile: see `texts_in`; or only one file has groups.
@@ -136,10 +136,10 @@ def texts_between(positive: Path, negative: Path) -> ExtractTexts:
 async def extract_from(
     model: SteerModel, texts: ExtractTexts, terminal: Terminal, *, name: str, **how: Any
 ) -> DirectionSet:
-    """Extract a direction from the texts of two files, with further arguments of `steercap.lab.directions.extract`.
+    """Extract the direction `name` from texts, with a progress bar; `how` are further arguments of `extract`.
 
     Raises:
-        The errors of `extract`.
+        The errors of `steercap.lab.directions.extract`.
     """
     from steercap.lab.directions.extraction import extract
 
@@ -158,7 +158,7 @@ async def extract_from(
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands."""
+    """Add the group `vectors` with the commands `extract`, `show`, `compare` and `convert` to `app`."""
     vectors = group_of("Make directions from texts, show and compare them, convert them to other formats.")
     app.add_typer(vectors, name="vectors")
     _register_extract(vectors)
@@ -238,7 +238,7 @@ def _register_extract(app: typer.Typer) -> None:
 async def tried_at(
     model: SteerModel, directions: DirectionSet, prompts: list[str], scale: float, terminal: Terminal
 ) -> TriedLayers:
-    """Try a direction at a few layers; see `steercap.lab.studies.trying.try_layers`.
+    """Steer replies to prompts along a direction at a few layers; see `steercap.lab.studies.trying.try_layers`.
 
     Raises:
         The errors of `try_layers`.
@@ -256,16 +256,16 @@ async def report(
     terminal: Terminal,
     trial: Callable[[], Awaitable[TriedLayers]] | None = None,
 ) -> None:
-    """Write a direction to a file, try it, and show it; a trial that fails leaves the file, and it is shown without.
+    """Write a direction to a file, run `trial`, and show the direction, without the trial if that fails.
 
     Args:
         directions, name: set with this direction alone, and its name.
         out: path of the file.
-        terminal: terminal to show it on.
-        trial: function that steers replies to show too.
+        terminal: terminal for the output.
+        trial: function that steers replies, which are shown too; None for none.
 
     Raises:
-        OSError: the file cannot be written; another one is named on stderr, or all numbers are on stdout.
+        OSError: `out` cannot be written; a file in a temporary folder is named on stderr, or all numbers are on stdout.
         The errors of the trial.
     """
     file, failed = saved(out, directions.save, terminal)
@@ -380,7 +380,7 @@ def _register_compare(app: typer.Typer) -> None:
 
 
 def least_alike(compared: ComparedVectors) -> Table:
-    """Show the pairs of the lowest cosines, but for losses, of which perplexities say as much."""
+    """Return a table of the pairs with the lowest cosines; without losses, of which perplexities tell as much."""
     kind = type(compared.rows[0])
     columns = [one for one in kind.__struct_fields__ if not one.startswith(("loss", "averaged", "lr", "tokens"))]
     title = f"least alike of {len(compared.rows)} pairs"

@@ -151,7 +151,7 @@ def activations(
     labels: bool = False,
     drop_last: bool = False,
 ) -> ActivationStream:
-    """Return a stream of shuffled batches of a corpus's rows, from the engine into a training, without a disk.
+    """Return a stream of shuffled batches of a corpus's rows, from the engine into a training loop, without a disk.
 
     The stream is an iterable, and a context manager that closes it: `with activations(model, ...) as rows`.
     The engine works ahead while the training computes, as far as `buffer` allows. Each row comes once; to read the
@@ -163,13 +163,13 @@ def activations(
         layers, sites, codec, k, capture, tokens: rows to capture and their encoding, as for `collect`.
         context, long, bos, chat_template_kwargs, params, steering, concurrency: settings as for `collect`.
         batch_size: rows in a batch.
-        buffer: rows that a batch is drawn from; at least `batch_size`. A quarter more may be queued before it.
+        buffer: number of rows in memory from which a batch is drawn, at least `batch_size`. A quarter more may queue.
         seed: seed of the draws, and of sampling with `params`.
         join: form of rows of several points: "dict", by name; "concatenate", [n, sum of widths]; "mix", each row of
             each point by itself.
         normalise: normalisation: "none", "mean", "standard" or "norm", as for `ActivationDataset`.
         statistics: statistics of each point by its name, such as those of a data set; by default of the rows in the
-            first full buffer. The stream's `normalisations` holds the result.
+            first full buffer. The stream's `normalisations` has the normalisations computed from them.
         dtype: dtype of the rows; None for the model's, or float32 for rows decoded from a codec.
         labels: return batches as `steercap.lab.datasets.Labelled`.
         drop_last: leave out the last batch if it is short.
@@ -182,7 +182,7 @@ def activations(
         InvalidFile: the corpus does not exist, or a file of it cannot be read.
         MissingExtra: the corpus is Parquet, and the extra `datasets` is not installed.
         ModelClosed: the model was never started, or is closed.
-        WrongEventLoop: it was started in another event loop.
+        WrongEventLoop: the model was started in another event loop.
     """
     from steercap.lab.datasets.collecting import activations as there
 
@@ -328,16 +328,16 @@ def collect(
         corpus: a file, a folder or a pattern, or any iterable or async iterable of documents: str, token ids,
             messages, or mappings that hold one of these; or an opened `DocumentSource`: see
             `steercap.lab.datasets.collecting.open_source`.
-        folder: folder of the data set: a path, or the URL of an fsspec file system.
+        folder: folder to write the data set to: a path, or the URL of an fsspec file system.
         layers, sites, codec, k, attention: shorthand for `capture=CaptureSpec(layers=..., ...)`.
         capture: spec of the rows to keep, without `reduce`, `project`, `sae` and `gather=False`.
         tokens: selection of tokens whose rows are kept: as for `CaptureSpec`, or `OneIn`, `ByProbe`, `ByPredicate`; by
-            default those of `capture`. Positions count in each window by itself.
+            default those of `capture`. Positions count from the start of each window.
         context: maximum tokens of a window, by default as many as the engine takes.
         long: treatment of longer documents: they are "split" into windows, each read by itself, "cut" off, or
             "refuse"d. By default "split"; "refuse" where something is generated.
-        bos: place of the beginning-of-text token: as the tokenizer puts it before a "document", before each "window"
-            too, or "none".
+        bos: place of the beginning-of-text token: before each "document", if the tokenizer puts it there; before each
+            "window"; or "none".
         chat_template_kwargs: further arguments of the chat template. A conversation that ends with the assistant's
             message is read as it is; any other with the generation prompt.
         params: sampling parameters, to let the model continue each document; generated tokens' rows are collected too.
@@ -351,7 +351,7 @@ def collect(
         concurrency: maximum windows in flight; by default as many as the engine can use, within memory.
         verify: check existing shards by their hashes, rather than by their sizes alone; damaged shards are collected
             again.
-        progress: function called with a `Progress` now and then.
+        progress: function called with a `Progress` after each block of rows; with `ray`, after each shard.
         storage_options: options of the URL's file system.
         ray: Ray actors among which the corpus is distributed. Each starts an engine with this model's arguments. A
             shard has the same documents, whichever actor makes it, and with `concurrency=1` the same bits; otherwise it
@@ -361,8 +361,8 @@ def collect(
         Summary of the complete data set.
 
     Raises:
-        RunDiffers: the folder holds another data set, or one of another corpus, or its last shard is short and the
-            corpus has grown.
+        RunDiffers: the folder has another data set, or one of another corpus, or the corpus has grown beyond the last
+            shard of the folder, which is short.
         CollectionStopped: the folder cannot be written to, such as on a full disk, or actors were lost too often.
         InvalidFile: a file of the corpus cannot be read, or holds an item that is not a document.
         InvalidRequest: an argument does not fit, or another process writes to the folder.

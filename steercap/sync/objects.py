@@ -62,7 +62,7 @@ class ActivationStream(
 
     @property
     def points(self) -> tuple[str, ...]:
-        """Names of the points that are read, in order."""
+        """Names of the points whose rows are read, in order, such as "resid_post[5]"."""
         return self.awaited.points
 
     @property
@@ -70,7 +70,7 @@ class ActivationStream(
         """Normalisation of each point by its name; {} if rows are not normalised.
 
         Raises:
-            InvalidRequest: they are computed from the first rows, and no batch was taken yet.
+            InvalidRequest: no batch was taken yet; normalisations are computed from the first rows.
         """
         return self.awaited.normalisations
 

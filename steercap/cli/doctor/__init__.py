@@ -1,4 +1,4 @@
-"""`steercap doctor`: check of this machine, with advice. `steercap smoke`: check of a running server."""
+"""`steercap doctor`: checks of this machine, with advice. `steercap smoke`: checks of a running server."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 STYLES: Final = {"ok": "green", "warning": "yellow", "problem": "red"}
 MESSAGES: Final = [{"role": "user", "content": "Say hello."}]
-#: Tokens of the answer to the messages that a server is checked by.
+#: Number of tokens to generate in the chat by which a server is checked.
 TOKENS: Final = 4
 MARKS: Final = {"ok": "✓", "warning": "!", "problem": "✗"}
 
 
 def table_of(checks: Sequence[Check]) -> Table:
-    """Return a table with a row per check; advice stands below the facts."""
+    """Return a table with a row per check: state, name, and findings with the advice below them."""
     table = Table(show_header=False, box=None, padding=(0, 1))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
@@ -45,7 +45,7 @@ def table_of(checks: Sequence[Check]) -> Table:
 
 
 async def start(model: ModelOptions, terminal: Terminal) -> Check:
-    """Start the engine, which probes every tap; return the result as a check."""
+    """Start the engine, which probes every tap, and stop it; return the result as a check, also if it fails."""
     from steercap.cli.doctor.checks import Check
 
     begun = time.monotonic()
@@ -65,13 +65,13 @@ async def start(model: ModelOptions, terminal: Terminal) -> Check:
 
 
 async def examine_server(url: str, *, key: str | None, model: str | None, seconds: float) -> list[Check]:
-    """Check health, models and one captured chat, up to the first that fails.
+    """Check a server's health, its models and one captured chat, up to the first failure; return the results.
 
     Args:
         url: address of the server, with or without /v1.
         key: API key, None for none.
-        model: name of the model for the server; the first that it lists if None.
-        seconds: seconds that the server may be silent for.
+        model: name of the model on the server; None for the first that the server lists.
+        seconds: maximum seconds without any data from the server.
     """
     from steercap.cli.doctor.checks import Check
     from steercap.model import SteerModel
@@ -96,7 +96,7 @@ async def examine_server(url: str, *, key: str | None, model: str | None, second
 
 
 async def _chat(remote: Any) -> Check:
-    """Check that the rows of a chat at one point are there, one for each token that was read, and are finite."""
+    """Check that a chat returns rows at one point, one for each token that was read, and that they are finite."""
     from steercap.cli.doctor.checks import Check
     from steercap.core.spec import CaptureSpec
 
@@ -112,7 +112,7 @@ async def _chat(remote: Any) -> Check:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands."""
+    """Add the commands `doctor` and `smoke` to `app`."""
 
     @command(
         app,

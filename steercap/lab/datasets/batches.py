@@ -1,8 +1,8 @@
 """Order of rows in batches: computed from a seed, so every worker and rank derives it without communication.
 
-Only row numbers are shuffled. Blocks of neighbouring rows are put in a random order and cut into windows of about
-`buffer` rows; the numbers in a window are put in a random order and cut into batches. So batch n can be computed
-without the batches before it: workers and ranks take their own, and an interrupted run can resume.
+Only row indices are shuffled. Blocks of neighbouring rows are put in a random order and cut into windows of about
+`buffer` rows; the indices in a window are put in a random order and cut into batches. So batch n can be computed
+without the batches before it: each worker and rank computes its own batches, and an interrupted run can resume.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from steercap.core.values import count_of, shown
 from steercap.errors import InvalidSetting
 from steercap.lab.datasets.rows import Labelled, Rows
 
-#: Rows of a block: neighbours on disk, read together. With 576 elements a row in bfloat16, a block is half a megabyte.
+#: Rows of a block, which are neighbours on disk and read together: half a megabyte at 576 bfloat16 elements a row.
 BLOCK: Final = 512
 
 
@@ -42,7 +42,7 @@ class Order:
 
     @staticmethod
     def checked(*values: Any) -> Order:
-        """Return an order of validated values.
+        """Return an order from the values of its fields, in their order, after checking them.
 
         Raises:
             InvalidSetting: a number is not whole, too small, or a rank is outside the world size.
@@ -56,7 +56,7 @@ class Order:
         return order
 
     def batches(self, rows: int) -> int:
-        """Return the number of batches in an epoch, over all ranks."""
+        """Return the number of batches in an epoch of `rows` rows, over all ranks."""
         if self.drop_last:
             return rows // self.batch_size // self.world_size * self.world_size
         return -(-rows // self.batch_size)
@@ -71,7 +71,7 @@ class Blocks:
 
     @staticmethod
     def of(edges: NDArray[np.int64], *, whole: bool) -> Blocks:
-        """Return the blocks of shards, whose rows lie between `edges`: int64 [shards + 1], ascending from 0.
+        """Return the blocks of shards; shard k has the rows [edges[k], edges[k + 1]), `edges` being int64 [shards + 1].
 
         Blocks have at most `BLOCK` rows, or are whole shards if `whole`.
         """
@@ -92,17 +92,17 @@ class Blocks:
 
 
 class Gathering(Protocol):
-    """Source of rows for batches: an `ActivationDataset`."""
+    """Interface of a source of rows for batches, such as `ActivationDataset`."""
 
     def gather(self, numbers: NDArray[np.int64]) -> Rows | Labelled:
-        """Return rows by their numbers, in that order."""
+        """Return rows by their indices, in that order."""
 
     def foresee(self, start: int, stop: int) -> None:
-        """Ask the operating system to read rows [start, stop) ahead."""
+        """Ask the operating system to read rows [start, stop) ahead into its cache."""
 
 
 class Epoch:
-    """Row order of one epoch."""
+    """Order of the rows in one epoch, number `number`, computed from the seed."""
 
     def __init__(self, blocks: Blocks, order: Order, number: int) -> None:
         self._order, self._number = order, number
@@ -118,7 +118,7 @@ class Epoch:
         self._window: tuple[int, NDArray[np.int64]] = (-1, chosen)
 
     def batch(self, number: int) -> NDArray[np.int64]:
-        """Return the row numbers of a batch: int64 [rows]."""
+        """Return the row indices of batch `number` of the epoch: int64 [rows]."""
         start = number * self._order.batch_size
         stop = min(start + self._order.batch_size, int(self._ends[-1]))
         parts = []
@@ -135,7 +135,7 @@ class Epoch:
         yield from zip(self._starts[part].tolist(), self._stops[part].tolist(), strict=True)
 
     def window(self, number: int) -> NDArray[np.int64]:
-        """Return the row numbers of a window, in order: int64 [rows]."""
+        """Return the row indices of window `number`, in their shuffled order: int64 [rows]."""
         if self._window[0] != number:
             rows = np.concatenate([np.arange(start, stop) for start, stop in self.blocks(number)])
             if self._order.shuffle:
@@ -144,21 +144,21 @@ class Epoch:
         return self._window[1]
 
     def window_of(self, number: int) -> int:
-        """Return the number of the window in which a batch begins."""
+        """Return the number of the window in which batch `number` begins."""
         return int(np.searchsorted(self._begins, number * self._order.batch_size, side="right")) - 1
 
 
 class ActivationBatches(IterableDataset["Rows | Labelled"]):
     """Iterable of batches of an `ActivationDataset`; made by its `batches` method.
 
-    Each item is a batch, so a DataLoader takes it with `batch_size=None`. It may have any number of workers, forked or
+    Each item is a batch, so pass `batch_size=None` to a DataLoader. It may have any number of workers, forked or
     spawned; their number changes neither the batches nor their order. Iteration begins at the first batch, or after
     those skipped by `skip` or `load_state_dict`.
 
     Args:
         data: source of the rows.
-        blocks: blocks of its rows.
-        order: batch settings.
+        blocks: blocks of neighbouring rows.
+        order: settings of the batches.
     """
 
     def __init__(self, data: Gathering, blocks: Blocks, order: Order) -> None:
@@ -172,7 +172,7 @@ class ActivationBatches(IterableDataset["Rows | Labelled"]):
         return f"ActivationBatches({len(self):,} to come, of {order.batch_size} rows, {shuffled}, seed={order.seed})"
 
     def __len__(self) -> int:
-        """Return the number of this rank's batches still to come, over all epochs."""
+        """Return the number of this rank's batches that the next iteration yields, over all epochs."""
         return max(0, self._each * self.order.epochs - self._skipped - self._begin * self._workers)
 
     def __iter__(self) -> Iterator[Rows | Labelled]:
@@ -199,8 +199,8 @@ class ActivationBatches(IterableDataset["Rows | Labelled"]):
     def skip(self, batches: int) -> None:
         """Begin every iteration after the first `batches` batches of this rank, for any number of workers.
 
-        It holds until the next call; `skip(0)` undoes it. With a DataLoader with `persistent_workers=True`, call it
-        before the first iteration.
+        The skip applies until the next call; `skip(0)` undoes it. With a DataLoader with `persistent_workers=True`,
+        call `skip` before the first iteration.
 
         Raises:
             InvalidSetting: `batches` is not a whole number of at least 0.
@@ -220,7 +220,7 @@ class ActivationBatches(IterableDataset["Rows | Labelled"]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume iteration where `state_dict` was taken.
+        """Resume the next iteration after the batches that were returned before `state_dict` was called.
 
         Raises:
             InvalidSetting: the state belongs to other batches, or is malformed.
@@ -242,7 +242,7 @@ class ActivationBatches(IterableDataset["Rows | Labelled"]):
         return len(range(self.order.rank, self.order.batches(self._blocks.rows), self.order.world_size))
 
     def _foresee(self, epoch: Epoch, window: int, foreseen: int) -> int:
-        """Ask the operating system to read this window and the next ahead, unless that was done before."""
+        """Ask the system to read a window and the next ahead, unless done up to `foreseen`; return the last done."""
         for ahead in range(max(window, foreseen + 1), window + 2):
             for start, stop in epoch.blocks(ahead):
                 self._data.foresee(start, stop)
@@ -259,7 +259,7 @@ def _worker() -> tuple[int, int]:
 
 
 def ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Return rank and world size: as given, else those of torch.distributed, else 0 and 1.
+    """Return rank and world size: as given, else those of torch.distributed if initialised, else 0 and 1.
 
     Raises:
         InvalidSetting: only one of the two is given.

@@ -1,4 +1,4 @@
-"""Activation data set for torch: rows by number in any order, memory-mapped from the shards."""
+"""Activation data set for torch: rows by index in any order, memory-mapped from the shards."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ from steercap.lab.datasets.shards import Receipt
 from steercap.lab.datasets.statistics import PointStatistics
 from steercap.lab.datasets.tables import COLUMNS
 
-#: Shards mapped at once. Shards behind a URL take local disk while mapped, so their number is limited to what two
-#: windows of rows that are shuffled together need.
+#: Maximum number of shards mapped at once. Shards behind a URL take local disk while mapped, so their maximum is what
+#: two windows of rows that are shuffled together need.
 MAPPED, MAPPED_REMOTE = 256, 4
-#: Statistics of fewer rows say little: a standard deviation is off by 7 % and more.
+#: Number of rows below which normalising by their statistics warns: a standard deviation is off by 7 % and more.
 FEW: Final = 100
 
 
 class ActivationDataset(Dataset["Rows | Labelled"]):
     """Map-style torch data set over a folder of activations; shards are memory-mapped, not read.
 
-    `data[5]` is a row [*shape of the point], `data[5:9]` and `data[[5, 7]]` are rows [n, *shape]. Of several points it
-    is a dict by name, `{"resid_post[5]": ...}`, unless `join` says otherwise. Rows are in order of documents, windows
-    and positions. `batches` gives them shuffled. Of targets of attention a row is [heads, 2k + 3]; see `attention`.
+    `data[5]` is a row [*shape of the point], `data[5:9]` and `data[[5, 7]]` are rows [n, *shape]. With several points
+    each is a dict by name, `{"resid_post[5]": ...}`, unless `join` says otherwise. Rows are in order of documents,
+    windows and positions; `batches` shuffles them. A row of attention targets is [heads, 2k + 3]; see `attention`.
 
     Args:
         where: path or URL of the folder.
         layers: layers as in `CaptureSpec`, among those collected.
         sites: one site or several; None for all that were collected.
-        at: points by name or by layer and site, instead.
+        at: points by name or by layer and site, instead of `layers` and `sites`.
         join: form of rows of several points: "dict", by name; "concatenate", [n, sum of widths]; "mix", each row of
             each point by itself, which multiplies the number of rows by that of points.
         positions: positions in the window to keep: `slice(1, None)` leaves out the first token of each.
         without_tokens: token ids whose rows are left out.
-        keep: function from an `Index` to a truth value for each row.
+        keep: function from an `Index` to truth values, bool [rows]: True for rows to keep.
         normalise: normalisation by the stored statistics of each point, which are of the sampled rows
             (`statistics_every` of `collect`), whatever `positions`, `without_tokens` and `keep` say: "mean" moves rows
             so that their mean is 0, "standard" also scales each element to a variance of 1, "norm" scales rows so that
@@ -117,7 +117,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
 
     @property
     def points(self) -> tuple[str, ...]:
-        """Names of the points that are read, in order."""
+        """Names of the points whose rows are read, in order, such as "resid_post[5]"."""
         return tuple(str(known.point) for known in self._formats)
 
     @property
@@ -129,7 +129,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
     def statistics(self, point: str | None = None) -> PointStatistics:
         """Return the statistics of a point's rows.
 
-        They are of the rows sampled at collection (`statistics_every` of `collect`), regardless of `positions`,
+        They cover the rows sampled at collection (`statistics_every` of `collect`), regardless of `positions`,
         `without_tokens` and `keep`.
 
         Args:
@@ -149,7 +149,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         return int(self._edges[-1]) * self._each
 
     def __getitem__(self, which: Any) -> Rows | Labelled:
-        """Return a row by its number, or rows by a slice or several numbers; negative ones count from the end.
+        """Return a row by its index, or rows by a slice or several indices; negative ones count from the end.
 
         Raises:
             IndexError: there is no such row.
@@ -158,7 +158,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         return found if index_of(which) is None else at(found, 0)
 
     def attention(self, which: Any, layer: int | None = None) -> AttentionSummary:
-        """Return the most strongly attended tokens of each head, of a data set collected with `attention=`.
+        """Return the tokens to which each head attends most, from a data set collected with `attention=`.
 
         Args:
             which: rows as in `data[which]`: a number, a slice or several numbers. With `labels=True`, `data[which]` has
@@ -166,8 +166,8 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
             layer: index of the layer, negative from the last; None if the targets of one layer alone are read.
 
         Returns:
-            Its positions and targets count in each row's own window; weights are within 1/510 of the model's, the
-            entropy within a 2,048th of itself.
+            A summary whose positions and targets count in each row's own window; weights are within 1/510 of the
+            model's, the entropy within a 2,048th of itself.
 
         Raises:
             IndexError: there is no such row.
@@ -187,7 +187,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         return summary_of(rows.float(), positions, self._formats[places[index]].coding.k)
 
     def __getitems__(self, which: list[int]) -> list[Rows | Labelled]:
-        """Return rows by their numbers, read together; called by a DataLoader."""
+        """Return a list of rows by their indices, read together; called by a DataLoader."""
         found = self.gather(self._checked(np.asarray(which)))
         return [at(found, place) for place in range(len(which))]
 
@@ -228,10 +228,10 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         return ActivationBatches(self, Blocks.of(self._edges * self._each, whole=self._is_remote), order)
 
     def gather(self, numbers: NDArray[np.int64]) -> Rows | Labelled:
-        """Return rows by their numbers, in that order.
+        """Return rows by their indices, in that order, in the form that `join` and `labels` say.
 
         Args:
-            numbers: row numbers from 0 to `len(self) - 1`: int64 [n].
+            numbers: row indices from 0 to `len(self) - 1`: int64 [n].
         """
         if self._join == "mix":
             return self._mixed(*np.divmod(numbers, self._each))
@@ -243,7 +243,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         return self._labelled(rows, groups, np.zeros_like(numbers))
 
     def foresee(self, start: int, stop: int) -> None:
-        """Ask the system to read rows [start, stop) ahead into its cache, if they are on this machine."""
+        """Ask the operating system to read rows [start, stop) ahead into its cache; none if they are behind a URL."""
         if self._is_remote:
             return
         first, last = start // self._each, -(-stop // self._each)
@@ -257,7 +257,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
 
     @property
     def _each(self) -> int:
-        """Number of rows of each token, as numbered here."""
+        """Number of indices per token: that of points with `join="mix"`, else 1."""
         return len(self._formats) if self._join == "mix" else 1
 
     def _prepare(self) -> None:
@@ -268,7 +268,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         return isinstance(self.folder.storage, RemoteFolder)
 
     def _have_room(self, rows: int) -> None:
-        """Allow as many mapped shards as two windows of `rows` rows need."""
+        """Raise the maximum of mapped shards to what two windows of `rows` rows need, if shards are behind a URL."""
         shards = MAPPED_REMOTE + 2 * rows * len(self._receipts) // max(1, len(self))
         if self._is_remote and shards > self._mapped:
             self._mapped = shards
@@ -299,7 +299,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         return {str(point): Normalisation.of(kind, found) for point, found in statistics.items()}
 
     def _rows(self, point: int, groups: Groups, count: int) -> torch.Tensor:
-        """Return rows of one point, in the requested order."""
+        """Return `count` rows of the point at index `point`, normalised, in the requested order: [count, *shape]."""
         known = self._formats[point]
         found = torch.empty((count, *known.shape), dtype=self._dtype or known.dtype)
         for number, numbers, where in groups:
@@ -328,12 +328,12 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
 
     @property
     def _attended(self) -> dict[int, int]:
-        """Places of the points that hold targets of attention, by layer."""
+        """Indices, among the points that are read, of those with attention targets, by layer."""
         places = enumerate(self._formats)
         return {known.layer: place for place, known in places if known.coding.encoding == ATTENTION}
 
     def _numbers(self, which: Any) -> NDArray[np.int64]:
-        """Return the numbers of the rows that an index names, int64 [n]."""
+        """Return the row indices, from 0, that an index, slice, mask or list names: int64 [n]."""
         if isinstance(which, slice):
             return np.arange(*which.indices(len(self)), dtype=np.int64)
         return self._checked(np.asarray(which if (index := index_of(which)) is None else [index]))
@@ -364,7 +364,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
 
 
 def _shards(folder: DatasetFolder, *, partial: bool) -> list[Receipt]:
-    """Return the receipts of the shards to read, in order."""
+    """Return the receipts of the shards to read, in order; an incomplete data set is refused unless `partial`."""
     receipts = list(folder.sound().values())
     totals = folder.totals()
     if totals is None and not partial:

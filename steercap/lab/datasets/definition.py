@@ -1,4 +1,4 @@
-"""Definition of a data set, stored as `definition.json`: a run must find an equal one to resume."""
+"""Definition of a data set, `definition.json`: model, points, codecs. A run resumes a folder with an equal one."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from steercap.steering.lowering import STEERED_TOKENS
 
 VERSION: Final = 1
 FILE: Final = "definition.json"
-#: Default sampling interval of statistics: one row in so many is decoded and measured.
+#: Default of `statistics_every`: one row in 8 is decoded and enters the statistics.
 EVERY: Final = 8
 
 
 class PointFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Storage format of the rows of one point.
+    """Storage format of the rows of one point: a site, such as "resid_post", of one layer.
 
     Args:
         layer, site: layer and site of the point.
-        schema: schema of its tensor in the model.
+        schema: shape and dtype of a row in the model, and its number of tensor-parallel shards.
         coding: codec of the rows; `RAW` stores them unchanged.
 
     Raises:
@@ -51,12 +51,12 @@ class PointFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def point(self) -> Point:
-        """The point."""
+        """Layer and site, as a `Point`."""
         return Point(self.layer, self.site)
 
     @property
     def end(self) -> str:
-        """Suffix of its tensors' names, after the name of the part: ".resid_post.5"."""
+        """Suffix of the point's tensors in a shard, after the part's name: ".resid_post.5" in "rows.resid_post.5"."""
         return end_of(self.point)
 
     @property
@@ -76,13 +76,13 @@ class PointFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def constants(self) -> tuple[str, ...]:
-        """Names of the codec's constants, stored once in each shard: float32 [width]; see `kernels.codecs.Codec`."""
+        """Names of the codec's constants, float32 [width], stored once in each shard; see `kernels.codecs.Codec`."""
         codec = ENCODINGS[self.coding.encoding]
         return codec.constants if isinstance(codec, Codec) else ()
 
     @property
     def tensors(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each part in a shard, by name; shapes without the axis of the rows."""
+        """Shape and dtype of each of the point's tensors in a shard, by part name; shapes without the axis of rows."""
         return _tensors(self)
 
     @property
@@ -92,11 +92,11 @@ class PointFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def coded(self) -> tuple[str, Mapping[str, int]]:
-        """Name of the codec, and its parameters by name."""
+        """Name of the codec, and its parameters (such as `k`) by name."""
         return named_parameters(self.coding)
 
     def whole(self, parts: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor]) -> Whole:
-        """Return rows from their parts, still encoded."""
+        """Return rows from their tensors by part name, still encoded: `CodedRows`, or without a codec the tensor."""
         if self.coding == RAW:
             return parts["rows"]
         return CodedRows(self.coding, self.schema, parts, constants=constants)
@@ -104,13 +104,13 @@ class PointFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def rows_of(
         self, parts: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Return rows decoded from their parts, [rows, *shape]; targets of attention as `numbers_of` lays them out."""
+        """Decode rows from tensors by part name: [rows, *shape]; no `constants`: 0. Attention: see `numbers_of`."""
         given = constants or {name: torch.zeros(self.schema.width) for name in self.constants}
         found = self.whole(parts, given)
         return found.numbers() if isinstance(found, CodedRows) else found
 
     def check(self, piece: Whole) -> None:
-        """Check that rows have this format.
+        """Check that rows have this codec, shape and dtype.
 
         Raises:
             InvalidRequest: codec, shape or dtype differ, or the parts have different lengths.
@@ -125,7 +125,7 @@ class PointFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
     def nothing(self) -> dict[str, torch.Tensor]:
-        """Return the parts of zero rows, as a shard stores them."""
+        """Return tensors of 0 rows by part name, with the shapes and dtypes that a shard stores."""
         if self.coding == RAW:
             return {"rows": torch.empty((0, *self.schema.shape), dtype=dtype_of(self.schema))}
         codec = ENCODINGS[self.coding.encoding]
@@ -148,21 +148,21 @@ def _tensors(point: PointFormat) -> Mapping[str, tuple[tuple[int, ...], torch.dt
 
 
 class DatasetDefinition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything that determines a data set's rows, except its documents.
+    """Settings that determine a data set's rows, all but its documents: the file `definition.json`.
 
     Args:
         version: version of the format.
         kind: kind of the folder.
         model: identity of the model, see `files.fingerprint`; "name" at least.
         points: formats of the points kept of each token, in order.
-        documents_per_shard: shard k holds documents [k D, (k + 1) D).
+        documents_per_shard: number D of documents in a shard: shard k has documents [k D, (k + 1) D).
         asked: other settings that determine the rows, by name, JSON-compatible: token sample, context, windows,
             generation.
         statistics_every: sampling interval of statistics, one row in so many; 0 for none.
         num_layers: decoder layers of the model; 0 if unknown, and then negative layers are refused.
 
     Raises:
-        ValueError: another version, no points or one twice, or impossible numbers.
+        ValueError: no points, a point twice, or a number out of range.
     """
 
     version: int
@@ -241,7 +241,7 @@ def define(
 
 
 def decode(content: bytes, path: str) -> DatasetDefinition:
-    """Return a folder's definition, decoded from JSON.
+    """Decode a data set's definition from the bytes of its JSON file; `path` is the file's name in errors.
 
     Raises:
         InvalidFile: the file cannot be read, or is of another version.
@@ -261,7 +261,7 @@ def decode(content: bytes, path: str) -> DatasetDefinition:
 
 
 def _differing(stored: DatasetDefinition, expected: DatasetDefinition) -> list[str]:
-    """Return the differences in what determines the rows."""
+    """Describe each setting in which two definitions differ; of `model`, only names in `expected` are compared."""
     was, now = (
         {
             "model": {name: one.model[name] for name in expected.model if name in one.model},
@@ -275,5 +275,5 @@ def _differing(stored: DatasetDefinition, expected: DatasetDefinition) -> list[s
     return differences(was, now) + asked
 
 
-#: Folders of activations.
+#: Kind of folder that holds a data set of activations: its definition's file and type, and the comparison of two.
 DATASET: Final = FolderKind(FILE, DatasetDefinition, "data set of activations", _differing)

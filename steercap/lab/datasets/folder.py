@@ -1,4 +1,4 @@
-"""Folder of a data set: begun with a definition, filled shard by shard in any order, then completed."""
+"""Folder of a data set: created with a definition, filled shard by shard in any order, then completed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from steercap.lab.datasets.tables import encoded_points, holds_points
 TOTALS: Final = "dataset.json"
 MERGED: Final = "statistics.safetensors"
 POINTS: Final = "points.parquet"
-#: Advice for a file that is not the one that was written.
+#: Advice in errors about a file that was changed since it was written.
 AGAIN: Final = "copy it again, or collect it again"
 #: Errors of decoding a truncated or changed file.
 UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -59,10 +59,10 @@ class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DatasetFolder:
-    """Folder of activations; made by `begin` or `open`. Methods may be called from any thread.
+    """Folder of a data set of activations; made by `begin` or `open`. Methods may be called from any thread.
 
     Args:
-        storage: storage of its files.
+        storage: storage of the folder's files.
         definition: definition of the data set.
     """
 
@@ -76,7 +76,7 @@ class DatasetFolder:
 
     @staticmethod
     def begin(where: str | Path | Storage, definition: DatasetDefinition, **options: Any) -> DatasetFolder:
-        """Return a folder for a run: create it, or sweep an existing one and check its definition.
+        """Return a folder to write to: a new one, or an existing one of an equal definition, without scratch files.
 
         Args:
             where: a folder, or a URL with "://".
@@ -119,7 +119,7 @@ class DatasetFolder:
     # Shards
 
     def write(self, shard: Shard) -> Receipt:
-        """Write a shard; see `write_shard`. The data set then counts as incomplete until `complete`."""
+        """Write a shard and return its receipt; the data set is then incomplete until `complete`. See `write_shard`."""
         self._remove_totals()
         return write_shard(self.storage, self.definition, shard)
 
@@ -135,10 +135,10 @@ class DatasetFolder:
         return found
 
     def readable_receipts(self) -> tuple[dict[int, Receipt], dict[int, str]]:
-        """Return the readable receipts, and reasons why others cannot be read (truncated or changed), by number.
+        """Return the readable receipts, and the reasons why others are not (truncated or changed), by shard number.
 
         Raises:
-            InvalidFile: a receipt is of another version or data set, or its name is that of no shard.
+            InvalidFile: a receipt is of another version or data set, or its file name has no shard number.
         """
         names = sorted(name for name in self.storage.sizes(FOLDER) if name.endswith(RECEIPT) and name[0] != ".")
         found: dict[int, Receipt] = {}
@@ -157,7 +157,7 @@ class DatasetFolder:
 
         Args:
             receipts: receipts of the shards.
-            content: compare SHA-256 too, which reads everything; else sizes alone.
+            content: True to compare SHA-256 too, which reads all files; False for sizes alone.
         """
         sizes = self.storage.sizes(FOLDER)
         found = {receipt.number: self._wrong(receipt, sizes, content=content) for receipt in receipts}
@@ -167,10 +167,10 @@ class DatasetFolder:
         """Check the files of all shards and return their receipts, by number.
 
         Args:
-            content: compare SHA-256 too; else sizes alone.
+            content: True to compare SHA-256 too, which reads all files; False for sizes alone.
 
         Raises:
-            InvalidFile: a file of one is missing, truncated or changed, or a receipt cannot be read.
+            InvalidFile: a file of a shard is missing, truncated or changed, or a receipt cannot be read.
         """
         receipts = self.receipts()
         for why in self.wrong(receipts.values(), content=content).values():
@@ -178,12 +178,12 @@ class DatasetFolder:
         return receipts
 
     def discard(self, number: int) -> None:
-        """Remove a shard, receipt first, so that it is collected again; the data set then counts as incomplete."""
+        """Remove a shard's receipt, so that the shard is collected again; the data set is then incomplete."""
         self._remove_totals()
         self.storage.remove(name_of(number, RECEIPT))
 
     def _remove_totals(self) -> None:
-        """Remove the totals before a receipt changes; only once, as each removal is a request to an object store."""
+        """Remove `dataset.json` before a receipt changes; once only: each removal is a request to an object store."""
         with self._completing:
             if not self._without_totals:
                 self.storage.remove(TOTALS)
@@ -192,17 +192,17 @@ class DatasetFolder:
     # The whole
 
     def totals(self) -> Totals | None:
-        """Return the totals of a complete data set, or None.
+        """Return the totals of a complete data set; None for an incomplete one.
 
         Raises:
-            InvalidFile: the file cannot be read.
+            InvalidFile: `dataset.json` cannot be read.
         """
         if TOTALS not in self.storage.sizes():
             return None
         return _decode(self.storage.read(TOTALS), Totals, self.storage.path(TOTALS))
 
     def altered(self, receipts: Iterable[Receipt]) -> bool:
-        """Return True if the totals of a complete data set differ from the sum of its receipts.
+        """Return whether the totals of a complete data set cannot be read, or differ from the sum of its receipts.
 
         Args:
             receipts: receipts of all existing shards, in order; if their number differs from the totals', the result is
@@ -216,7 +216,7 @@ class DatasetFolder:
         return totals is not None and totals.shards == len(known) and totals != self._sum(known)
 
     def complete(self) -> Totals:
-        """Complete the data set: merge the statistics, and write `dataset.json` last.
+        """Complete the data set: merge statistics, and write `dataset.json` last; return its totals.
 
         Raises:
             InvalidRequest: shard numbers have a gap, or a shard other than the last has too few documents.
@@ -246,7 +246,7 @@ class DatasetFolder:
     def merged(
         self, points: Iterable[Point], receipts: Sequence[Receipt] | None = None
     ) -> dict[Point, PointStatistics]:
-        """Return the statistics of the rows of points; each file is read once for all points.
+        """Return the statistics of points' rows by point, merged over shards; each file is read once.
 
         Args:
             points: points of the definition.
@@ -272,9 +272,9 @@ class DatasetFolder:
         return found
 
     def wrong_whole(self, receipts: Sequence[Receipt]) -> str:
-        """Check the files of a complete data set that no receipt names; return the problem, or "".
+        """Check `points.parquet` and the merged statistics of a complete data set; return the problem, or "".
 
-        Their contents are derived from the shards, which must be sound, and compared with what is stored.
+        Both are computed again, from the definition and the shards, which must be sound, and compared.
 
         Args:
             receipts: receipts of all shards, in order.
@@ -292,7 +292,7 @@ class DatasetFolder:
         return ""
 
     def _merged(self, receipts: Sequence[Receipt]) -> dict[str, torch.Tensor]:
-        """Return the statistics of all points, by the names of their tensors."""
+        """Return the merged statistics of all points, as tensors by their names in a file."""
         found = self.merged((known.point for known in self.definition.points), receipts)
         tensors: dict[str, torch.Tensor] = {}
         for known in self.definition.points:
@@ -300,7 +300,7 @@ class DatasetFolder:
         return tensors
 
     def _read(self, name: str, points: Iterable[Point]) -> dict[Point, PointStatistics]:
-        """Read the statistics of points from a file."""
+        """Read the statistics of points from the file called `name`."""
         tensors = self._tensors(name)
         try:
             return {point: read_named(self.definition.format_of(point).end, tensors) for point in points}
@@ -324,7 +324,7 @@ class DatasetFolder:
         return receipt
 
     def _number_of(self, name: str) -> int:
-        """Return the shard number in the name of a receipt."""
+        """Return the shard number in a receipt's file name; raise InvalidFile if it has none."""
         stem = name.removeprefix(f"{FOLDER}/").removesuffix(RECEIPT)
         if not stem.isdecimal() or name_of(int(stem), RECEIPT) != name:
             raise InvalidFile(f"{self.storage.path(name)} is the receipt of no shard; remove it")
@@ -371,7 +371,7 @@ def verify(where: str | Path, *, content: bool = True, **options: Any) -> Totals
 
     Args:
         where: path or URL of the folder.
-        content: compare SHA-256 too, which reads everything; else sizes alone.
+        content: True to compare SHA-256 too, which reads all files; False for sizes alone.
         options: options of the URL's file system.
 
     Returns:
@@ -394,13 +394,13 @@ def verify(where: str | Path, *, content: bool = True, **options: Any) -> Totals
 
 
 def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return True if two tensors are bit-identical."""
+    """Return whether two tensors have the same dtype, shape and bits."""
     kinds = (first.dtype, first.shape) == (second.dtype, second.shape)
     return kinds and first.numpy().tobytes() == second.numpy().tobytes()
 
 
 def _decode(content: bytes, kind: type[Document], path: str) -> Document:
-    """Decode a file of the current version.
+    """Decode a JSON file of the current format version to the type `kind`; `path` is its name in errors.
 
     Raises:
         InvalidFile: the file cannot be read, or is of another version.
@@ -412,7 +412,7 @@ def _decode(content: bytes, kind: type[Document], path: str) -> Document:
 
 
 def _understood(content: bytes, kind: type[Document], path: str) -> Document:
-    """Decode a file of the current version.
+    """Decode a JSON file of the current format version to the type `kind`; `path` is its name in errors.
 
     Raises:
         InvalidFile: the file is of another version.

@@ -1,4 +1,4 @@
-"""Reading of a data set: selection of points and rows; shards, memory-mapped, with their index read on first use."""
+"""Reading of a data set: selection of points and rows, and memory-mapped shards."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from steercap.lab.datasets.shards import INDEX, ROWS, Receipt, name_of
 from steercap.lab.datasets.storage import Storage
 from steercap.lab.datasets.tables import Index, decoded_index
 
-#: dict: a tensor of each point by its name. concatenate: the rows of a token's points concatenated. mix: each row of
-#: each point by itself.
+#: Form of rows of several points. dict: a tensor per point, by name. concatenate: a token's rows concatenated. mix:
+#: each row of each point by itself.
 Join: TypeAlias = Literal["dict", "concatenate", "mix"]
-#: Function that selects rows of an index: a truth value for each row.
+#: Function that selects rows: from an index to truth values, bool [rows].
 Keep: TypeAlias = Callable[[Index], NDArray[np.bool_]]
 Parts: TypeAlias = Mapping[str, torch.Tensor]
 PAGE: Final = mmap.PAGESIZE
@@ -40,7 +40,7 @@ class TokenChoice:
     Args:
         first, end, step: slice of positions in the window; no end for None.
         without: ids of tokens whose rows are left out, such as the beginning-of-text token.
-        keep: function from an index to a truth value for each row; importable, if workers are spawned.
+        keep: function from an index to truth values, bool [rows]; importable, if DataLoader workers are spawned.
     """
 
     first: int = 0
@@ -51,7 +51,7 @@ class TokenChoice:
 
     @staticmethod
     def parse(positions: Any, without: Any, keep: Keep | None) -> TokenChoice:
-        """Return the selection for a user's arguments; None means no restriction.
+        """Return the selection for a user's `positions`, `without_tokens` and `keep`; None is no restriction.
 
         Raises:
             InvalidSelection: positions are not a forward slice from 0 on, or token ids are not whole numbers.
@@ -70,11 +70,11 @@ class TokenChoice:
 
     @property
     def all(self) -> bool:
-        """True if every row is selected."""
+        """True if no restriction is given, so that every row is selected."""
         return self == TokenChoice()
 
     def offsets(self, index: Index) -> NDArray[np.int64]:
-        """Return the offsets of the selected rows, ascending: int64 [chosen]."""
+        """Return the offsets, in a shard with this index, of the selected rows, ascending: int64 [chosen]."""
         chosen = np.ones(len(index), dtype=bool)
         position = index.position.astype(np.int64)
         chosen &= (position >= self.first) & ((position - self.first) % self.step == 0)
@@ -95,13 +95,13 @@ class TokenChoice:
 def points_of(
     definition: DatasetDefinition, layers: Layers = "all", sites: str | Sequence[str] | None = None, at: Any = None
 ) -> tuple[PointFormat, ...]:
-    """Return the selected points of a data set, in its order.
+    """Return the formats of the selected points of a data set, in the order of its definition.
 
     Args:
         definition: definition of the data set.
         layers: layers as in `CaptureSpec`; negative ones count from the model's last.
         sites: one site or several; None for all that were collected.
-        at: points by name or by layer and site, instead.
+        at: points by name or by layer and site, instead of `layers` and `sites`.
 
     Raises:
         LayerOutOfRange: a selected point was not collected.
@@ -169,9 +169,9 @@ def check_alike(points: Sequence[PointFormat], why: str) -> None:
 
 
 class OpenShard:
-    """Shard opened for reading.
+    """Shard of a data set, opened for reading; its files are read or mapped on first use.
 
-    Reading raises InvalidFile for a file that is missing, truncated, or differs from the definition.
+    Methods raise InvalidFile for a file that is missing, truncated, or differs from the definition.
     """
 
     def __init__(self, storage: Storage, receipt: Receipt, points: Sequence[PointFormat], tokens: TokenChoice) -> None:
@@ -181,7 +181,7 @@ class OpenShard:
 
     @cached_property
     def index(self) -> Index:
-        """Index of all its rows, unselected ones included."""
+        """Index of all rows of the shard, unselected ones included."""
         name = name_of(self._receipt.number, INDEX)
         found = decoded_index(self._storage.read(name), self._storage.path(name))
         if len(found) != self._receipt.rows:
@@ -192,7 +192,7 @@ class OpenShard:
 
     @cached_property
     def offsets(self) -> NDArray[np.int64] | None:
-        """Offsets of the selected rows, int64 [selected]; None for all rows."""
+        """Offsets of the selected rows in the shard, ascending: int64 [selected]; None if all are selected."""
         return None if self._tokens.all else self._tokens.offsets(self.index)
 
     def __len__(self) -> int:
@@ -204,13 +204,13 @@ class OpenShard:
         return numbers if self.offsets is None else self.offsets[numbers]
 
     def rows(self, number: int, places: NDArray[np.int64]) -> torch.Tensor:
-        """Return decoded rows of a point, copied: [places, *shape]."""
+        """Return decoded rows of the `number`-th point, copied: [places, *shape]; `places` are offsets in the shard."""
         known, parts, constants = self._mapped[number]
         at = torch.from_numpy(places)
         return known.rows_of({name: part.index_select(0, at) for name, part in parts.items()}, constants)
 
     def foresee(self, number: int, start: int, stop: int) -> None:
-        """Ask the system to read the rows at [start, stop) of a point into its cache."""
+        """Ask the operating system to read the rows at [start, stop) of the `number`-th point into its cache."""
         for part in self._mapped[number][1].values():
             whole = part[start:stop]
             first = whole.data_ptr() // PAGE * PAGE

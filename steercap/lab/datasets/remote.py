@@ -1,4 +1,4 @@
-"""Data set storage behind a URL, by fsspec.
+"""Storage of a data set behind a URL, by fsspec.
 
 On an object store, a file appears when its upload ends. On other file systems, it is written to a scratch name and then
 moved.
@@ -20,11 +20,11 @@ from steercap.errors import InvalidRequest, SteercapError
 from steercap.files.tensors import Buffer
 from steercap.lab.datasets.storage import CHUNK, FileReceipt, LocalFolder, Storage, copied, unreadable
 
-#: Object stores, whose writes are atomic, by fsspec's names for them.
+#: Names in fsspec of object stores, whose writes are atomic.
 STORES: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "az", "adl", "oss"})
 
 
-#: Attempts to list a folder in which a file is renamed meanwhile.
+#: Maximum attempts to list a folder whose files are renamed meanwhile.
 LOOKS: Final = 100
 #: Suffix of files that are being written, on file systems whose writes are not atomic.
 SCRATCH: Final = ".scratch"
@@ -33,7 +33,7 @@ Found = TypeVar("Found")
 
 
 class RemoteFolder(Storage):
-    """Folder of an fsspec file system, by its URL.
+    """Storage in a folder of an fsspec file system, named by its URL.
 
     Args:
         url: URL of the folder, such as "s3://bucket/run".
@@ -93,7 +93,7 @@ class RemoteFolder(Storage):
             yield Path(there.name)
 
     def sweep(self) -> None:
-        """Remove all scratch files; their writers cannot be identified, so one call at a time may write."""
+        """Remove all scratch files; whose they are is unknown, so only one call at a time may write to the folder."""
         if self._puts:
             return
         with _as_os_error():
@@ -115,7 +115,7 @@ class RemoteFolder(Storage):
 
     @property
     def _system(self) -> Any:
-        """File system of this process; most cannot be used after a fork."""
+        """fsspec's file system, connected anew in a forked process: most cannot be used after a fork."""
         if self._process != os.getpid():
             self._connect()
         return self._reached
@@ -159,7 +159,7 @@ class RemoteFolder(Storage):
 
 @contextmanager
 def _as_os_error() -> Iterator[None]:
-    """Convert errors of a file system's library, such as that no server answers, to OSError."""
+    """Convert errors that a file system's library raises in the block, such as of connections, to OSError."""
     try:
         yield
     except (OSError, SteercapError):
@@ -169,7 +169,7 @@ def _as_os_error() -> Iterator[None]:
 
 
 def storage_of(where: str | Path | Storage, **options: Any) -> Storage:
-    """Return the storage of a path or a URL.
+    """Return the storage for a path or a URL; a storage is returned as it is.
 
     Args:
         where: a folder, or a URL with "://".

@@ -1,4 +1,4 @@
-"""Rows as returned to the caller: grouped by shard, normalised, or shuffled in a buffer."""
+"""Rows of a data set in the form that callers get: grouped by shard, normalised, joined, or shuffled in a buffer."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from steercap.lab.datasets.statistics import PointStatistics
 if TYPE_CHECKING:
     from steercap.lab.datasets.reading import Join
 
-#: Rows of one point or of points that are joined, or of each point by its name.
+#: Rows of one point, or of joined points, as a tensor; of several points, a dict by name.
 Rows: TypeAlias = "torch.Tensor | dict[str, torch.Tensor]"
-#: For each shard: its number, the rows' numbers in it, ascending, and their places in the request.
+#: For each shard: its number, the rows' indices in it, ascending, and their places in the request.
 Groups: TypeAlias = "list[tuple[int, NDArray[np.int64], torch.Tensor]]"
 
 
@@ -32,7 +32,7 @@ class Labelled(NamedTuple):
     Args:
         rows: rows in the same form as without labels.
         document, window, position, token: label of each row, int64 [rows]; see `Index`.
-        point: number of its point in `ActivationDataset.points`, int64 [rows]; 0 unless points are mixed.
+        point: index of each row's point in `ActivationDataset.points`, int64 [rows]; 0 unless points are mixed.
     """
 
     rows: Rows
@@ -47,7 +47,7 @@ class Labelled(NamedTuple):
 
 
 def at(found: Any, place: int) -> Any:
-    """Return one of several rows."""
+    """Return the row at index `place`, in the form of `found`: a tensor, a dict by point, or labelled."""
     if isinstance(found, Labelled):
         return Labelled(*(at(part, place) for part in found))
     if isinstance(found, dict):
@@ -56,7 +56,7 @@ def at(found: Any, place: int) -> Any:
 
 
 def groups_of(numbers: NDArray[np.int64], edges: NDArray[np.int64]) -> Groups:
-    """Group row numbers by shard, ascending within each."""
+    """Group row indices by shard, ascending in each; shard k has the rows [edges[k], edges[k + 1])."""
     order = np.argsort(numbers, kind="stable")
     ascending = numbers[order]
     bounds = np.searchsorted(ascending, edges)
@@ -67,8 +67,8 @@ def groups_of(numbers: NDArray[np.int64], edges: NDArray[np.int64]) -> Groups:
     return found
 
 
-#: none: unchanged. mean: their mean is 0. standard: each element's variance is 1 too. norm: their mean norm is the
-#: square root of their width, and nothing is moved.
+#: Result of normalising rows. none: unchanged. mean: their mean is 0. standard: each element's variance is 1 too.
+#: norm: their mean norm is the square root of their width; they are only scaled.
 Normalise: TypeAlias = Literal["none", "mean", "standard", "norm"]
 NORMALISE: Final = get_args(Normalise)
 
@@ -89,7 +89,7 @@ class Normalisation:
 
     @staticmethod
     def of(kind: Normalise, statistics: PointStatistics) -> Normalisation:
-        """Return the normalisation of a kind that follows from statistics of the rows.
+        """Return the normalisation of this kind, computed from statistics of the rows.
 
         Args:
             kind: kind of normalisation; see `Normalise`.
@@ -107,11 +107,11 @@ class Normalisation:
         return Normalisation(mean, _scale(kind, statistics))
 
     def __call__(self, rows: Float[torch.Tensor, "rows width"]) -> Float[torch.Tensor, "rows width"]:
-        """Return normalised rows: float32, on the device of the rows."""
+        """Return normalised rows: float32 [rows, width], on the device of the rows."""
         return (rows.float() - self.mean.to(rows.device)) * self.scale.to(rows.device)
 
     def undone(self, rows: Float[torch.Tensor, "rows width"]) -> Float[torch.Tensor, "rows width"]:
-        """Invert the normalisation: float32, on the device of the rows."""
+        """Invert the normalisation: return float32 [rows, width], on the device of the rows."""
         return rows.float() / self.scale.to(rows.device) + self.mean.to(rows.device)
 
 
@@ -139,7 +139,7 @@ def join_points(rows: dict[str, torch.Tensor], join: Join) -> Rows:
 
 
 class ShuffleBuffer:
-    """Buffer of rows in named columns, with a fixed capacity."""
+    """Shuffle buffer: rows in named columns, at most `capacity`, drawn at random from the seed."""
 
     def __init__(self, capacity: int, seed: int) -> None:
         self.capacity = capacity

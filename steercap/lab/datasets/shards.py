@@ -30,7 +30,7 @@ ROWS, INDEX, STATISTICS, RECEIPT = ".safetensors", ".parquet", ".statistics.safe
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """Shard in memory, before it is written.
+    """Content of one shard in memory, before it is written.
 
     Args:
         number: number of the shard; it holds documents [number × D, (number + 1) × D), D being the definition's.
@@ -60,7 +60,7 @@ class Shard:
                 )
 
     def pieces(self, point: Point) -> Sequence[Whole]:
-        """Return the rows of a point, as consecutive pieces."""
+        """Return the rows of a point as consecutive pieces, [rows, ...] or `CodedRows` each."""
         rows = self.rows[point]
         return (rows,) if isinstance(rows, (torch.Tensor, CodedRows)) else rows
 
@@ -105,22 +105,22 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def names(self) -> dict[str, FileReceipt]:
-        """Receipts of its files by name within the folder, without the receipt itself."""
+        """Receipts of the shard's files by name within the data set, without the file of this receipt."""
         return {name_of(self.number, end): file for end, file in self.files.items()}
 
     @property
     def bytes(self) -> int:
-        """Total size of its files in bytes."""
+        """Total size of the shard's files in bytes."""
         return sum(file.bytes for file in self.files.values())
 
 
 def name_of(number: int, end: str) -> str:
-    """Return the name of a shard's file within the folder."""
+    """Return the name of a shard's file within the data set: "shards/000003.parquet" for 3 and ".parquet"."""
     return f"{FOLDER}/{number:06}{end}"
 
 
 def write_shard(storage: Storage, definition: DatasetDefinition, shard: Shard) -> Receipt:
-    """Write a shard, its receipt last. Several shards may be written at once, in any thread.
+    """Write a shard's files, then its receipt; return the receipt. Several threads may write shards at once.
 
     The same shard gives the same files, whichever process writes it and however often.
 

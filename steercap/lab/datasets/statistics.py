@@ -22,15 +22,15 @@ from steercap.core.values import mixed, mixed_all
 from steercap.files.tensors import as_numpy
 from steercap.kernels.codecs.coded import CodedRows, Whole, decoded, parts_of
 
-#: Elements per block, processed by NumPy: it stays in the calling thread, and releases the lock for others.
+#: Elements processed at once by NumPy, which uses the calling thread alone and releases the GIL for others.
 BLOCK_ELEMENTS: Final = 1 << 20
-#: An element is small if it is below this part of its row's root mean square.
+#: Fraction of its row's root mean square below which an element counts as small.
 SMALL: Final = 0.01
-#: The least number of float32 above 0.
+#: Smallest float32 above 0.
 LEAST: Final = np.finfo(np.float32).smallest_subnormal
-#: Rows of norms below this have deviations whose squares are finite in float32.
+#: Norm below which the squares of a row's deviations are finite in float32.
 GREAT: Final = 2.0**60
-#: Norms are counted in classes of 2^(1/8), 9 % wide, from 2^-32 up to 2^32; what lies outside is in the outermost.
+#: Bins per doubling in the histogram of norms, 9 % wide each; it spans 2^-32 to 2^32, and its end bins all beyond.
 CLASSES_AN_OCTAVE: Final = 8
 OCTAVES: Final = 64
 
@@ -89,7 +89,7 @@ class PointStatistics:
         return float(min(max(norm, float(self.norm_min)), float(self.norm_max)))
 
     def merged(self, other: PointStatistics) -> PointStatistics:
-        """Return the statistics of both sets of rows together.
+        """Return the statistics of the rows of both together.
 
         Source: Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances
         (1979).
@@ -117,7 +117,7 @@ class PointStatistics:
 def statistics_of(pieces: Sequence[Whole], width: int, chosen: NDArray[np.int64] | None = None) -> PointStatistics:
     """Compute statistics of rows that come in pieces, [rows, ...] each; rows in a codec are decoded.
 
-    `width` is the number of elements of a row. `chosen` holds the numbers of the sampled rows over all pieces,
+    `width` is the number of elements of a row. `chosen` holds the indices of the sampled rows over all pieces,
     ascending, see `drawn`; None for all.
     """
     running = _Running(width)
@@ -128,11 +128,10 @@ def statistics_of(pieces: Sequence[Whole], width: int, chosen: NDArray[np.int64]
 
 
 def drawn(rows: int, every: int, seed: int) -> NDArray[np.int64] | None:
-    """Draw one row in `every`, at least one; return their numbers, ascending: int64 [chosen]. None, for `every` of
-    1, stands for all rows.
+    """Draw about one row in `every` at random, at least one; return the rows' indices, ascending: int64 [chosen].
 
-    Rows are drawn, not counted off: in windows of one length, counting would sample the same positions, and the first
-    row of a window is unlike the others.
+    None, for `every` of 1, stands for all rows. Rows are drawn, not counted off: in windows of one length, counting
+    would sample the same positions, and the first row of a window is unlike the others.
     """
     if every == 1:
         return None
@@ -142,7 +141,7 @@ def drawn(rows: int, every: int, seed: int) -> NDArray[np.int64] | None:
 
 
 def no_rows(width: int) -> PointStatistics:
-    """Return the statistics of zero rows."""
+    """Return the statistics of an empty sample of rows of `width` elements: zeros, and an infinite `norm_min`."""
     zero, none = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)
     line = torch.zeros(width, dtype=torch.float64)
     counts = torch.zeros(CLASSES_AN_OCTAVE * OCTAVES, dtype=torch.int64)
@@ -150,7 +149,7 @@ def no_rows(width: int) -> PointStatistics:
 
 
 def _picked(pieces: Sequence[Whole], chosen: NDArray[np.int64]) -> Iterator[Whole]:
-    """Yield rows of consecutive pieces; `chosen` are their numbers over all pieces, ascending."""
+    """Yield the chosen rows, piece by piece; `chosen` are row indices over all pieces, ascending."""
     ends = np.cumsum([0, *map(len, pieces)])
     edges = np.searchsorted(chosen, ends)
     for number, piece in enumerate(pieces):
@@ -160,7 +159,7 @@ def _picked(pieces: Sequence[Whole], chosen: NDArray[np.int64]) -> Iterator[Whol
 
 
 def _blocks(pieces: Iterable[Whole], size: int) -> Iterator[NDArray[np.float32]]:
-    """Yield blocks of `size` rows, the last one shorter; they do not depend on how rows were split in pieces."""
+    """Yield decoded rows in blocks, float32 [size, width], the last one shorter, however rows were split in pieces."""
     waiting: deque[Whole] = deque()
     held = 0
     for piece in pieces:
@@ -175,7 +174,7 @@ def _blocks(pieces: Iterable[Whole], size: int) -> Iterator[NDArray[np.float32]]
 
 
 def _take_rows(waiting: deque[Whole], count: int) -> NDArray[np.float32]:
-    """Remove and return the first `count` rows of the pieces."""
+    """Remove the first `count` rows from the queue of pieces; return them decoded: float32 [count, width]."""
     found: list[Whole] = []
     while count:
         piece = waiting.popleft()
@@ -188,7 +187,7 @@ def _take_rows(waiting: deque[Whole], count: int) -> NDArray[np.float32]:
 
 
 def _together(pieces: Sequence[Whole]) -> Whole:
-    """Concatenate pieces; codes are concatenated before they are decoded, to decode once."""
+    """Concatenate pieces of one format; encoded rows stay encoded, to be decoded once."""
     first = pieces[0]
     if len(pieces) == 1:
         return first
@@ -199,12 +198,12 @@ def _together(pieces: Sequence[Whole]) -> Whole:
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate tensors along their first axis, by NumPy."""
+    """Concatenate tensors of one dtype along their first axis, by NumPy, which releases the GIL."""
     return torch.from_numpy(np.concatenate([as_numpy(one) for one in tensors])).view(tensors[0].dtype)
 
 
 def _decoded(rows: Whole) -> NDArray[np.float32]:
-    """Return rows, decoded, as float32 [rows, width]."""
+    """Return rows decoded and flattened: float32 [rows, width]."""
     flat = decoded(rows).flatten(1)
     if flat.dtype == torch.bfloat16:  # the upper half of a float32
         return (as_numpy(flat).astype(np.uint32) << 16).view(np.float32)
@@ -212,7 +211,7 @@ def _decoded(rows: Whole) -> NDArray[np.float32]:
 
 
 class _Running:
-    """Running sums over blocks.
+    """Accumulator of the statistics of a point over blocks of rows.
 
     Elements are summed relative to the mean of the first block, so that rows far from the origin keep their variance.
     """
@@ -226,7 +225,7 @@ class _Running:
         self.classes = np.zeros(CLASSES_AN_OCTAVE * OCTAVES, dtype=np.int64)
 
     def add(self, rows: NDArray[np.float32]) -> None:
-        """Add rows, [rows, width]."""
+        """Add a block of rows, float32 [rows, width]; rows with NaN or infinity are only counted."""
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             norms = np.sqrt(np.einsum("ij,ij->i", rows, rows, dtype=np.float64))
             if not math.isfinite(norms.sum()):
@@ -257,7 +256,7 @@ class _Running:
         self.classes += np.bincount(numbers.astype(np.int64), minlength=len(self.classes))
 
     def statistics(self) -> PointStatistics:
-        """Return the statistics of all rows so far."""
+        """Return the statistics of all rows added so far."""
         if not self.count:
             return replace(no_rows(self.width), nonfinite=torch.tensor(self.nonfinite))
         assert self.about is not None
@@ -282,12 +281,12 @@ def _number(value: float) -> Float[torch.Tensor, ""]:
 
 
 def named_tensors(end: str, statistics: PointStatistics) -> dict[str, torch.Tensor]:
-    """Return the statistics as tensors by their names in a file: field name plus the point's suffix."""
+    """Return the statistics as tensors by their names in a file: field name plus `end`, the point's suffix."""
     return {f"{field.name}{end}": getattr(statistics, field.name) for field in fields(statistics)}
 
 
 def read_named(end: str, tensors: Mapping[str, torch.Tensor]) -> PointStatistics:
-    """Read statistics from tensors named by `named_tensors`.
+    """Read the statistics of the point with the suffix `end` from tensors named by `named_tensors`.
 
     Raises:
         KeyError: a tensor is missing.

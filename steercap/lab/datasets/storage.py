@@ -1,6 +1,7 @@
 """Storage of a data set's files: a local folder with one writer, or a folder of an fsspec file system.
 
-Nothing else opens its files. Writes are atomic: a local file gets its name once its bytes are on the disk.
+All access to a data set's files is through this module. Writes are atomic: a local file gets its name once its bytes
+are on the disk.
 """
 
 from __future__ import annotations
@@ -25,9 +26,8 @@ from steercap.files.base import sweep, write_whole
 from steercap.files.fingerprint import nearest_path
 from steercap.files.tensors import Buffer
 
-#: Bytes read at once of a file that is hashed or copied.
+#: Maximum bytes of a file that are hashed or copied at once.
 CHUNK: Final = 4 << 20
-#: Bytes to write, or a memory view of them.
 
 
 class FileReceipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,15 +42,15 @@ class _Writable(Protocol):
 
 
 class Storage(ABC):
-    """A folder of files by name, such as "shards/000000.json". Methods may be called from any thread."""
+    """Folder of files, addressed by names within it, such as "shards/000000.json"; usable from any thread."""
 
     @abstractmethod
     def path(self, name: str) -> str:
-        """Return a file's full name, for messages."""
+        """Return the full path or URL of a file, for error messages; the file need not exist."""
 
     @abstractmethod
     def write(self, name: str, chunks: Iterable[Buffer]) -> FileReceipt:
-        """Write a file atomically and durably; one of that name is replaced.
+        """Write chunks of bytes as a file, atomically and durably, replacing any of that name; return size and SHA-256.
 
         Raises:
             OSError: the file cannot be written, such as on a full disk.
@@ -78,11 +78,11 @@ class Storage(ABC):
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Delete a file, if it exists."""
 
     @abstractmethod
     def fetched(self, name: str) -> AbstractContextManager[Path]:
-        """Yield a local path at which a file can be memory-mapped; mappings outlive the block.
+        """Yield a local path to memory-map a file from; mappings made in the block stay valid after it.
 
         Raises:
             InvalidFile: the file is missing, or cannot be fetched.
@@ -112,7 +112,7 @@ class Direct:
         self._can, self._direct = True, False
 
     def write(self, data: memoryview) -> int:
-        """Write bytes, whole pages past the page cache; a partial page at the end goes through it."""
+        """Write bytes, past the page cache if they are a whole number of pages; return how many were written."""
         try:
             self._pass_cache(self._can and not len(data) % mmap.PAGESIZE)
             return self._file.write(data)
@@ -129,7 +129,7 @@ class Direct:
 
 
 class LocalFolder(Storage):
-    """Folder on this machine; created by the first write.
+    """Storage in a folder on this machine; the first write creates it.
 
     Raises:
         InvalidRequest: the path is not UTF-8: neither safetensors nor pyarrow could open files in it.
@@ -191,7 +191,7 @@ class LocalFolder(Storage):
 
 
 def unreadable(path: str, error: OSError) -> InvalidFile:
-    """Return the error for a file that cannot be read."""
+    """Return the error to raise for a file that cannot be read: the reason, and the most similar path."""
     reason = error.strerror or error
     if isinstance(error, FileNotFoundError) and "://" not in path:
         reason = f"there is no such file{nearest_path(path)}"
@@ -199,11 +199,11 @@ def unreadable(path: str, error: OSError) -> InvalidFile:
 
 
 def copied(chunks: Iterable[Buffer], file: _Writable) -> FileReceipt:
-    """Write chunks one after another and return the file's receipt; hashing lets other threads run.
+    """Write chunks to `file` one after another; return their total size and SHA-256. Other threads run meanwhile.
 
     Args:
         chunks: chunks of bytes; none is kept.
-        file: file to write to; the buffer it is given changes after each write.
+        file: file to write to, in parts of at most `CHUNK` bytes; the memory of a part is reused after each write.
     """
     digest, size = hashlib.sha256(), 0
     for part in _parts(chunks):
@@ -214,7 +214,7 @@ def copied(chunks: Iterable[Buffer], file: _Writable) -> FileReceipt:
 
 
 def _parts(chunks: Iterable[Buffer]) -> Iterator[memoryview]:
-    """Regroup bytes in parts of CHUNK, the last one shorter: each part costs one wait for the interpreter lock.
+    """Yield the bytes of all chunks in parts of CHUNK bytes, the last one shorter: each costs one wait for the GIL.
 
     All parts share one page-aligned buffer, which the next part overwrites: NumPy copies without the lock, and fresh
     memory for every part would cost as much as the copy.
@@ -243,7 +243,7 @@ def _write_all(file: _Writable, part: memoryview) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Sync the names in a folder to the disk."""
+    """Make new and renamed files of a folder durable: fsync the folder itself."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

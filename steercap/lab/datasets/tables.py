@@ -16,7 +16,7 @@ from steercap.core.extras import extra
 from steercap.errors import InvalidFile, InvalidRequest
 from steercap.lab.datasets.definition import PointFormat
 
-#: Columns of an index, with their dtypes. Each row is a token whose rows were kept; `offset` is their place in
+#: Columns of an index, with their dtypes. Each row is a token whose rows were kept; `offset` is their index in
 #: the shard's tensors.
 COLUMNS: Final[Mapping[str, np.dtype[Any]]] = {
     "document": np.dtype(np.int64),
@@ -65,7 +65,7 @@ class Index:
 
 
 def encoded_index(index: Index) -> memoryview:
-    """Encode an index as a Parquet file."""
+    """Return the bytes of a Parquet file with the columns of an index, and `offset`, the numbers from 0."""
     with extra("datasets"):
         import pyarrow as pa
 
@@ -74,10 +74,10 @@ def encoded_index(index: Index) -> memoryview:
 
 
 def decoded_index(content: bytes, path: str) -> Index:
-    """Decode an index from a Parquet file.
+    """Decode an index from the bytes of a Parquet file; `path` is the file's name in errors.
 
     Raises:
-        InvalidFile: the file is not Parquet, or holds another table.
+        InvalidFile: the file is not Parquet, has other columns, or its offsets do not count from 0.
     """
     with extra("datasets"):
         import pyarrow as pa
@@ -96,7 +96,7 @@ def decoded_index(content: bytes, path: str) -> Index:
 
 
 def encoded_points(points: Sequence[PointFormat]) -> memoryview:
-    """Encode the table of points as a Parquet file for other tools, one row a tensor."""
+    """Return the bytes of `points.parquet`, a table for other tools with a row per tensor of a shard."""
     with extra("datasets"):
         import pyarrow as pa
 
@@ -105,12 +105,12 @@ def encoded_points(points: Sequence[PointFormat]) -> memoryview:
 
 
 def points_table(points: Sequence[PointFormat]) -> list[dict[str, Any]]:
-    """Return the rows of the table of points."""
+    """Return the rows of `points.parquet`: a dict per tensor of each point, with its name, codec, dtype and shape."""
     return [_tensor_row(point, part) for point in points for part in point.tensors]
 
 
 def holds_points(content: bytes, points: Sequence[PointFormat]) -> bool:
-    """Return True if a file is the table of points, allowing for another release of Arrow as writer."""
+    """Return whether `content` is the `points.parquet` of these points, perhaps written by another release of Arrow."""
     with extra("datasets"):
         import pyarrow as pa
         from pyarrow import parquet

@@ -1,4 +1,4 @@
-"""Training by gradient: of edits with the semantics of taps, on a frozen model in transformers; of small SAEs."""
+"""Training by gradient: of edits that compute what taps do, on a frozen model in transformers; of small SAEs."""
 
 from steercap.lab.training.comparing import compare_trained
 from steercap.lab.training.datasets import DatasetTrained, ExampleFolder, TextLoss, TokenBudget, TrainedDatasets

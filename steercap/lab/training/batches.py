@@ -1,7 +1,7 @@
 """Batches of training: the examples of each step, and their tensors.
 
-The examples of a step are a function of the seed, the trait's name and the step: a resumed run needs no state of a
-sampler, and a trait that is trained beside others has the same batches as alone.
+The examples of a step depend on the seed, the trait's name and the step alone: a resumed run needs no sampler state,
+and a trait has the same batches whether it is trained alone or beside others.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from steercap.lab.training.examples import ExampleTokens
 
 @dataclass(frozen=True, eq=False)
 class Padded:
-    """Sequences of different lengths, padded at the end, which causal models cannot see.
+    """Token sequences of different lengths, padded at the end, where causal models do not attend to the padding.
 
     Args:
         ids: input tokens, all of a sequence but the last: int64 [n, t].
         targets: next token after each: int64 [n, t].
         counted: True where the next token belongs to the response: bool [n, t].
-        scopes: tokens in each selection: bool [selections, n, t].
+        scopes: True for the tokens that each token selection selects: bool [selections, n, t].
         owners: trait index of each sequence: int64 [n].
     """
 
@@ -39,7 +39,7 @@ class Padded:
     owners: Int[torch.Tensor, " n"]
 
     def __add__(self, other: Padded) -> Padded:
-        """Append the sequences of `other`, and pad all to one length."""
+        """Return the sequences of both, `other`'s last, padded to one length."""
         longest = max(self.ids.shape[1], other.ids.shape[1])
         mine, theirs = self._to(longest), other._to(longest)
         names = {"ids": 0, "targets": 0, "counted": 0, "scopes": 1, "owners": 0}
@@ -55,7 +55,7 @@ class Padded:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Examples of a step, of any traits.
+    """Tokenised examples of one training step, from one or several traits.
 
     Args:
         roles: padded sequences by their role in an example: for pairs, `roles[0]` holds the first sequence of every
@@ -72,7 +72,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Picked:
-    """Example chosen for a step: its trait, its index there, and its draw."""
+    """Example chosen for a step: its trait, its index in the trait, and its random number in [0, 1), None for none."""
 
     trait: int
     place: int
@@ -80,7 +80,7 @@ class Picked:
 
 
 class EncodedExamples(Dataset[tuple[Picked, tuple[ExampleTokens, ...]]]):
-    """Data set of the tokenised examples of several traits, by trait and index."""
+    """Data set of the tokenised examples of several traits; indexed by `Picked`, which it returns with the tokens."""
 
     def __init__(self, traits: Sequence[Sequence[tuple[ExampleTokens, ...]]]) -> None:
         self._traits = traits
@@ -93,14 +93,14 @@ class EncodedExamples(Dataset[tuple[Picked, tuple[ExampleTokens, ...]]]):
 
 
 class Steps(Sampler[list[Picked]]):
-    """Sampler of the examples of each step; each trait cycles through its own in its own random order.
+    """Batch sampler of the examples of each step; each trait cycles through its examples in random orders of its own.
 
     Args:
-        sizes: number of examples of each trait, by its name.
+        sizes: number of examples of each trait, by name.
         size: number of examples of each trait in a step.
         seed: seed of the orders and draws.
         start, stop: range of steps, counted from 0.
-        live: function that returns the traits still in training; called before each step.
+        live: function that returns the indices of the traits still in training; called before each step.
         rank, world: this process takes every `world`-th example of a step, from the `rank`-th on.
     """
 
@@ -144,7 +144,7 @@ class Steps(Sampler[list[Picked]]):
 
 
 def generator(*parts: object) -> torch.Generator:
-    """Return a random generator whose seed follows from these parts alone."""
+    """Return a random generator whose seed is a hash of the texts of `parts`."""
     digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
@@ -168,7 +168,7 @@ def collated(
     selections: Sequence[TokenSelection],
     device: torch.device,
 ) -> Batch:
-    """Collate examples to a batch."""
+    """Collate examples to a `Batch` on `device`, with a mask for each of the token selections."""
     owners = torch.tensor([picked.trait for picked, _ in found])
     draws = [picked.draw for picked, _ in found]
     roles = zip(*(tokens for _, tokens in found), strict=True)
@@ -179,10 +179,10 @@ def collated(
 def padded(
     sequences: Sequence[ExampleTokens], selections: Sequence[TokenSelection], owners: torch.Tensor, device: torch.device
 ) -> Padded:
-    """Pad sequences to one length.
+    """Pad sequences at the end to one length, on `device`; `owners` are their trait indices, int64 [n].
 
     Raises:
-        EmptySelection, InvalidSelection: a selection does not fit one of them.
+        EmptySelection, InvalidSelection: a selection does not fit one of the sequences.
     """
     longest = max(one.inputs for one in sequences)
     ids, targets = (torch.zeros(len(sequences), longest, dtype=torch.int64) for _ in range(2))

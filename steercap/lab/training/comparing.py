@@ -1,4 +1,4 @@
-"""Comparison of trained vectors with averaged ones and with system prompts."""
+"""Comparison of trained vectors with vectors that are means of activations, and with system prompts."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from steercap.steering.formats import load_steering_vector
 from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec
 
-#: File of the losses of averaged vectors, in the folder of a data set; file of the table.
+#: File of the loss with an averaged vector, in the folder of a data set; file of the table of all.
 AVERAGED, TABLE = "averaged.json", "steering_vector_comparison.parquet"
 
 
 class _AveragedLoss(msgspec.Struct, frozen=True):
-    """Likelihood of held-out responses with an averaged vector, of this SHA-256, added at a layer."""
+    """Loss of held-out responses while an averaged vector, identified by its SHA-256, is added at a layer."""
 
     sha256: str
     layer: int
@@ -48,7 +48,7 @@ def compare_trained(
 ) -> ComparedVectors:
     """Compare the vectors that `train_datasets` trained with averaged ones, and with system prompts.
 
-    The averaged vectors are added as they are to the layer and tokens of the trained one, on what was held out. The
+    Each averaged vector is added, not scaled, at the layer and tokens of the trained one, on held-out examples. The
     table is written to `steering_vector_comparison.parquet` in the folder; after an interruption, the call resumes.
 
     Args:
@@ -58,7 +58,7 @@ def compare_trained(
         name_of: function that returns the name of a data set's averaged vector; by default what follows the last "__"
             ("qwen-3-32b__trait__kind": "kind"). One of the data set's own name comes first.
         batch_size: number of examples in a pass.
-        progress: function called with the number of data sets done, and of all.
+        progress: function called with the number of data sets done, and the number of all.
         **reading: arguments of `load_personas`, for a folder of persona files.
 
     Raises:
@@ -97,7 +97,7 @@ def compare_trained(
 def _compared(
     model: HookedModel, folder: Path, name: str, averaged: LayerVectors, batch_size: int
 ) -> TrainedComparison | str:
-    """Compare the vectors of a data set, or return the reason why they cannot be."""
+    """Compare a data set's trained vector with the averaged one, or return the reason why it cannot be compared."""
     result = read_result(folder)
     known = RATES_FOLDER.read(folder).training.model
     if apart := differences({"model": known}, {"model": identity_of(model)}):
@@ -125,7 +125,7 @@ def _compared(
 def _averaged_loss(  # noqa: PLR0917 -- a model and a vector, and where the examples are
     model: HookedModel, folder: Path, averaged: LayerVectors, layer: int, batch_size: int, held_out: int
 ) -> TextLoss:
-    """Return the likelihood of the `held_out` examples that were held out, with an averaged vector, computed once."""
+    """Return the loss of the `held_out` held-out examples with an averaged vector; stored in a file, and reused."""
     digest = hashlib.sha256(averaged[layer].numpy().tobytes()).hexdigest()
     file = folder / AVERAGED
     if file.exists():

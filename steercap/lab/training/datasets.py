@@ -1,4 +1,4 @@
-"""Data sets of examples: folders of them, budgets of tokens, and the results of training on them."""
+"""Data sets of training examples: folders of them, token budgets, and the results of training on them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from steercap.files.base import blame, require_file
 from steercap.lab.training.examples import Example, Preference, Prompted
 from steercap.steering.spec import SteeringSpec
 
-#: File of a finished data set, and of its held-out examples.
+#: File of the result of training on a data set, and file of its held-out examples.
 RESULT, HELD_OUT = "result.json", "held_out.jsonl"
-#: Fields of a line for each kind of example, besides `source`.
+#: Type of example by the fields of its line, sorted, without `source`.
 FORMS: Final = {
     ("prompt", "response"): Example,
     ("chosen", "prompt", "rejected"): Preference,
@@ -31,11 +31,11 @@ FORMS: Final = {
 def example_of(given: Mapping[str, Any]) -> Example | Preference | Prompted:
     """Return the example in a decoded line of JSONL, by its fields.
 
-    Besides the fields of an example, a line has `text`, a text by itself, or `conversation` (or `messages`): turns, of
-    which the last is the response, and a first one of `system` the system prompt of a `Prompted`.
+    In place of the fields of an example, a line may have `text`, a response without a prompt, or `conversation` (or
+    `messages`): turns, the last one being the response, and a first one of `system` the system prompt of a `Prompted`.
 
     Raises:
-        InvalidPrompt: no example has these fields, or these turns.
+        InvalidPrompt: the fields, or the turns, are not those of an example.
     """
     fields = {name: value for name, value in given.items() if name != "system" or value is not None}
     forms = [name for name in ("text", "conversation", "messages") if name in fields]
@@ -53,12 +53,12 @@ def example_of(given: Mapping[str, Any]) -> Example | Preference | Prompted:
     return made
 
 
-#: Lines that are examples, for errors.
+#: Accepted sets of fields of a line, for errors.
 ACCEPTED: Final = "text; conversation; prompt, response; prompt, chosen, rejected; or system, prompt, response"
 
 
 def _turns(turns: Any) -> dict[str, Any]:
-    """Return the fields of an example in a conversation."""
+    """Convert a conversation to the fields of an example: prompt, response, and system if it has one."""
     fits = isinstance(turns, Sequence) and not isinstance(turns, str) and len(turns) > 1
     if not fits or not all(isinstance(turn, Mapping) and {"role", "content"} <= turn.keys() for turn in turns):
         raise InvalidPrompt(f"conversation={shown(turns)}; give turns of role and content, the last the response")
@@ -74,13 +74,13 @@ def _turns(turns: Any) -> dict[str, Any]:
 
 
 class ExampleFolder(Mapping[str, "list[Example | Preference | Prompted]"]):
-    """Data sets of examples in a folder, by name: NAME.jsonl, each read when it is asked for.
+    """Data sets of examples in a folder: a mapping by name, NAME.jsonl, each file read when its name is looked up.
 
-    Lines are as for `example_of`. Those of persona files have `label`, `prompt_index` and `question_index`, too: then
-    `label` says which are examples, and those of one question have one source.
+    Lines are as for `example_of`. Lines of persona files also have `label`, `prompt_index` and `question_index`: only
+    lines with the given `label` are examples, and lines of one question have one source.
 
     Args:
-        folder: the folder.
+        folder: path of the folder.
         names: pattern of the names, such as "qwen-3-32b__trait__*".
         label: label of the examples, such as "pos", where lines have labels; None if they have none.
 
@@ -96,11 +96,11 @@ class ExampleFolder(Mapping[str, "list[Example | Preference | Prompted]"]):
             raise InvalidFile(f"{folder}: no data set {names!r}.jsonl; {choices(names, known)}")
 
     def __getitem__(self, name: str) -> list[Example | Preference | Prompted]:
-        """Read a data set.
+        """Read the examples of the data set `name`, in order of lines.
 
         Raises:
-            UnknownName: there is none of this name; a KeyError too.
-            InvalidFile: a line is no example, or has a label where none is asked for.
+            UnknownName: there is no data set of this name; also a KeyError.
+            InvalidFile: a line is no example, or has a label although `label` is None, or none although it is given.
         """
         if name not in self._names:
             raise UnknownName(f"no data set {shown(name)} in {self.folder}; {choices(name, self._names)}")
@@ -117,7 +117,7 @@ class ExampleFolder(Mapping[str, "list[Example | Preference | Prompted]"]):
         return len(self._names)
 
     def _example(self, where: str, line: bytes) -> Example | Preference | Prompted | None:
-        """Return the example of a line, or None where it has another label."""
+        """Return the example of a line, None if its label is another; `where` is the line's place, for errors."""
         try:
             given = msgspec.json.decode(line, type=dict[str, Any])
             label, question = given.pop("label", None), given.pop("question_index", None)
@@ -135,10 +135,10 @@ class ExampleFolder(Mapping[str, "list[Example | Preference | Prompted]"]):
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Numbers of tokens to train and to validate on.
+    """Numbers of tokens to train on and to validate on.
 
-    Examples are drawn by source, whole, until there are at least so many tokens of all their sequences; those that are
-    left over are not used.
+    Examples are drawn source by source, until all their sequences have at least that many tokens; the rest of the
+    examples are not used.
 
     Args:
         training, validation: numbers of tokens.
@@ -155,11 +155,11 @@ class TokenBudget:
             count_of(value, name, wrong=InvalidSetting)
 
     def draw(self, tokens: Sequence[int], sources: Sequence[str | None], seed: int) -> tuple[list[int], list[int]]:
-        """Draw the examples to train on, and to hold out; of one source they are on one side, if on any.
+        """Draw examples; return the indices, ascending, of those to train on and of those to hold out.
 
         Args:
             tokens: number of tokens of each example.
-            sources: source of each example; None for one of its own.
+            sources: source of each example, all in the same part; None for a source of its own.
             seed: seed of the draw, which does not depend on the order of the sources.
         """
         groups: dict[tuple[str, str], list[int]] = {}
@@ -173,7 +173,7 @@ class TokenBudget:
 
 
 def _until(bound: int, order: Iterator[Any], groups: Mapping[Any, list[int]], tokens: Sequence[int]) -> list[int]:
-    """Take examples, source by source, until they have `bound` tokens."""
+    """Return the indices, ascending, of examples taken source by source until they have `bound` tokens."""
     found: list[int] = []
     count = 0
     while count < bound and (source := next(order, None)) is not None:
@@ -185,12 +185,12 @@ def _until(bound: int, order: Iterator[Any], groups: Mapping[Any, list[int]], to
 
 
 class TextLoss(msgspec.Struct, frozen=True):
-    """Likelihood of responses.
+    """Loss and perplexity of responses.
 
     Args:
-        loss: mean over the examples of their mean negative log probability per token, in nats: as in validation.
+        loss: mean over the examples of their mean negative log probability per token, in nats: the validation loss.
         perplexity: exp of the mean negative log probability over all tokens of all responses.
-        tokens: number of these tokens.
+        tokens: number of tokens of all responses.
     """
 
     loss: float
@@ -199,12 +199,12 @@ class TextLoss(msgspec.Struct, frozen=True):
 
 
 class RateLoss(msgspec.Struct, frozen=True):
-    """Result of one learning rate.
+    """Result of training at one learning rate.
 
     Args:
-        lr: the rate.
+        lr: learning rate.
         validation_loss: lowest held-out loss; None if losses were not finite.
-        best_step, steps: step of this loss, 0 for that before any, and of the last validation.
+        best_step, steps: step of the lowest loss, 0 before the first step; step of the last validation.
     """
 
     lr: float
@@ -220,11 +220,11 @@ class DatasetTrained(msgspec.Struct, frozen=True):
         name: name of the data set.
         model: name of the model.
         lr: learning rate of the vector that is kept.
-        norm: Euclidean norm of what was trained.
-        rates: result of each rate.
+        norm: Euclidean norm of the trained parameters.
+        rates: result of each learning rate.
         examples, held_out, left_out: numbers of examples trained on, held out, and beyond the budgets.
-        tokens, held_out_tokens: numbers of tokens of the first two, prompts included.
-        validation: likelihood of the held-out responses: "unsteered", "trained", and if all examples have a system
+        tokens, held_out_tokens: numbers of tokens trained on and held out, prompts included.
+        validation: losses of the held-out responses: "unsteered", "trained", and if all examples have a system
             prompt "prompted"; empty for preferences.
     """
 
@@ -249,7 +249,7 @@ class TrainedDatasets:
         out: folder of the run. In `NAME/`: the edit at its best (`NAME.safetensors`, and as `steering_vector.pt` where
             it is one vector of the stream), its history, `result.json` and `held_out.jsonl`.
         results: result of each data set that was trained, by name.
-        skipped: reasons of those that were not.
+        skipped: reasons, by name, why other data sets were not trained.
     """
 
     out: Path
@@ -259,7 +259,7 @@ class TrainedDatasets:
     __repr__ = brief
 
     def spec(self, name: str) -> SteeringSpec:
-        """Read the edit of a data set."""
+        """Read the trained edit of the data set `name`."""
         return SteeringSpec.load(self.out / name / f"{name}.safetensors")
 
     def __str__(self) -> str:
@@ -268,10 +268,10 @@ class TrainedDatasets:
 
 
 def read_result(folder: str | Path) -> DatasetTrained:
-    """Read the result of a data set from its folder.
+    """Read the result of training on a data set from its folder.
 
     Raises:
-        InvalidFile: it is missing, or of another kind.
+        InvalidFile: `result.json` is missing, or is not such a result.
     """
     file = Path(folder) / RESULT
     try:

@@ -16,7 +16,7 @@ from steercap.errors import InvalidPrompt, InvalidSetting
 
 #: A prompt: text, token ids, or a conversation of {"role", "content"} dicts, put through the chat template.
 Prompt: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, Any]]"
-#: A response: text, or token ids; they are taken as they are, so an end of turn is learned where one is given.
+#: A response: text, or token ids. Nothing is appended: the end of a turn is learned only where it is given.
 Text: TypeAlias = "str | Sequence[int]"
 
 
@@ -28,7 +28,7 @@ class Example:
         prompt: text, token ids or a conversation; "" for a text by itself, whose first token is then the prompt where
             the tokenizer begins with none of its own.
         response: text to make likelier.
-        source: origin, such as its question: examples of one source are on the same side of the split. None for a
+        source: origin, such as a question: examples of one source are all trained on or all held out. None for a
             source of its own.
     """
 
@@ -71,7 +71,7 @@ class Prompted:
 
 
 class ExampleTokens(msgspec.Struct, frozen=True, array_like=True):
-    """Prompt and response as tokens."""
+    """Token ids of a prompt and its response, one after the other, with the length of the prompt."""
 
     ids: tuple[int, ...]
     prompt_len: int
@@ -83,7 +83,7 @@ class ExampleTokens(msgspec.Struct, frozen=True, array_like=True):
 
 
 def tokens_of(tokenizer: Any, prompt: Any, response: Any) -> ExampleTokens:
-    """Tokenize a prompt and a response, as for `Example`, as an engine would.
+    """Tokenize a prompt and a response (see `Example`) as an engine would; an empty prompt gets length 1.
 
     Raises:
         InvalidPrompt: no token is left to learn, or the prompt or response is not valid.
@@ -102,7 +102,7 @@ def tokens_of(tokenizer: Any, prompt: Any, response: Any) -> ExampleTokens:
 
 
 def conversation(prompt: Any, system: str | None = None) -> list[Mapping[str, Any]]:
-    """Return a prompt as a conversation, after a system prompt if there is one."""
+    """Return a prompt, text or turns, as a list of turns, after a system prompt unless that is None."""
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     return turns if system is None else [{"role": "system", "content": system}, *turns]
 
@@ -130,14 +130,14 @@ def _ids(given: Any) -> Sequence[int] | None:
 
 
 def split(sources: Sequence[Hashable | None], share: float, seed: int) -> tuple[list[int], list[int]]:
-    """Return the indices of training examples, and of held-out ones.
+    """Return the indices, ascending, of training examples and of held-out ones.
 
-    Examples of one source are on one side, all of them. Which sources are held out depends on their names and on the
+    Examples of one source are all trained on or all held out. Which sources are held out depends on their names and the
     seed, not on the order of the examples.
 
     Args:
         sources: source of each example; None for one of its own.
-        share: share of the sources to hold out, in (0, 1); one at least, and not all.
+        share: share of the sources to hold out, in (0, 1); at least one is held out, and one is not.
         seed: seed of the draw.
 
     Raises:

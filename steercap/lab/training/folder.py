@@ -1,5 +1,5 @@
-"""Folder of a training: its definition and its state, in files written atomically; its result, the edit at its best
-validation, with its history.
+"""Folder of a training run, whose files are written atomically: definition, state, and as its result the edit at the
+lowest held-out loss, with its history.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ STATE: Final = "state.safetensors"
 
 @dataclass(frozen=True)
 class Validation:
-    """Validation on held-out examples.
+    """Result of one evaluation of a trait on its held-out examples.
 
     Args:
-        step: number of optimiser steps before it.
+        step: number of optimiser steps before the evaluation.
         loss: mean loss of the steps since the previous validation, without penalties; None before the first step.
-        validation_loss: mean loss of the held-out examples.
+        validation_loss: mean loss of the held-out examples, without penalties.
         norm: Euclidean norm of all trained parameters.
         lr: learning rate of the next step.
     """
@@ -47,17 +47,17 @@ class Validation:
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """Trained edit.
+    """Result of training one trait: the edit, its file and its history.
 
     Args:
         name: name of the trait.
         spec: edits at the lowest held-out loss; gates are hard.
         history: all validations, the first before any step.
         best_step: step of the lowest held-out loss.
-        file: the spec, with its provenance in the header; `SteeringSpec.load` reads it. Where it has `directions`,
-            `DirectionSet.load` reads the file beside it that ends in .directions.safetensors.
+        file: path of the spec's file, for `SteeringSpec.load`, with the provenance in its header. If the spec has
+            `directions`, `DirectionSet.load` reads them from the file beside it, ending in .directions.safetensors.
         model: name of the model.
-        provenance: origin of the edit.
+        provenance: origin of the edit: model, objective, settings, hashes of examples, losses.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Trained:
 
     @property
     def directions(self) -> DirectionSet:
-        """Vectors that it adds, by layer, times their scales, as directions.
+        """Vectors that the edit adds to rows, times their scales: one direction, with a vector per layer.
 
         Raises:
             InvalidSpec: the spec is not made of `Add`s alone, at one site, one for each layer, none of them relative.
@@ -91,7 +91,7 @@ class Trained:
 
 
 def added(spec: SteeringSpec, name: str, model: str, provenance: Mapping[str, Any]) -> DirectionSet:
-    """Return the vectors that a spec of `Add`s adds, as directions.
+    """Return the vectors that a spec of `Add`s adds, times their scales, as a direction called `name`.
 
     Raises:
         InvalidSpec: as for `Trained.directions`.
@@ -120,12 +120,12 @@ def added(spec: SteeringSpec, name: str, model: str, provenance: Mapping[str, An
 
 
 class TrainingDefinition(msgspec.Struct, frozen=True):
-    """Everything that a training depends on, as text.
+    """Everything that determines the result of a training run, as text, compared when the run is resumed.
 
     Args:
         model: identity of the model, see `steercap.files.fingerprint`.
         objective: objective with its settings.
-        settings: settings by name.
+        settings: `TrainingSettings` that affect results, by name.
         edits: SHA-256 of each trait's initial edits, by its name.
         examples: SHA-256 of each trait's training tokens, by its name.
         held_out: SHA-256 of each trait's held-out tokens, by its name.
@@ -141,20 +141,20 @@ class TrainingDefinition(msgspec.Struct, frozen=True):
     world: int
 
 
-#: Folders of trainings.
+#: Kind of folder that holds a training run: its definition's file and type.
 FOLDER: Final = FolderKind("training.json", TrainingDefinition, "training")
 
 
 @dataclass(frozen=True, eq=False)
 class TraitState:
-    """Training state of one trait.
+    """Training state of one trait, for a resumed run.
 
     Args:
         values: current parameters, by name.
-        best: parameters at the lowest held-out loss.
+        best: parameters at the lowest held-out loss, by name.
         best_step: step of the lowest held-out loss.
         waited: number of validations since then.
-        optimizer, scheduler: their `state_dict`; None for no scheduler.
+        optimizer, scheduler: `state_dict` of each; None for no scheduler.
         history: all validations.
     """
 
@@ -169,14 +169,14 @@ class TraitState:
 
 @dataclass(frozen=True, eq=False)
 class TrainingState:
-    """State of a training."""
+    """State of a training run: number of steps taken, and the state of each trait by name."""
 
     step: int
     traits: Mapping[str, TraitState]
 
 
 def save_state(folder: Path, state: TrainingState, model: str) -> None:
-    """Write the state of a training, replacing the previous one.
+    """Write the state of a training run to its folder, replacing the previous one; `model` is the model's name.
 
     Raises:
         InvalidSpec: the state of an optimiser or scheduler is not made of numbers, text, lists and tensors.
@@ -185,7 +185,7 @@ def save_state(folder: Path, state: TrainingState, model: str) -> None:
 
 
 def load_state(folder: Path) -> TrainingState | None:
-    """Read the state of a training; None if nothing was written yet.
+    """Read the state of a training run from its folder; None if none was written yet.
 
     Raises:
         InvalidFile: the file was changed, or is of a newer version.
@@ -196,7 +196,7 @@ def load_state(folder: Path) -> TrainingState | None:
 
 
 def own(value: Any) -> Any:
-    """Copy a state, cloning its tensors: equal tensors would be stored as one. Sequences become lists."""
+    """Return a deep copy of a state with cloned tensors: equal ones would be stored as one. Sequences become lists."""
     match value:
         case torch.Tensor():
             return value.clone()
@@ -209,7 +209,7 @@ def own(value: Any) -> Any:
 
 
 def write_trained(trained: Trained) -> None:
-    """Write a trained edit to its file, its directions if it has any, and all validations as JSON."""
+    """Write a trained edit to its file, and beside it its directions, if it has any, and its validations as JSON."""
     trained.spec.save(trained.file, model=trained.model, provenance=trained.provenance)
     with write_whole(trained.file.with_name(f"{trained.name}.history.json")) as scratch:
         scratch.write_bytes(msgspec.json.format(msgspec.json.encode(list(trained.history)), indent=2))

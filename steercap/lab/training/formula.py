@@ -1,4 +1,4 @@
-"""Differentiable formula of the tap, `h <- h + f(u·h + b) w`, for sequences with vectors of their own.
+"""Differentiable formula of the tap, `h <- h + f(u·h + b) w`, for sequences that each have their own vectors.
 
 `core.program.Response` defines f; `kernels.reference` computes the same for an engine. Shape legend: n = sequences, t =
 tokens of the longest, k = specs that are trained side by side.
@@ -22,12 +22,12 @@ Rows = Float[torch.Tensor, "n t width"]
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Rank-one edit of k specs of one form.
+    """Rank-one edit, stacked over k specs that have the same edits with vectors of their own.
 
     Args:
         write, read: write and read vectors, float [k, width]; `read` is None if no projection is needed.
         responses: function f of each spec.
-        joined: True if it reads the row as it was before the preceding part.
+        joined: True if the part reads the row as it was before the preceding part.
         relaxed: True if the gradient of f's threshold is needed.
     """
 
@@ -38,14 +38,14 @@ class Part:
     relaxed: bool
 
     def to(self, device: torch.device) -> Part:
-        """Return the part with its tensors on a device; the same object if they are there already."""
+        """Return the part with its tensors on a device; the same object if the device is theirs."""
         if self.write.device == device:
             return self
         read = None if self.read is None else self.read.to(device)
         return replace(self, write=self.write.to(device), read=read)
 
     def number(self, name: str, owners: Int[torch.Tensor, " n"]) -> Any:
-        """Return a parameter of the responses f: a float if all specs share it, else [n, 1], one for each sequence."""
+        """Return the field `name` of the responses f: a float if all specs share it, else float [n, 1], by sequence."""
         found = [getattr(response, name) for response in self.responses]
         if not any(torch.is_tensor(one) for one in found) and len(set(found)) == 1:
             return found[0]
@@ -55,10 +55,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Doses:
-    """Factors of the edits, for each sequence.
+    """Factors by which the edits of each sequence are multiplied.
 
     Args:
-        factors: factors, [n]: 0 for no edit, -1 for the opposite; None for 1 everywhere.
+        factors: float [n]: 0 for no edit, -1 for the opposite edit; None for 1 everywhere.
         nulled: sequences, bool [n], whose positive projection on each write direction is removed instead of the edit;
             None for none.
     """
@@ -73,7 +73,7 @@ class Doses:
 
 
 def stacked(lowered: Sequence[Sequence[RankOne]]) -> list[Part]:
-    """Stack the rank-one edits of one edit of each of k specs."""
+    """Stack the same edit of k specs, given as k sequences of rank-one edits, to a list of parts."""
     return [_part(together) for together in zip(*lowered, strict=True)]
 
 
@@ -99,7 +99,7 @@ def changed(
     doses: Doses,
     gate_width: float,
 ) -> Rows:
-    """Return rows after one edit, differentiably; each sequence is edited by its own spec.
+    """Return rows [n, t, width] after one edit, differentiably; each sequence is edited by its own spec.
 
     Parts are applied one after another; a part that is joined reads the rows that the part before it read.
 
@@ -129,7 +129,7 @@ def changed(
 def _length(
     part: Part, before: Rows, rows: Rows, owners: Int[torch.Tensor, " n"], gate_width: float
 ) -> Float[torch.Tensor, "n t"]:
-    """Compute f(u·h + b)."""
+    """Return f(u·h + b), the multiple of the write vector to add to each row."""
 
     def f(name: str) -> Any:
         return part.number(name, owners)
@@ -150,12 +150,12 @@ def _length(
 
 
 def _is_bound(low: Any) -> bool:
-    """Return True if a number bounds values from below: one that is trained, or not -inf."""
+    """Return whether a number bounds values from below: True for a tensor, which is trained, and for any but -inf."""
     return torch.is_tensor(low) or low > -inf
 
 
 def _bounded(value: torch.Tensor, low: Any, high: Any) -> torch.Tensor:
-    """Clamp a value to bounds, floats or tensors; infinite ones cost nothing."""
+    """Clamp a tensor to [low, high], each a float or a tensor; infinite bounds are not computed."""
     if _is_bound(low):
         value = torch.maximum(value, torch.as_tensor(low, dtype=value.dtype, device=value.device))
     if torch.is_tensor(high) or high < inf:

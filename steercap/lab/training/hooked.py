@@ -1,4 +1,4 @@
-"""transformers model whose rows are read or changed at steercap's points, by hooks in each pass.
+"""transformers model whose activations are read or changed at steercap's points, by hooks in each forward pass.
 
 transformers has several implementations of attention, and some ignore features of a model: sdpa the soft cap of Gemma
 2. So the chosen implementation is compared with the eager one, which is complete, before anything is computed.
@@ -25,12 +25,12 @@ from steercap.core.extras import extra
 from steercap.core.spec import Point
 from steercap.errors import InvalidSetting, UnsupportedModel
 
-#: Tokens of the text on which implementations of attention are compared.
+#: Number of tokens of the random text on which implementations of attention are compared.
 COMPARED: Final = 32
-#: Tolerance of the mean difference of a token's loss; in 16 bits, a few rounding units of the dtype.
+#: Tolerance of the mean absolute difference of a token's loss, in nats; in 16 bits, `UNITS` rounding units.
 BOUND, UNITS = 1e-4, 4
 EAGER: Final = {"attn_implementation": "eager"}
-#: Point, and function called with its rows.
+#: Point, and the function to call with the point's rows.
 Visited: TypeAlias = "tuple[Point, Visit]"
 
 
@@ -49,9 +49,9 @@ class HookedModel:
 
     Raises:
         InvalidSetting: both `device` and `device_map`.
-        UnsupportedModel: its layers are not found, or of no known kind; or `attn_implementation` was given, and
-            transformers has none of that name for the model, or it computes another loss than the eager one, or losses
-            that are not finite.
+        UnsupportedModel: the model's layers are not found, or of no known kind; or `attn_implementation` was given, and
+            transformers has none of that name for the model, or its losses differ from those of the eager one, or are
+            not finite.
     """
 
     def __init__(
@@ -94,29 +94,29 @@ class HookedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the computation."""
+        """Dtype in which the model computes."""
         found: torch.dtype = self.model.dtype
         return found
 
     @property
     def device(self) -> torch.device:
-        """Device of the tokens; of several, that of the embedding."""
+        """Device for token ids: that of the embedding; the CPU if accelerate has offloaded it."""
         found: torch.device = self.model.get_input_embeddings().weight.device
         return torch.device("cpu") if found.type == "meta" else found  # offloaded: accelerate moves the tokens
 
     def visit(self, hooks: ExitStack, visits: Iterable[Visited]) -> None:
-        """Call functions with the rows of points, [..., width], in each pass; they may change rows in place.
+        """Add hooks that call functions with points' rows, [..., width], in each pass; they may change rows in place.
 
         Args:
             hooks: stack that removes the hooks when it is closed.
-            visits: points with their functions; those of one module run in the order given.
+            visits: pairs of a point and a function; functions of one module run in the order given.
         """
         for point, visit in visits:
             hooks.callback(SITES[point.site].visit(self.decoder.holder(point), self.family, visit).remove)
 
     @contextmanager
     def checkpointed(self, layers: Iterable[int]) -> Iterator[None]:
-        """Within the block, keep only the inputs of these layers for the backward pass, which computes them again.
+        """In the block, store only these layers' inputs for the backward pass, which recomputes the layers.
 
         transformers' own checkpointing would call hooks a second time, and only works on a model in training mode.
         """
@@ -129,7 +129,7 @@ class HookedModel:
             yield
 
     def _check_attention(self, loading: Mapping[str, Any], load_eager: Callable[[], Any]) -> None:
-        """Switch to the eager attention implementation unless the chosen one computes the same.
+        """Switch to the eager implementation of attention, unless the chosen one gives the same losses.
 
         Args:
             loading: further arguments that the model was loaded with.
@@ -179,7 +179,7 @@ class HookedModel:
 
     @torch.no_grad()
     def _short_losses(self, model: Any) -> torch.Tensor:
-        """Return losses of `COMPARED` random tokens but the first, placeholders of images and the like excluded."""
+        """Return losses in nats, float32 [COMPARED - 1], of random tokens; none stands for images and the like."""
         text = self.model.config.get_text_config()
         places = {
             value for name, value in vars(self.model.config).items() if name.endswith(("_token_id", "_token_index"))
@@ -192,14 +192,14 @@ class HookedModel:
 
 
 def _restore_forward(layer: nn.Module, before: Any) -> None:
-    """Put back the `forward` that an instance had of its own, or remove it."""
+    """Remove a layer instance's `forward`, and put back `before`, that which it had, unless None."""
     del layer.forward
     if before is not None:
         layer.forward = before
 
 
 def firsts(visits: Sequence[Visited], *, first: bool) -> list[Visited]:
-    """Return the visits at sites that must be hooked first, or all others.
+    """Return the visits at sites that must be hooked before others, or all other visits.
 
     Args:
         visits: points with their functions.
@@ -209,7 +209,7 @@ def firsts(visits: Sequence[Visited], *, first: bool) -> list[Visited]:
 
 
 def _family(architectures: Sequence[str], layers: Mapping[int, nn.Module]) -> Family:
-    """Return the family of transformers' layers, by architecture or by their classes, else one derived of them."""
+    """Return the family of layers by architecture name or by the layers' classes, else a family derived from them."""
     try:
         return family_of(architectures)
     except UnsupportedModel:

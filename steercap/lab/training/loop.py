@@ -1,4 +1,4 @@
-"""Training loop: each trait has its own optimiser, and one pass of the model serves all."""
+"""Training loop: each trait has its own optimiser, and each forward pass of the model serves all traits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from steercap.lab.training.trainable import TrainableSpec
 
 @dataclass(eq=False)
 class TraitInTraining:
-    """Trait in training."""
+    """Trait in training: its trainable spec, tokenised examples, optimiser, best parameters and validations."""
 
     name: str
     spec: TrainableSpec
@@ -49,7 +49,7 @@ class TraitInTraining:
         return self.waited >= self.settings.patience
 
     def step(self) -> None:
-        """Take one optimiser step."""
+        """Clip the gradient if asked to, and take one step of the optimiser and the scheduler."""
         if self.settings.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.spec.parameters(), self.settings.max_grad_norm)
         self.optimizer.step()
@@ -57,7 +57,7 @@ class TraitInTraining:
             self.scheduler.step()
 
     def record_validation(self, step: int, loss: float | None, validation_loss: float) -> None:
-        """Record a validation, and keep the parameters if its loss is the lowest so far.
+        """Record a validation, and keep a copy of the parameters if its loss is the lowest so far.
 
         Args:
             step: number of steps taken.
@@ -65,7 +65,7 @@ class TraitInTraining:
             validation_loss: mean loss of the held-out examples.
 
         Raises:
-            TrainingDiverged: its losses or vectors are not finite.
+            TrainingDiverged: a loss or the norm of the parameters is not finite.
         """
         norm, lr = self.spec.norm(), float(self.optimizer.param_groups[0]["lr"])
         if not all(map(isfinite, (validation_loss, norm, 0.0 if loss is None else loss))):
@@ -80,7 +80,7 @@ class TraitInTraining:
             self.best_step, self.best = step, self._values()
 
     def state(self) -> TraitState:
-        """Return its training state."""
+        """Return the trait's training state, for `restore`."""
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
         return TraitState(
             self._values(),
@@ -93,7 +93,7 @@ class TraitInTraining:
         )
 
     def restore(self, state: TraitState) -> None:
-        """Resume from a state."""
+        """Resume from a state: set parameters, best parameters, optimiser, scheduler and history."""
         self.spec.load_state_dict(state.values)
         self.best = own(state.best)
         self.best_step, self.waited, self.history = state.best_step, state.waited, list(state.history)
@@ -107,16 +107,16 @@ class TraitInTraining:
 
 @dataclass(eq=False)
 class Loop:
-    """Loop over the steps of a training.
+    """Loop over the optimiser steps of a training run of one or several traits.
 
     Args:
         traits: traits to train.
-        module: model with their edits.
+        module: frozen model with the traits' edits.
         settings: settings of the training.
-        folder: folder of its state.
+        folder: folder to which the state is written at each validation.
         model: name of the model.
         device: device of the computation.
-        progress: function called with the number of steps taken, and of all.
+        progress: function called with the number of steps taken, and the number of all.
     """
 
     traits: Sequence[TraitInTraining]
@@ -133,7 +133,7 @@ class Loop:
         self._counted = 0
 
     def run(self) -> None:
-        """Take the remaining steps."""
+        """Take the remaining steps, from the state in the folder; stop early once all traits are done."""
         start = self._resume()
         wrapped: Any = DistributedDataParallel(self.module) if self.world > 1 else self.module
         sizes = {trait.name: len(trait.examples) for trait in self.traits}
@@ -167,7 +167,7 @@ class Loop:
             self.traits[number].step()
 
     def _evaluate(self, step: int) -> None:
-        """Validate the traits still in training, and write the state."""
+        """Validate the traits still in training after `step` steps; process 0 writes the state."""
         live = self._live()
         found = self._held_out(live)
         losses = _summed(self._losses) / max(self._counted, 1)
@@ -184,7 +184,7 @@ class Loop:
             distributed.barrier()
 
     def _held_out(self, live: Sequence[int]) -> dict[int, float]:
-        """Return the mean held-out loss, by trait."""
+        """Return the mean held-out loss of each trait in `live`, by trait index, over all processes."""
         picked = [Picked(number, place, None) for number in live for place in range(len(self.traits[number].held_out))]
         mine, size = picked[self.rank :: self.world], self.settings.batch_size * len(live)
         chunks = [mine[at : at + size] for at in range(0, len(mine), size)]
@@ -196,7 +196,7 @@ class Loop:
         return {number: float(sums[number]) / len(self.traits[number].held_out) for number in live}
 
     def _resume(self) -> int:
-        """Return the step to resume from, with the traits restored; in a new run, validate before any step."""
+        """Restore the traits, and return the number of steps taken; in a new run, validate first and return 0."""
         state = load_state(self.folder)
         if state is None:
             self._evaluate(0)
@@ -214,18 +214,18 @@ class Loop:
 
 
 def rank() -> int:
-    """Return the rank of this process in `torch.distributed`, or 0."""
+    """Return the rank of this process in `torch.distributed`; 0 if it is not initialised."""
     return distributed.get_rank() if distributed.is_initialized() else 0
 
 
 def world() -> int:
-    """Return the number of processes in `torch.distributed`, or 1."""
+    """Return the number of processes in `torch.distributed`; 1 if it is not initialised."""
     return distributed.get_world_size() if distributed.is_initialized() else 1
 
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Join the process group of torchrun, if there is one, for the block."""
+    """Join torchrun's process group for the block, if WORLD_SIZE is 2 or more."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield
         return
@@ -237,7 +237,7 @@ def together() -> Iterator[None]:
 
 
 def _summed(values: torch.Tensor) -> torch.Tensor:
-    """Sum over processes."""
+    """Return the sum of a tensor over all processes, on the CPU."""
     if world() == 1:
         return values
     on = "cuda" if distributed.get_backend() == "nccl" else "cpu"

@@ -1,4 +1,4 @@
-"""Training objectives: base class, members and registry. To add one, add a class and an entry of `OBJECTIVES`."""
+"""Training objectives: base class, members and registry. To add one, add a class, and an entry to `OBJECTIVES`."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from steercap.lab.training.batches import Batch, Padded
 from steercap.lab.training.examples import Example, ExampleTokens, Preference, Prompted, conversation, tokens_of
 from steercap.lab.training.formula import Doses
 
-#: Sum of the log probabilities of the response's tokens, for each sequence.
+#: Sum of the log probabilities of the response's tokens, for each sequence, in nats.
 Sums = Float[torch.Tensor, " n"]
 
 
 class Steered(Protocol):
-    """Interface of the model with its edits, for objectives."""
+    """Interface of the model with trainable edits, as objectives call it."""
 
     def logits(self, padded: Padded, doses: Doses = ...) -> Float[torch.Tensor, "counted vocabulary"]:
-        """Return float32 logits at positions that predict a token of a response, sequence by sequence."""
+        """Return float32 logits at the positions that predict a token of a response, sequence by sequence."""
 
     def log_probs(self, padded: Padded, doses: Doses = ...) -> Sums:
-        """Return the log probability of each sequence's response."""
+        """Return the log probability of each sequence's response, summed over its tokens, in nats."""
 
 
 class Objective(ABC):
-    """Training objective. A member is frozen data, its fields the objective's settings."""
+    """Training objective: a loss of examples. A member is a frozen dataclass, its fields the objective's settings."""
 
-    #: The kinds of examples it takes.
+    #: Types of the examples that the objective accepts.
     example: ClassVar[tuple[type, ...]]
-    #: True if edits must write something from the start, because their directions are removed in the loss.
+    #: True if initial edits must not be zero, because the loss removes their directions.
     needs_direction: ClassVar[bool] = False
 
     @abstractmethod
     def tokens(self, tokenizer: Any, example: Any) -> tuple[ExampleTokens, ...]:
-        """Tokenize an example to its sequences, equally many for each example.
+        """Tokenize an example to the sequences that the loss needs, equally many for each example.
 
         Raises:
             InvalidPrompt: a sequence has no token to learn.
@@ -49,7 +49,7 @@ class Objective(ABC):
 
     @abstractmethod
     def losses(self, model: Steered, batch: Batch) -> Float[torch.Tensor, " examples"]:
-        """Return the loss of each example."""
+        """Return the loss of each example in the batch, with a gradient in the edits' parameters."""
 
 
 def unedited(padded: Padded) -> Doses:
@@ -58,19 +58,19 @@ def unedited(padded: Padded) -> Doses:
 
 
 def lengths(padded: Padded) -> Int[torch.Tensor, " n"]:
-    """Return the number of tokens of each response."""
+    """Return the number of tokens of each sequence's response."""
     return padded.counted.sum(-1)
 
 
 def mean_of(values: Float[torch.Tensor, " counted"], padded: Padded) -> Float[torch.Tensor, " n"]:
-    """Return the mean of values over each sequence's counted tokens."""
+    """Return each sequence's mean of `values`, one per counted token, sequence by sequence."""
     rows = padded.counted.nonzero()[:, 0]
     sums = torch.zeros(len(padded.ids), dtype=values.dtype, device=values.device).index_add(0, rows, values)
     return sums / lengths(padded)
 
 
 class PreferenceObjective(Objective):
-    """Objective of a chosen response and a rejected one, which are sequences of their own."""
+    """Base class of objectives on pairs: the chosen and the rejected response are a sequence each."""
 
     example: ClassVar[tuple[type, ...]] = (Preference,)
 
@@ -117,8 +117,8 @@ class RePS(PreferenceObjective):
         Δ⁺ = β⁺/|c| log p⁺(c|x) - 1/|r| log p⁺(r|x);   β⁺ = max(log p(r|x) - log p(c|x), 1)
         Δ⁻ = β⁻/|r| log p⁰(r|x) - 1/|c| log p⁰(c|x);   β⁻ = max(log p(c|x) - log p(r|x), 1)
 
-    p⁺ has the edit times a drawn factor. p⁰ has `h <- h - relu(h·w) w / ‖w‖²` instead of it, for each direction w that
-    it writes, so the edit must not begin at zero. p is the model without any, and gives no gradient.
+    p⁺ has the edit times a drawn factor. p⁰ has `h <- h - relu(h·w) w / ‖w‖²` in place of the edit, for each direction
+    w that it writes, so the edit must not begin at zero. p is the unedited model, without gradient.
 
     Source: reference-free preference steering, Wu et al. 2025 (arXiv:2505.20809).
 
@@ -147,7 +147,7 @@ class RePS(PreferenceObjective):
 
 
 def _mean_log_probs(model: Steered, both: Padded, doses: Doses) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean log probability of the tokens of each chosen and each rejected response."""
+    """Return the mean log probability per token of chosen and of rejected responses: float [examples] each."""
     chosen, rejected = (model.log_probs(both, doses) / lengths(both)).chunk(2)
     return chosen, rejected
 
@@ -197,11 +197,11 @@ class Distillation(Objective):
 
 
 def objective_of(given: str | Objective) -> Objective:
-    """Return an objective by its name, or the one given.
+    """Return the objective of a name, with its defaults, or the objective given.
 
     Raises:
         UnknownName: there is no such objective.
-        InvalidSetting: it is none.
+        InvalidSetting: the value is neither a name nor an objective.
     """
     if isinstance(given, str):
         return OBJECTIVES[given]
@@ -210,7 +210,7 @@ def objective_of(given: str | Objective) -> Objective:
     return given
 
 
-#: Every objective, with its defaults, by its name.
+#: Every objective, with its default settings, by name.
 OBJECTIVES: Final[Registry[Objective]] = Registry(
     "objective",
     {

@@ -1,4 +1,4 @@
-"""Training of a vector for each of many data sets, at several learning rates with one load of the model."""
+"""Training of an edit on each of many data sets, at several learning rates, with one load of the model."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ from steercap.lab.training.training import (
 from steercap.steering.formats import save_steering_vector
 from steercap.steering.spec import SteeringSpec
 
-#: Learning rates by default.
+#: Default learning rates.
 RATES: Final = (1.0, 0.1, 0.01, 0.001, 0.0001)
-#: Numbers of tokens by default.
+#: Default numbers of tokens to train on and to hold out.
 BUDGET: Final = TokenBudget()
-#: Settings of training by default, where others are those of `train`.
+#: Defaults of settings that differ from those of `train`.
 DEFAULTS: Final[Mapping[str, Any]] = {"epochs": 5, "patience": 2, "scheduler": "cosine", "accumulation": 1}
 
 
 class RatesDefinition(msgspec.Struct, frozen=True):
-    """Everything that a data set's training depends on.
+    """Everything that determines the result of training on a data set, compared when it is resumed.
 
     Args:
-        training: definition of its trainings; the rate is not of it.
+        training: definition of the training at any rate, without the rate.
         rates: learning rates.
     """
 
@@ -72,7 +72,7 @@ class RatesDefinition(msgspec.Struct, frozen=True):
     rates: list[float]
 
 
-#: Folders of data sets.
+#: Kind of folder that holds the training on one data set: its definition's file and type.
 RATES_FOLDER: Final = FolderKind("rates.json", RatesDefinition, "training at several rates")
 
 
@@ -88,7 +88,7 @@ def train_datasets(
     progress: Progress | None = None,
     **settings: Any,
 ) -> TrainedDatasets:
-    """Train an edit on each data set at each learning rate, and keep that of the lowest held-out loss alone.
+    """Train an edit on each data set at each learning rate; keep only the edit of the lowest held-out loss.
 
     Args:
         model: model, as for `train`; loaded once.
@@ -100,7 +100,7 @@ def train_datasets(
         budget: tokens to train on and to hold out; data sets that have fewer are skipped.
         objective: objective, as for `train`. With "likelihood", responses of `Prompted` are learned without their
             system prompt.
-        progress: function called with the number of trainings done, and of all.
+        progress: function called with the number of trainings done, and the number of all.
         **settings: fields of `TrainingSettings`; by default 5 epochs, patience 2, a cosine schedule, accumulation 1.
 
     Raises:
@@ -143,7 +143,7 @@ def _report(progress: Progress | None, at: int, datasets: int, rates: int, done:
 
 @dataclass(frozen=True, eq=False)
 class RatesRun:
-    """One call: its model, and what is common to its data sets; the fields are arguments of `train_datasets`."""
+    """One call of `train_datasets`, with its arguments, which are common to all data sets, as fields."""
 
     model: HookedModel
     how: Objective
@@ -154,7 +154,7 @@ class RatesRun:
     budget: TokenBudget
 
     def dataset(self, name: str, examples: Sequence[AnyExample], report: Callable[[int], None]) -> DatasetTrained | str:
-        """Train on a data set, or return the reason why it is skipped."""
+        """Train on a data set, or return the reason why it is skipped; `report` is called with the rates done."""
         tokens = self._encoded(name, examples)
         counts = [sum(len(one.ids) for one in each) for each in tokens]
         places = self.budget.draw(counts, [one.source for one in examples], self.settings.seed)
@@ -176,7 +176,7 @@ class RatesRun:
         return found
 
     def _encoded(self, name: str, examples: Sequence[AnyExample]) -> list[tuple[ExampleTokens, ...]]:
-        """Tokenize a data set, naming it in errors."""
+        """Tokenize the examples of a data set, naming the data set in errors."""
         try:
             return encoded(self.how, tokenizer_of(self.model), examples, self.model.vocabulary) if examples else []
         except InvalidRequest as error:
@@ -184,7 +184,7 @@ class RatesRun:
 
     @contextmanager
     def _opened(self, folder: Path, name: str, sides: Sides) -> Iterator[None]:
-        """Open the folder of a data set; process 0 writes it, and no other call may."""
+        """Open a data set's folder for the block: process 0 writes and locks it; the others wait for it."""
         settings = self.settings.resolved({name: len(sides.seen)})
         start = start_of(self.edit, self.model, settings, name)
         definition = definition_of(self.model, self.how, settings, {name: start}, {name: sides})
@@ -210,9 +210,9 @@ class RatesRun:
         count: int,
         report: Callable[[int], None],
     ) -> None:
-        """Train on a data set at each rate, and write the best vector with the result.
+        """Train on a data set at each rate, and write the best edit with the result.
 
-        `parts` are the examples to learn and those held out, `used` their tokens.
+        `parts` are the examples to train on and those held out, `used` the number of tokens of each part.
         """
         best, rates = self._at_each_rate(folder, name, parts, report)
         found = DatasetTrained(
@@ -236,7 +236,7 @@ class RatesRun:
     def _at_each_rate(
         self, folder: Path, name: str, parts: Sequence[Sequence[AnyExample]], report: Callable[[int], None]
     ) -> tuple[Trained, list[RateLoss]]:
-        """Train at each rate, and return the best."""
+        """Train at each rate; return the result of the lowest held-out loss, and the losses of every rate."""
         best: Trained | None = None
         rates: list[RateLoss] = []
         for done, rate in enumerate(self.rates):
@@ -256,7 +256,7 @@ class RatesRun:
         return best, rates
 
     def _at_rate(self, rate: float, folder: Path, name: str, parts: Sequence[Sequence[AnyExample]]) -> Trained | None:
-        """Train at one rate; None if its losses are not finite."""
+        """Train at one rate, and return the result; None if losses are not finite."""
         left_out = {"steps", "evaluate_every"} if self.settings.epochs is not None else set()
         settings = {key: value for key, value in vars(self.settings).items() if key not in left_out}
         with warnings.catch_warnings(), suppress(TrainingDiverged):
@@ -274,7 +274,7 @@ class RatesRun:
         return None
 
     def _validated(self, spec: SteeringSpec, held_out: Sequence[Any]) -> dict[str, TextLoss]:
-        """Return the likelihood of held-out responses under each model; nothing for preferences."""
+        """Return losses of held-out responses, unsteered, trained, and prompted if possible; {} for preferences."""
         if not all(isinstance(example, (Example, Prompted)) for example in held_out):
             return {}
         read = partial(perplexity_of, self.model, held_out, batch_size=self.settings.batch_size)
@@ -284,7 +284,7 @@ class RatesRun:
         return found
 
     def _keep(self, folder: Path, best: Trained, found: DatasetTrained, held_out: Sequence[AnyExample]) -> None:
-        """Write the best vector, and the result last."""
+        """Write the best edit, the held-out examples, and last the result."""
         trained = replace(best, file=folder / f"{best.name}.safetensors")
         write_trained(trained)
         with suppress(InvalidSpec):  # it is not one vector of the stream

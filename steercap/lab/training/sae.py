@@ -1,4 +1,4 @@
-"""Training of small SAEs on rows, in plain torch: a top-k SAE, Adam, no more.
+"""Training of small SAEs on rows of activations, in plain torch: a top-k SAE and Adam.
 
 Source: Gao et al. 2024, Scaling and evaluating sparse autoencoders (arXiv:2406.04093), without its loss for features
 that died, and without its kernels: for dictionaries of some thousand features on one device. Larger ones are for
@@ -25,10 +25,10 @@ from steercap.lab.datasets.rows import Labelled, Normalisation
 from steercap.saes.encoder import Encoder
 from steercap.saes.sae import SAE, point_of
 
-#: Share of the rows after which the learning rate falls to `LEAST_RATE` of itself, linearly.
+#: Share of the rows after which the learning rate falls linearly, to `LEAST_RATE` of its first value at the end.
 FALLS_FROM: Final = 0.5
 LEAST_RATE: Final = 0.02
-#: Rows that a score reads at once.
+#: Maximum number of rows that `score_sae` encodes at once.
 SCORED_ROWS: Final = 4096
 
 
@@ -50,11 +50,11 @@ class SAEScore(NamedTuple):
 
 
 class SAEProgress(NamedTuple):
-    """State of a training after a step.
+    """State of the training of an SAE after a step.
 
     Args:
         step, rows: number of steps and of rows so far.
-        total: number of rows that will come, None if unknown.
+        total: number of rows of the whole training, None if unknown.
         loss: mean squared error of the batch's normalised rows before the step.
         explained: share of the batch's variance explained before the step.
     """
@@ -80,19 +80,19 @@ class SAETraining:
         point: point of the rows, as (layer, site).
         width: number of elements of a row.
         features: number of features.
-        k: number of features that write a row.
+        k: maximum number of active features of a row.
         lr: learning rate of Adam.
-        rows: number of rows that will come, over which the rate falls: constant in the first half, then linearly to
-            2 %; None for a constant rate.
-        normalisation: normalisation that the batches have had, such as `data.normalisations["resid_post[15]"]`; it is
-            folded into the SAE, which then reads the model's own rows. None for none.
+        rows: number of rows of the whole training, for the learning rate: constant in the first half, then falling
+            linearly to 2 %; None for a constant rate.
+        normalisation: normalisation applied to the batches, such as `data.normalisations["resid_post[15]"]`; it is
+            folded into the SAE, which then reads the model's own rows. None if they were not normalised.
         seed: seed of the first directions.
         device: torch device to train on.
         progress: called with a `SAEProgress` after every step.
 
     Attributes:
         seen: number of rows so far.
-        curve: number of rows, and explained variance of the batch before its step, for every step.
+        curve: for every step, the number of rows so far, and the share of variance explained before the step.
 
     Raises:
         InvalidSpec: an argument out of range, or a normalisation of another width.
@@ -136,14 +136,14 @@ class SAETraining:
         return f"SAETraining({self.point}, {len(self._parameters[1]):,} features, k={self.k}, {self.seen:,} rows{last})"
 
     def step(self, batch: torch.Tensor | Labelled) -> float:
-        """Take one step of Adam; return the explained variance of the batch before it.
+        """Take one step of Adam; return the share of the batch's variance that the SAE explained before the step.
 
         Args:
             batch: normalised rows [rows, width], of any floating-point dtype, two at least.
 
         Raises:
-            InvalidSpec: something else, rows of another width or of numbers that are not finite, or that are all equal.
-            TrainingDiverged: the loss is no longer a number; the parameters are those before this step.
+            InvalidSpec: the batch is not such rows, has another width, NaN or infinity, or rows that are all equal.
+            TrainingDiverged: the loss is not finite; the parameters are those before this step.
         """
         rows = self._checked(batch)
         share = 0.0 if self.rows is None else self.seen / self.rows
@@ -167,10 +167,10 @@ class SAETraining:
         return explained
 
     def sae(self, *, name: str = "", model: str = "", folded: bool = True) -> SAE:
-        """Return the SAE as it is now, on the CPU.
+        """Return a copy of the SAE in its present state, float32 on the CPU.
 
         Args:
-            name, model: labels.
+            name, model: names of the SAE and of the model, stored with the SAE.
             folded: True for the model's own rows; False for rows normalised as the batches.
         """
         weight, decoder, bias, shift = (one.detach().float().cpu().clone() for one in self._parameters)
@@ -206,7 +206,7 @@ def _check_normalisation(given: Normalisation | None, width: int) -> None:
 
 
 def train_sae(batches: Iterable[Any], point: Point | tuple[int, str], **how: Any) -> SAETraining:
-    """Train a top-k SAE on all batches of an iterable, once.
+    """Train a top-k SAE by passing once over an iterable of batches.
 
     Args:
         batches: batches of rows [rows, width], such as `ActivationDataset(...).batches(512, epochs=3)`, a DataLoader,
@@ -217,11 +217,11 @@ def train_sae(batches: Iterable[Any], point: Point | tuple[int, str], **how: Any
             `SteerModel.start`.
 
     Returns:
-        The training, whose `sae()` is the SAE, and `curve` the course.
+        The training: `sae()` returns the SAE, and `curve` has the explained variance by step.
 
     Raises:
         InvalidSpec: no batches, or as for `SAETraining` and its `step`.
-        TrainingDiverged: the loss is no longer a number.
+        TrainingDiverged: the loss is not finite.
     """
     training = None
     with rewritten_line() as line:
@@ -243,11 +243,11 @@ def score_sae(sae: SAE, rows: torch.Tensor) -> SAEScore:
     """Measure an SAE on rows that it was not trained on.
 
     Args:
-        sae: an SAE, no transcoder.
+        sae: an SAE that reconstructs the rows it reads, not a transcoder.
         rows: the model's own rows, not normalised, [rows, width], two at least.
 
     Raises:
-        InvalidSpec: a transcoder, something else, other rows, or rows that are all equal or not finite.
+        InvalidSpec: `sae` is no such SAE, or the rows have another shape, are all equal or not finite.
     """
     _check_sae("score_sae", sae)
     if sae.transcodes or not isinstance(rows, torch.Tensor) or rows.ndim != 2 or rows.shape[1] != sae.d_in:
@@ -265,15 +265,15 @@ def score_sae(sae: SAE, rows: torch.Tensor) -> SAEScore:
 
 
 def save_sae(sae: SAE, folder: str | Path) -> Path:
-    """Write a top-k SAE as SAELens does, for `SAE.load`: `sae_weights.safetensors`, and `cfg.json`, written last.
+    """Write a top-k SAE in SAELens's format, for `SAE.load`: `sae_weights.safetensors`, and `cfg.json`, written last.
 
     Args:
         sae: an SAE from `SAETraining.sae`, or another top-k one.
         folder: folder to write to, created if needed; files of an earlier SAE in it are replaced.
 
     Raises:
-        InvalidSpec: no SAE, or one of another architecture, without a point, normalising rows, or writing elsewhere.
-        OSError: it cannot be written.
+        InvalidSpec: not an SAE, or one that is not top-k, has no point, normalises rows, or writes at another point.
+        OSError: a file cannot be written.
     """
     _check_sae("save_sae", sae)
     encoder, point = sae.encoder, point_of("save_sae: sae.input", sae.input)
@@ -319,6 +319,6 @@ def _check_sae(name: str, given: Any) -> None:
 
 
 def _hook_of(point: Point) -> str:
-    """Return TransformerLens's name of a point, or else steercap's."""
+    """Return TransformerLens's name of a point, such as "blocks.5.hook_resid_post", or steercap's if it has none."""
     hook = {site: name for name, site in TRANSFORMER_LENS.items()}.get(point.site)
     return str(point) if hook is None else f"blocks.{point.layer}.{hook}"

@@ -1,4 +1,4 @@
-"""Settings of training, besides its examples and edits, and the penalties on a trait's parameters."""
+"""Settings of training other than examples and edits, and the penalties on a trait's parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from steercap.lab.training.trainable import TrainableSpec
 
 @dataclass(frozen=True)
 class Penalties:
-    """Weights of the penalties on a trait's trained parameters.
+    """Weights of the penalties on a trait's trained parameters, which are added to the loss.
 
     Args:
         norm: weight of the sum of squares.
@@ -46,9 +46,9 @@ class Penalties:
         return self.norm * values.square().sum() + self.sparsity * values.abs().sum()
 
 
-#: Function that makes an optimiser for the parameters of one trait.
+#: Function that returns an optimiser for the parameters of one trait.
 MakeOptimizer: TypeAlias = "Callable[..., torch.optim.Optimizer]"
-#: Function that makes a scheduler, which is stepped with the optimiser.
+#: Function that returns a learning rate scheduler for an optimiser; each is stepped once per optimiser step.
 MakeScheduler: TypeAlias = "Callable[[torch.optim.Optimizer], Any]"
 
 #: Default learning rate.
@@ -66,7 +66,7 @@ OPTIMIZERS: Final[Registry[MakeOptimizer]] = Registry(
         "sgd": functools.partial(torch.optim.SGD, lr=LR),
     },
 )
-#: Schedules of the learning rate by name: a function of the number of optimiser steps, and the scheduler or None.
+#: Schedules by name: a function from the number of optimiser steps to the maker of a scheduler, or None for none.
 SCHEDULES: Final[Registry[Callable[[int], MakeScheduler | None]]] = Registry(
     "schedule",
     {
@@ -77,17 +77,17 @@ SCHEDULES: Final[Registry[Callable[[int], MakeScheduler | None]]] = Registry(
         ),
     },
 )
-#: Minimum of each whole number.
+#: Minimum of each setting that is a whole number.
 _LEAST: Final = {"steps": 1, "batch_size": 1, "evaluate_every": 1, "patience": 1, "accumulation": 1}
-#: Settings that may change when a run is resumed.
+#: Settings that may differ when a run is resumed.
 FREE: Final = frozenset({"device", "device_map", "checkpointing"})
-#: Settings that others contain once the examples are known, see `TrainingSettings.resolved`.
+#: Settings that are contained in others: `steps` and `evaluate_every` (see `TrainingSettings.resolved`), `optimizer`.
 _RESOLVED: Final = frozenset({"epochs", "lr"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
-    """Settings of `train`.
+    """Settings of training, for `train`, `train_many` and `train_datasets`.
 
     Args:
         fields: names of the edits' fields to train, such as "vector", "read" or "scale"; None for all vectors but a
@@ -165,12 +165,12 @@ class TrainingSettings:
 
     @property
     def penalties(self) -> Penalties:
-        """Penalties added to the losses."""
+        """Weights of the penalties on parameters, which are added to the loss."""
         return Penalties(self.norm_penalty, self.sparsity_penalty)
 
     @property
     def make_optimizer(self) -> MakeOptimizer:
-        """Function that makes an optimiser, with the learning rate if one is given."""
+        """Function that returns an optimiser for parameters, at `lr` if that is given."""
         make = OPTIMIZERS[self.optimizer] if isinstance(self.optimizer, str) else self.optimizer
         if not callable(make):
             raise InvalidSetting(f"optimizer={shown(make)}; give a function of parameters, or {', '.join(OPTIMIZERS)}")
@@ -178,17 +178,17 @@ class TrainingSettings:
 
     @property
     def make_scheduler(self) -> MakeScheduler | None:
-        """Function that makes a scheduler, with the number of steps; None for none."""
+        """Function that returns a scheduler for an optimiser, over `steps` if named; None for none."""
         make = SCHEDULES[self.scheduler](self.steps) if isinstance(self.scheduler, str) else self.scheduler
         if make is not None and not callable(make):
             raise InvalidSetting(f"scheduler={shown(make)}; give a function of an optimiser, or {', '.join(SCHEDULES)}")
         return make
 
     def resolved(self, sizes: Mapping[str, int]) -> TrainingSettings:
-        """Return the settings with steps in place of epochs.
+        """Return the settings with `steps` and `evaluate_every` computed from `epochs`, if that is given.
 
         Args:
-            sizes: number of training examples of each trait.
+            sizes: number of training examples of each trait, by name.
 
         Raises:
             InvalidSetting: traits have different numbers of steps in an epoch.
@@ -211,7 +211,7 @@ class TrainingSettings:
         `accumulation` is left out if it is 1, as in folders that were written before it existed.
 
         Raises:
-            InvalidSetting: the optimiser or the schedule cannot be told from another by a name.
+            InvalidSetting: the optimiser or the scheduler has no name that is the same in another process.
         """
         left_out = FREE | _RESOLVED | ({"accumulation"} if self.accumulation == 1 else set())
         found = {field.name: described(getattr(self, field.name)) for field in fields(self)}
@@ -227,7 +227,7 @@ class TrainingSettings:
 
 
 def settings_of(given: dict[str, Any]) -> TrainingSettings:
-    """Return settings from values by name.
+    """Return the settings of training from values by field name.
 
     Raises:
         InvalidSetting: a name is unknown, or a value is not valid.
@@ -241,7 +241,7 @@ def settings_of(given: dict[str, Any]) -> TrainingSettings:
 
 
 def described(value: Any) -> str:
-    """Describe a value in text that is the same in any process: a function by name, a partial with its arguments."""
+    """Return a text of a value that is the same in any process: a function's name, a partial's with its arguments."""
     if isinstance(value, functools.partial):
         arguments = [*map(described, value.args), *(f"{name}={described(v)}" for name, v in value.keywords.items())]
         return f"{described(value.func)}({', '.join(arguments)})"
@@ -253,10 +253,10 @@ def described(value: Any) -> str:
 
 
 def rates_of(rates: Sequence[float]) -> list[float]:
-    """Return learning rates as floats.
+    """Return learning rates as a list of floats, in the order given.
 
     Raises:
-        InvalidSetting: there are none, one is not above 0, or is there twice.
+        InvalidSetting: there are none, a rate is not above 0 or not finite, or a rate is given twice.
     """
     found = [number_of(rate) for rate in parts_of(rates, "rates") or ()]
     if not found or not all(rate is not None and 0 < rate < float("inf") for rate in found):

@@ -1,4 +1,4 @@
-"""Model with the edits of several traits, each sequence with those of its own trait, for objectives."""
+"""Frozen model with the edits of several traits, each sequence edited by its own trait's, for training objectives."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from steercap.lab.training.objectives import Objective
 from steercap.lab.training.settings import Penalties
 from steercap.lab.training.trainable import TrainableSpec
 
-#: The doses of a pass in which every sequence has its edits, once.
+#: Doses with which every sequence's edits have the factor 1.
 ONCE = Doses()
 
 
 @dataclass(frozen=True, eq=False)
 class _ForwardPass:
-    """Inputs of the current pass for the hooks."""
+    """Inputs of the current forward pass, for the hooks: sequences, factors, and the parts of each edit."""
 
     padded: Padded
     doses: Doses
@@ -38,14 +38,14 @@ class _ForwardPass:
 class SteeredTraits(nn.Module):
     """Frozen model with the trainable specs of one or several traits of one form.
 
-    Its parameters are those of the specs alone, so that it can be given to DistributedDataParallel or accelerate as it
-    is: the model is no submodule. `forward` is the sum of the traits' losses.
+    The module's parameters are those of the specs alone: the model is no submodule, so DistributedDataParallel and
+    accelerate accept the module as it is. `forward` returns the sum of the traits' losses.
 
     Args:
         model: the frozen model.
-        specs: spec of each trait: the same edits at the same points and tokens, with vectors of its own.
+        specs: spec of each trait: the same edits at the same points and tokens, with different vectors.
         objective: training objective.
-        penalties: penalties added to it.
+        penalties: penalties added to the objective.
         gate_width: width of relaxed thresholds, see `steercap.lab.training.formula.gate`.
         checkpointing: True to compute layers without an edit again in the backward pass, instead of keeping their rows.
     """
@@ -66,7 +66,7 @@ class SteeredTraits(nn.Module):
         self._held = (model,)  # a tuple hides it from torch
         self._objective, self._penalties, self._gate_width = objective, penalties, gate_width
         self._edits, self._keepers = specs[0].edits, specs[0].keepers
-        #: The selections of tokens of the edits, each once.
+        #: Distinct token selections of the edits, in the order of `Padded.scopes`.
         self.selections: tuple[TokenSelection, ...] = tuple(dict.fromkeys(edit.selection for edit in self._edits))
         self._points = [edit.points(len(model.layers)) for edit in self._edits]
         edited = {point.layer for points in self._points for point in points}
@@ -74,11 +74,11 @@ class SteeredTraits(nn.Module):
         self._now: _ForwardPass | None = None
 
     def forward(self, batch: Batch, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the losses of some examples.
+        """Compute the loss of a batch of examples, with penalties, and each trait's share.
 
         Args:
             batch: examples of any traits.
-            size: number of examples of each trait in the whole step, of which these may be a part.
+            size: number of examples of each trait in the whole step, of which the batch may be a part.
 
         Returns:
             The loss to minimise, and for each trait the sum of these examples' losses divided by `size`, detached:
@@ -94,14 +94,14 @@ class SteeredTraits(nn.Module):
         return means.sum() + weighed, means.detach()
 
     def losses(self, batch: Batch) -> Float[torch.Tensor, " examples"]:
-        """Return the losses of examples, without penalties and gradient."""
+        """Return the loss of each example in the batch, without penalties and without gradient."""
         with torch.no_grad(), self.hooked():
             return self._objective.losses(self, batch)
 
     def logits(self, padded: Padded, doses: Doses = ONCE) -> Float[torch.Tensor, "counted vocabulary"]:
-        """Return logits at positions that predict a token of a response, sequence by sequence.
+        """Return logits at the positions that predict a token of a response, sequence by sequence.
 
-        They are in float32, or the model's dtype if that is wider.
+        Their dtype is float32, or the model's if that is wider. `doses` has the factors of each sequence's edits.
         """
         (model,) = self._held
         found = [spec.lowered() for spec in self._specs]
@@ -114,7 +114,7 @@ class SteeredTraits(nn.Module):
         return _wide(logits.flatten(0, -2).to(padded.ids.device))
 
     def log_probs(self, padded: Padded, doses: Doses = ONCE) -> Float[torch.Tensor, " n"]:
-        """Return the sum of the log probabilities of the response's tokens, for each sequence."""
+        """Return each sequence's log probability of its response, summed over tokens, in nats."""
         logits = self.logits(padded, doses)
         each = -nn.functional.cross_entropy(logits, padded.targets[padded.counted], reduction="none")
         rows = padded.counted.nonzero()[:, 0]
@@ -122,7 +122,7 @@ class SteeredTraits(nn.Module):
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Apply the edits in each forward pass while the `with` block runs."""
+        """Install hooks that apply the edits in each forward pass, and remove them after the block."""
         (model,) = self._held
         points = dict.fromkeys(point for points in self._points for point in points)
         visits = [(point, partial(self._change, point)) for point in points]
@@ -132,7 +132,7 @@ class SteeredTraits(nn.Module):
             yield
 
     def _change(self, point: Point, hidden: torch.Tensor) -> None:
-        """Change the rows of a point in place: a copy is edited, so that tensors saved by autograd stay unchanged."""
+        """Edit the rows of a point in place; computed on a copy, so that tensors saved by autograd stay unchanged."""
         now = self._now
         if now is None:
             return
@@ -147,7 +147,7 @@ class SteeredTraits(nn.Module):
         hidden.copy_(rows.to(hidden.dtype).reshape(hidden.shape))
 
     def _edited(self, number: int, rows: torch.Tensor, now: _ForwardPass) -> torch.Tensor:
-        """Apply one edit to rows, or to its part of them."""
+        """Return rows [n, t, width] after edit number `number`, applied to whole rows or to its part of each row."""
         edit, parts = self._edits[number], now.lowered[number]
         scope = now.padded.scopes[self.selections.index(edit.selection)].to(rows.device)
         width = parts[0].write.shape[-1]
@@ -171,19 +171,19 @@ class SteeredTraits(nn.Module):
 
 
 def _wide(rows: torch.Tensor) -> torch.Tensor:
-    """Convert rows to float32 at least, as taps compute."""
+    """Convert rows to float32, unless their dtype is wider: taps compute in float32 too."""
     return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 
 def _restored(rows: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """Scale rows to their previous norms; a row of zeros stays."""
+    """Scale each row to the norm of its row in `before`; a row of zeros stays zero."""
     had, now = (torch.linalg.vector_norm(one, dim=-1, keepdim=True) for one in (before, rows))
     return rows * torch.where(now > 0, had / now.clamp(min=torch.finfo(now.dtype).tiny), 1.0)
 
 
 @contextmanager
 def _counted_only(model: HookedModel, padded: Padded) -> Iterator[None]:
-    """Compute logits only at counted positions: logits of the prompt's tokens would need the most memory."""
+    """Compute logits in the block only at positions that predict a response: all would need the most memory."""
     head = model.model.get_output_embeddings()
 
     def hook(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

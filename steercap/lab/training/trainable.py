@@ -1,8 +1,7 @@
-"""Spec whose vectors are parameters, lowered by the edits themselves, so that training matches the taps.
+"""Spec whose vectors are parameters, lowered by the edits' own code, so that training computes what the taps compute.
 
-An edit's own `lower` is run on an edit that holds parameters instead of its vectors, and torch differentiates it with
-respect to them. No operation is implemented a second time; one added to `steercap.steering.edits` can be trained at
-once.
+An edit's own `lower` is run on a copy of the edit with parameters as its vectors, and torch differentiates the result.
+No operation is implemented twice; an operation added to `steercap.steering.edits` can be trained at once.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from steercap.steering.edits.add import Add, LowRank
 from steercap.steering.edits.replace import Replace
 from steercap.steering.spec import SteeringSpec
 
-#: Vectors that only decide whether a row is edited; trained only if named.
+#: Names of vectors that only decide whether a row is edited; trained only if named.
 GATES: Final = frozenset({"probe"})
-#: Fields of an edit's scope, not of its operation.
+#: Names of fields of an edit that say where it applies, not what it computes.
 _SCOPE: Final = frozenset(field.name for field in dataclasses.fields(Edit))
 
 
 class TrainableSpec(nn.Module):
-    """Edits of a spec with parameters instead of vectors and numbers.
+    """Module with the edits of a spec, whose vectors and chosen numbers are parameters.
 
     Args:
         spec: initial spec.
@@ -42,7 +41,7 @@ class TrainableSpec(nn.Module):
 
     Raises:
         InvalidSpec: an edit is a bias of logits or a replacement, which are not trained.
-        InvalidSetting: no edit has a field, or it is neither a vector nor a number.
+        InvalidSetting: a field is in no edit, or is neither a vector nor a number.
     """
 
     def __init__(
@@ -63,12 +62,13 @@ class TrainableSpec(nn.Module):
             )
 
     def lowered(self) -> tuple[tuple[RankOne, ...], ...]:
-        """Return each edit as rank-one edits, in order, differentiable in the parameters."""
+        """Return the rank-one edits of each edit, in order of the edits, differentiable in the parameters."""
         return tuple(_shadow(edit, self._tensors_of(number)).lower() for number, edit in enumerate(self.edits))
 
     def spec(self, values: Mapping[str, torch.Tensor] | None = None) -> SteeringSpec:
-        """Return a copy of the spec, current or of other values by name, as in `state_dict`: gates are hard, numbers
-        are plain.
+        """Return a spec for inference with the current parameters, or with `values` by name as in `state_dict`.
+
+        Gates are hard, and numbers plain floats.
 
         Raises:
             InvalidVector: a vector is not finite, or is zero and needs a direction.
@@ -103,7 +103,7 @@ def _names(edit: Edit) -> list[str]:
 
 
 def _fields(edit: Edit, names: Sequence[str] | None) -> dict[str, Any]:
-    """Return the fields of an edit to train: vectors, and named numbers."""
+    """Return the fields of an edit to train, by name: all vectors but gates, or the vectors and numbers in `names`."""
     found = {name: getattr(edit, name) for name in _names(edit)}
     if names is None:
         return {name: value for name, value in found.items() if torch.is_tensor(value) and name not in GATES}
@@ -115,14 +115,14 @@ def _is_real(value: Any) -> bool:
 
 
 def _shadow(edit: Edit, values: Mapping[str, torch.Tensor]) -> Edit:
-    """Return an edit that holds these values, unchecked and not copied."""
+    """Return a copy of an edit with `values` in place of its fields, which are neither checked nor copied."""
     shadow: Edit = object.__new__(type(edit))
     vars(shadow).update(vars(edit) | dict(values))
     return shadow
 
 
 def _rebuilt(spec: SteeringSpec, numbers: Iterator[int], values: Mapping[int, Mapping[str, Any]]) -> SteeringSpec:
-    """Return a spec with other values in its edits, nested specs included."""
+    """Return a copy of a spec, nested specs included, with new fields by edit; `numbers` yields the edits' indices."""
     edits: list[Any] = []
     for edit in spec.edits:
         if isinstance(edit, SteeringSpec):
@@ -134,12 +134,12 @@ def _rebuilt(spec: SteeringSpec, numbers: Iterator[int], values: Mapping[int, Ma
 
 @dataclass(frozen=True, kw_only=True)
 class Start(ABC):
-    """Initial edits for some layers, made for a model.
+    """Recipe for initial edits, one for each of some layers, drawn for a model's width.
 
     Args:
-        layers: layers, each with an edit of its own.
-        site: site of the edits, with rows as wide as the stream.
-        tokens: tokens to edit, as for every edit.
+        layers: layers, as in `CaptureSpec`, each with its own edit.
+        site: site of the edits, with rows as wide as the residual stream.
+        tokens: tokens to edit, as for any edit.
     """
 
     layers: Layers
@@ -147,7 +147,7 @@ class Start(ABC):
     tokens: Tokens | TokenSelection = "all"
 
     def spec(self, width: int, num_layers: int, generator: torch.Generator) -> SteeringSpec:
-        """Return the edits.
+        """Return a spec of the initial edits, one for each layer, ready to train.
 
         Args:
             width: number of elements of a row.
@@ -162,16 +162,16 @@ class Start(ABC):
 
     @abstractmethod
     def _edit(self, layer: int, width: int, generator: torch.Generator) -> Edit:
-        """Return the edit of one layer."""
+        """Return the initial edit of one layer, for rows of `width` elements."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainableAdd(Start):
-    """Initial `Add` with a vector for each layer.
+    """Initial `Add` for each layer, with a vector to train.
 
     Args:
-        norm: initial norm of the vector, with a random direction; 0 begins at zero, as BiPO does.
-        relative: argument as for `Add`; needs a norm.
+        norm: initial norm of the vector, whose direction is random; 0 for a vector of zeros, as in BiPO.
+        relative: as for `Add`; needs a `norm` above 0.
         layers, site, tokens: see `Start`.
     """
 
@@ -188,8 +188,8 @@ class TrainableAdd(Start):
 class TrainableLowRank(Start):
     """Initial `LowRank` for each layer: k directions that are read, k that are written, and a bias.
 
-    It begins as no change: random orthonormal directions to write, and zeros to read, so that all of the gradient of
-    the first step is in `read` and `bias`.
+    Initially it changes nothing: directions to write are random and orthonormal, and those to read are zero, so the
+    first step's gradient is in `read` and `bias` alone.
 
     Args:
         rank: number of directions k.

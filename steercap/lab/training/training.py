@@ -1,4 +1,4 @@
-"""Training of an edit from examples in one call, in a folder from which a killed run resumes."""
+"""Training of edits from examples, in one call and in a folder from which an interrupted call resumes."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from steercap.steering.edits import Edit
 from steercap.steering.edits.add import Add
 from steercap.steering.spec import SteeringSpec, spec_of
 
-#: Kinds of examples; the objective determines which.
+#: Training example; the objective determines which of the types.
 AnyExample: TypeAlias = "Example | Preference | Prompted"
-#: Initial edits of training.
+#: Initial edit of training: an edit, a spec of several, or a recipe for one per layer.
 AnyEdit: TypeAlias = "Edit | SteeringSpec | Start"
-#: Function called with the number of steps taken, and of all.
+#: Function called with the number of steps taken, and the number of all.
 Progress: TypeAlias = "Callable[[int, int], None]"
 
 
@@ -75,7 +75,7 @@ def train(
             `BiPO(beta=0.2)`.
         name: name of the edit and its file; by default that of the folder.
         validation: share of the sources to hold out, or held-out examples.
-        progress: function called with the number of steps taken, and of all.
+        progress: function called with the number of steps taken, and the number of all.
         **settings: fields of `TrainingSettings`: steps, batch_size, optimizer, norm_penalty, seed, ...
 
     Under `torchrun` or `accelerate launch`, with `torch.distributed` initialised, processes share the examples of each
@@ -120,14 +120,14 @@ def train_many(
 
     Args:
         model: model, as for `train`.
-        examples: examples by the name of the trait.
-        edit: initial edit for all, or by name; of one form: the same edits at the same points and tokens.
+        examples: examples of each trait, by the trait's name.
+        edit: initial edit for all traits, or by name; all must be the same edits at the same points and tokens.
         out, objective, progress: arguments as for `train`.
-        validation: share of the sources of each to hold out, or held-out examples by name.
+        validation: share of each trait's sources to hold out, or held-out examples by name.
         **settings: fields of `TrainingSettings`.
 
     Returns:
-        Results by name, equal to those of `train` up to rounding.
+        Result of each trait by name, equal to that of `train` up to rounding.
 
     Raises:
         The errors of `train`.
@@ -174,9 +174,9 @@ def losses_of(
     objective: str | Objective = "likelihood",
     batch_size: int = 8,
 ) -> torch.Tensor:
-    """Compute the loss of each example under any edit, to compare trained edits with others.
+    """Compute the loss of each example under an edit, trained or not, to compare edits.
 
-    Draws of the objective are averaged over.
+    Where the objective draws a factor or a sign, the loss is the mean over all.
 
     Args:
         model, examples, objective: arguments as for `train`.
@@ -184,7 +184,7 @@ def losses_of(
         batch_size: number of examples in a pass.
 
     Returns:
-        float [examples].
+        Loss of each example, in order, on the CPU: float [examples].
 
     Raises:
         The errors of `train`.
@@ -215,7 +215,7 @@ def perplexity_of(
         model: model, as for `train`.
         examples: responses with their prompts.
         steering: edits; None for none.
-        prompted: True to give each `Prompted` its system prompt, which else is left out.
+        prompted: True to include the system prompt of each `Prompted`; False to leave it out.
         batch_size: number of examples in a pass.
 
     Raises:
@@ -243,7 +243,7 @@ def perplexity_of(
 
 
 def hooked_of(model: str | Path | HookedModel, settings: TrainingSettings) -> HookedModel:
-    """Return the model, loading it if needed."""
+    """Return the model; a checkpoint is loaded with the dtype and device of the settings."""
     if isinstance(model, HookedModel):
         return model
     if settings.device_map is not None:
@@ -253,7 +253,7 @@ def hooked_of(model: str | Path | HookedModel, settings: TrainingSettings) -> Ho
 
 
 def tokenizer_of(model: HookedModel) -> Any:
-    """Load the tokenizer of a model."""
+    """Load the tokenizer of a model, from the same checkpoint, by transformers."""
     with extra("cuda", "cpu"):
         from transformers import AutoTokenizer
 
@@ -271,7 +271,7 @@ class Sides:
 def _sides(
     examples: Sequence[AnyExample], validation: Any, encode: Callable[[Any], list[tuple[ExampleTokens, ...]]], seed: int
 ) -> Sides:
-    """Tokenize a trait's examples, split by source, or with the given held-out ones."""
+    """Tokenize a trait's examples; hold out a share of their sources, or the examples given as `validation`."""
     tokens = encode(examples)
     if not isinstance(validation, (int, float)):
         return Sides(tokens, encode(validation))
@@ -282,11 +282,11 @@ def _sides(
 def encoded(
     objective: Objective, tokenizer: Any, examples: Sequence[AnyExample], vocabulary: int
 ) -> list[tuple[ExampleTokens, ...]]:
-    """Tokenize examples of an objective, for a model that knows `vocabulary` token ids.
+    """Tokenize examples for an objective, in order; token ids must be below `vocabulary`.
 
     Raises:
-        InvalidSetting: there are none, or one is of another kind.
-        InvalidPrompt: one is not valid, has no token to learn, or token ids that the model does not know.
+        InvalidSetting: there are no examples, or the objective does not accept one's type.
+        InvalidPrompt: an example is not valid, has no token to learn, or token ids that the model does not have.
     """
     if wrong := [example for example in examples if not isinstance(example, objective.example)]:
         raise InvalidSetting(
@@ -306,7 +306,7 @@ def encoded(
 
 
 def start_of(edit: AnyEdit, model: HookedModel, settings: TrainingSettings, name: str) -> SteeringSpec:
-    """Return the initial edits of a trait."""
+    """Return the initial edits of the trait `name` as a spec, drawing them with the seed if `edit` is a `Start`."""
     if isinstance(edit, Start):
         return edit.spec(model.width, len(model.layers), generator(settings.seed, name, "start"))
     return spec_of(edit)
@@ -318,7 +318,7 @@ def _trainable(spec: SteeringSpec, model: HookedModel, settings: TrainingSetting
 
 
 def _check_form(starts: Mapping[str, SteeringSpec]) -> None:
-    """Check that all traits have the same edits at the same points and tokens.
+    """Check that all traits start from the same edits, vectors apart, at the same points and tokens.
 
     Raises:
         InvalidSpec: a trait differs.
@@ -337,7 +337,7 @@ def _check_form(starts: Mapping[str, SteeringSpec]) -> None:
 
 
 def _check_directions(starts: Mapping[str, SteeringSpec]) -> None:
-    """Check that each edit writes something.
+    """Check that no initial edit of a trait has a write vector of zeros.
 
     Raises:
         InvalidSetting: an edit begins at zero.
@@ -352,7 +352,7 @@ def _check_directions(starts: Mapping[str, SteeringSpec]) -> None:
 
 
 def identity_of(model: HookedModel) -> dict[str, str]:
-    """Return a model's name, the hashes of its weights, and its dtype."""
+    """Return a model's "name", "weights" (hash of the files, or the hub's commit), "tensors" and "dtype"."""
     here = Path(model.path).exists()
     known = weights_digest(model.path) if here else str(getattr(model.config, "_commit_hash", ""))
     tensors = tensors_digest(model.path, WEIGHTS) if here else ""
@@ -366,7 +366,7 @@ def definition_of(
     starts: Mapping[str, SteeringSpec],
     sides: Mapping[str, Sides],
 ) -> TrainingDefinition:
-    """Return everything that a training depends on."""
+    """Return everything that determines the result of a training run, for its folder."""
     return TrainingDefinition(
         model=identity_of(model),
         objective=repr(objective),
@@ -379,7 +379,7 @@ def definition_of(
 
 
 def _digest(spec: SteeringSpec) -> str:
-    """Return the SHA-256 of the edits of a spec, in hexadecimal."""
+    """Return the SHA-256 of the edits and vectors of a spec, in hexadecimal."""
     found = hashlib.sha256(repr((spec.flat(), spec.preserve_norm)).encode())
     if spec.keeps_norm and not spec.preserve_norm:
         found.update(repr([keeper for _, keeper in spec.segments()]).encode())
@@ -396,7 +396,7 @@ def _digest(spec: SteeringSpec) -> str:
 
 
 def _opened(out: Path, definition: TrainingDefinition) -> Path:
-    """Open the folder of a run; process 0 writes it."""
+    """Open the folder of a run and return it; process 0 writes the definition or compares it with that there."""
     if rank() == 0 and FOLDER.open(out, definition) is None:
         FOLDER.write(out, definition)
     if world() > 1:
@@ -405,7 +405,7 @@ def _opened(out: Path, definition: TrainingDefinition) -> Path:
 
 
 def _result(trait: TraitInTraining, folder: Path, definition: TrainingDefinition, model: str) -> Trained:
-    """Return the result of a trait; process 0 writes it."""
+    """Return the result of a trait, and warn if no step lowered its held-out loss; process 0 writes the files."""
     spec = trait.spec.spec(trait.best)
     best = min(one.validation_loss for one in trait.history)
     provenance = {

@@ -1,4 +1,4 @@
-"""Pairs of vectors by name and layer, and the comparison of two folders of them."""
+"""Vectors read by name from files and folders, and their comparison in pairs of equal name and layer."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Vectors: TypeAlias = "Mapping[str, LayerVectors] | str | Path"
 
 
 class VectorPair(msgspec.Struct, frozen=True):
-    """Two vectors of one name and layer.
+    """Cosine and norms of two vectors that have the same name and layer.
 
     Args:
-        name, layer: name and layer of both.
-        cosine: cosine; None if one is zero.
-        norm, other_norm: Euclidean norms of the first and the second, in the units of the stream.
+        name, layer: name and layer of both vectors.
+        cosine: cosine of the vectors; None if one of them is zero.
+        norm, other_norm: Euclidean norms of the first and of the second vector.
         norm_ratio: norm of the second divided by that of the first; None if that is 0.
     """
 
@@ -41,18 +41,18 @@ class VectorPair(msgspec.Struct, frozen=True):
 
 
 class TrainedComparison(msgspec.Struct, frozen=True):
-    """Trained and averaged vector of a data set, and its system prompt.
+    """Comparison, for one data set, of the trained vector, an averaged vector, and the system prompt.
 
     Args:
         dataset: name of the data set.
         averaged: name of the averaged vector.
-        layer: layer of the trained vector, to which both are added.
-        cosine: cosine of both; None if one is zero.
-        norm_trained, norm_averaged: Euclidean norms, in the units of the stream.
+        layer: layer of the trained vector, at which both vectors are added.
+        cosine: cosine of the two vectors; None if one of them is zero.
+        norm_trained, norm_averaged: Euclidean norms of the two vectors.
         lr: learning rate of the trained vector.
         tokens: number of held-out tokens of responses.
         loss_trained, loss_averaged, loss_prompted, loss_unsteered: mean loss of the held-out examples, in nats per
-            token; None without system prompts.
+            token; `loss_prompted` is None if not all examples have a system prompt.
         perplexity_trained, perplexity_averaged, perplexity_prompted, perplexity_unsteered: perplexity of the held-out
             responses, over all tokens.
     """
@@ -77,11 +77,11 @@ class TrainedComparison(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class ComparedVectors:
-    """Results of a comparison.
+    """Results of `compare_vectors` or `compare_trained`.
 
     Args:
-        rows: a row for each name and layer, or for each data set.
-        left_out: reasons of the names that were not compared; under "layers of NAME and 2 more", layers of one side.
+        rows: a result for each name and layer, or for each data set.
+        left_out: reasons, by name, why vectors were not compared; under "layers of NAME and 2 more", unpaired layers.
     """
 
     rows: Sequence[VectorPair] | Sequence[TrainedComparison]
@@ -90,7 +90,7 @@ class ComparedVectors:
     __repr__ = brief
 
     def save(self, path: str | Path) -> Path:
-        """Write the rows to a Parquet file, whose name ends in .parquet."""
+        """Write the rows to a Parquet file, whose name must end in .parquet; return its path."""
         return write_table(path, list(self.rows))
 
     def __str__(self) -> str:
@@ -101,7 +101,7 @@ class ComparedVectors:
 
 
 def read_vectors(vectors: Vectors, **reading: Any) -> tuple[Mapping[str, LayerVectors], dict[str, str]]:
-    """Read vectors by name.
+    """Read vectors by name, each a direction with a vector per layer.
 
     Args:
         vectors: a mapping; a `DirectionSet` in a file; or a folder, of persona files `NAME.pt` or of trained vectors
@@ -109,12 +109,12 @@ def read_vectors(vectors: Vectors, **reading: Any) -> tuple[Mapping[str, LayerVe
         **reading: for persona files, arguments of `load_personas`, such as `level` and `layers`.
 
     Returns:
-        The vectors, and the reasons of the files of a folder that have none.
+        The vectors by name, and by file the reasons why files of a folder have none.
 
     Raises:
-        InvalidSpec: a mapping holds something else; or `reading` for what is no folder of persona files.
+        InvalidSpec: a mapping is empty or has other values; or `reading` is given without a folder of persona files.
         InvalidFile: the file or folder holds no vectors, or is damaged.
-        UnknownName: no file has the level.
+        UnknownName: no persona file has the given level.
     """
     if isinstance(vectors, Mapping):
         if not vectors or not all(isinstance(one, LayerVectors) for one in vectors.values()):
@@ -136,18 +136,18 @@ def read_vectors(vectors: Vectors, **reading: Any) -> tuple[Mapping[str, LayerVe
 
 
 def compare_vectors(first: Vectors, second: Vectors, **reading: Any) -> ComparedVectors:
-    """Compare vectors of equal names, layer by layer, whatever models, engines or dtypes they are of.
+    """Compare vectors of equal names, layer by layer, from any models, engines or dtypes.
 
     Args:
         first, second: vectors by name; see `read_vectors`.
         **reading: arguments of `load_personas`, for folders of persona files.
 
     Returns:
-        A row for each name and layer of both. Names and layers that only one has are left out, and said.
+        A row for each name and layer that both have; `left_out` lists the names and layers that only one has.
 
     Raises:
-        UnknownName: they have no name in common.
-        InvalidSpec: two of one name are of different sites or widths, or have no layer in common.
+        UnknownName: `first` and `second` have no name in common.
+        InvalidSpec: two vectors of one name differ in site or width, or have no layer in common.
         The errors of `read_vectors`.
     """
     (ours, lacking), (theirs, also) = (read_vectors(one, **reading) for one in (first, second))
@@ -167,7 +167,7 @@ def compare_vectors(first: Vectors, second: Vectors, **reading: Any) -> Compared
 
 
 def _unmatched(first: LayerVectors, second: LayerVectors) -> str:
-    """Return the layers that only one of two vectors has, in words; "" if both have the same."""
+    """Return a text of the layers that only one of two directions has; "" if both have the same layers."""
     sides = {"first": first.keys() - second.keys(), "second": second.keys() - first.keys()}
     return "; ".join(
         f"{len(layers)} only in the {side}, {min(layers)}" + (f" to {max(layers)}" if len(layers) > 1 else "")
@@ -177,10 +177,10 @@ def _unmatched(first: LayerVectors, second: LayerVectors) -> str:
 
 
 def pairs_of(name: str, first: LayerVectors, second: LayerVectors) -> list[VectorPair]:
-    """Compare two vectors at each layer that both have: cosine and norms.
+    """Compare two directions at each layer that both have; return pairs in the order of the first's layers.
 
     Raises:
-        InvalidSpec: they have no layer in common, or differ in site or width.
+        InvalidSpec: the directions have no layer in common, or differ in site or width.
     """
     layers = [layer for layer in first if layer in second]
     if (first.site, first.width) != (second.site, second.width) or not layers:

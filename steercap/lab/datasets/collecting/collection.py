@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Batches: TypeAlias = AsyncGenerator[list[Fed], None]
 Value = TypeVar("Value")
 
-#: Documents examined to choose the number of documents in a shard.
+#: Number of the corpus's first documents from which the number of documents in a shard is chosen.
 LOOKED_AT: Final = 256
 #: Maximum documents of a shard, unless given: the first few may have no rows at all, and later ones many.
 MOST_DOCUMENTS: Final = 1 << 14
@@ -50,9 +50,9 @@ class Collected:
         folder: path or URL; `steercap.lab.datasets` opens it.
         totals: totals of the data set.
         skipped: number of corpus items that were not documents, with `bad="skip"`.
-        complaints: reasons for the first few of them.
+        complaints: places and reasons of the first few skipped items.
         resumed: number of shards that existed before.
-        mended: number of these that were damaged and collected again.
+        mended: number of the existing shards that were damaged, and collected again.
         tokens: number of tokens that the model read in this call.
         seconds: duration of this call.
     """
@@ -74,7 +74,7 @@ async def run_collection(
     folder: str | Path,
     arguments: CollectArguments,
 ) -> Collected:
-    """Read a corpus into a data set; see `steercap.lab.datasets.collecting.collect`."""
+    """Read a corpus into a data set, keeping the folder locked; see `steercap.lab.datasets.collecting.collect`."""
     require("datasets")
     reading = arguments.reading(model, engine)
     source = open_source(corpus)
@@ -84,7 +84,7 @@ async def run_collection(
 
 
 class _Collection:
-    """State of one call of `run_collection`."""
+    """One call of `run_collection`, with its counts."""
 
     def __init__(
         self,
@@ -104,8 +104,8 @@ class _Collection:
         """Collect the corpus to its end, after the shards that the folder already has.
 
         Raises:
-            CollectionStopped: the folder cannot be read or written; the error says how far it came. Other errors are
-                raised as they are; shards that were written stay.
+            CollectionStopped: the folder cannot be read or written; the error has the number of shards written. Other
+                errors are raised as they are; shards that were written stay.
         """
         with stopping(self._storage):
             known = await asyncio.to_thread(existing_definition, self._storage)
@@ -164,7 +164,7 @@ class _Collection:
         )
 
     async def _looked_at(self) -> tuple[Batches, int]:
-        """Return all document batches, the first few already read, and the number of documents in a shard."""
+        """Return an iterator of all document batches, of which the first are read already, and documents per shard."""
         batches = feed(self._source, self._reading)
         if self._arguments.documents_per_shard is not None:
             return batches, self._arguments.documents_per_shard
@@ -182,7 +182,7 @@ class _Collection:
         return chained(first, batches), max(1, min(MOST_DOCUMENTS, int(self._arguments.shard_bytes / bytes_each)))
 
     def _rows_of(self, fed: Fed) -> int:
-        """Return the number of rows requested of a document."""
+        """Return the number of tokens of a document whose rows are requested."""
         found = 0
         for window, tokens in fed.windows or ():
             if tokens is not None:
@@ -209,7 +209,7 @@ class _Collection:
 
 
 async def chained(first: Sequence[Value], rest: AsyncGenerator[Value, None]) -> AsyncGenerator[Value, None]:
-    """Yield the first values and then the others, whose generator is closed at the end."""
+    """Yield the values in `first`, then those of the generator `rest`, which is closed at the end."""
     async with aclosing(rest) as left:
         for value in first:
             yield value
@@ -220,7 +220,7 @@ async def chained(first: Sequence[Value], rest: AsyncGenerator[Value, None]) -> 
 async def definition_of(
     model: SteerModel | RemoteModel, engine: Engine | RemoteEngine, source: DocumentSource, arguments: CollectArguments
 ) -> DatasetDefinition:
-    """Return the definition that a data set of a source's documents would have."""
+    """Return the definition of the data set that `source` would give; reads its first documents, to size shards."""
     collection = _Collection(model, arguments.reading(model, engine), source, None, arguments)
     batches, per_shard = await collection._looked_at()  # noqa: SLF001 -- of this module
     async with aclosing(batches):
@@ -228,7 +228,7 @@ async def definition_of(
 
 
 def existing_definition(storage: Storage) -> DatasetDefinition | None:
-    """Return the definition of an existing data set, or None.
+    """Return the definition of the data set in a folder; None if there is none.
 
     Raises:
         InvalidFile: the definition cannot be read.
@@ -239,7 +239,7 @@ def existing_definition(storage: Storage) -> DatasetDefinition | None:
 
 
 async def sound_shards(folder: DatasetFolder, arguments: CollectArguments) -> tuple[dict[int, Receipt], int, int]:
-    """Check existing shards and remove damaged ones; return the sound receipts, and the counts of existing and removed.
+    """Check existing shards and remove damaged ones; return sound receipts, and numbers of existing and removed shards.
 
     Raises:
         InvalidFile: a receipt is of another version, or of another data set.
@@ -261,8 +261,8 @@ async def sound_shards(folder: DatasetFolder, arguments: CollectArguments) -> tu
 
 
 async def changed(work: Callable[[], Value]) -> Value:
-    """Run `work`, which changes a folder, on a thread, and wait for its end even if cancelled.
+    """Run `work`, which changes a folder, on a thread; return its result, waiting for its end even if cancelled.
 
-    So the caller keeps the folder's lock until nothing is being written.
+    So the caller holds the folder's lock until nothing is being written any more.
     """
     return await finished(on_thread(work, "steercap folder"))

@@ -1,4 +1,4 @@
-"""Documents of a corpus, texts, token ids or conversations, and the windows of them that a model reads."""
+"""Documents of a corpus (texts, token ids or conversations), and the windows of tokens into which they are cut."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Content: TypeAlias = "str | npt.NDArray[np.int64] | list[dict[str, Any]]"
 
 
 class NotDocument(ValueError):
-    """Error for a corpus item that is not a document; the message says what it is."""
+    """Error for a corpus item that is not a document; its message states the reason."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class CorpusDocument:
     Args:
         number: number in the corpus, from 0; skipped items are not counted.
         content: text, token ids or messages.
-        where: place named in messages: "corpus.jsonl, line 5".
-        bytes: bytes of the corpus up to here, None if unknown.
+        where: place of the document, for error messages: "corpus.jsonl, line 5".
+        bytes: bytes of the corpus up to the document's end, None if unknown.
     """
 
     number: int
@@ -42,16 +42,15 @@ class CorpusDocument:
     bytes: int | None = None
 
     def enter(self, digest: Any) -> None:
-        """Add the document to a hashlib digest: its kind, length and contents."""
+        """Update a hashlib digest with the document's kind (text, ids or messages), length and contents."""
         kind, data = _bytes_of(self.content)
         digest.update(kind + len(data).to_bytes(8, "little") + data)
 
 
 def content_of(item: Any, column: str | None = None) -> Content:
-    """Return the contents of one item of a corpus: a str, token ids, a list of messages, or a mapping that holds one of
-    them.
+    """Return the contents of one item of a corpus: a str, token ids, a list of messages, or a mapping with one of them.
 
-    `column` is the key of the contents in a mapping; by default the first of `KEYS` that it has.
+    `column` is the key of the contents in a mapping; by default the first of `KEYS` that the mapping has.
 
     Raises:
         NotDocument: the item is none of these.
@@ -72,7 +71,7 @@ def content_of(item: Any, column: str | None = None) -> Content:
 
 
 def digests(documents: Sequence[CorpusDocument]) -> str:
-    """Return the SHA-256 over the SHA-256 of each document, in hexadecimal, as stored in a shard's receipt."""
+    """Return the SHA-256 over the SHA-256 digests of documents, in hexadecimal, as in a shard's receipt."""
     found = hashlib.sha256()
     for document in documents:
         each = hashlib.sha256()
@@ -127,7 +126,7 @@ def _bytes_of(content: Content) -> tuple[bytes, bytes]:
 Long = Literal["split", "cut", "refuse"]
 #: Place of the beginning-of-text token.
 Bos = Literal["document", "window", "none"]
-#: Accepted values of both.
+#: Accepted values of `Long` and of `Bos`.
 LONG: Final = ("split", "cut", "refuse")
 BOS: Final = ("document", "window", "none")
 
@@ -137,7 +136,7 @@ class Window:
     """Tokens that the model reads as one prompt.
 
     Args:
-        document: number of the document.
+        document: number of the document in the corpus.
         number: number of the window in the document, from 0.
         token_ids: token ids, int64 [tokens].
         where: place of the document, for messages.
@@ -184,11 +183,11 @@ class Cutting:
         object.__setattr__(self, "tokenizer", copy.deepcopy(self.tokenizer))
 
     def windows(self, documents: Sequence[CorpusDocument]) -> Iterator[list[Window]]:
-        """Yield the windows of each document; [] for an empty one.
+        """Yield, for each document, the list of its windows in order; [] for an empty document.
 
         Raises:
             InvalidPrompt: a document is too long, and `long` is "refuse".
-            InvalidRequest: a conversation that the chat template refuses.
+            InvalidRequest: the chat template refuses a conversation.
         """
         texts = [document.content for document in documents if isinstance(document.content, str)]
         tokens = iter(self._tokenised(texts) if self.tokenizer is not None else ())
@@ -205,7 +204,7 @@ class Cutting:
             yield self._cut(document, ids)
 
     def described(self) -> dict[str, Any]:
-        """Return the settings that determine the tokens, JSON-compatible."""
+        """Return the settings that determine token ids, JSON-compatible, for the data set's definition."""
         return {"context": self.context, "long": self.long, "bos": self.bos, "template": dict(self.template)}
 
     def _tokenised(self, texts: list[str]) -> list[npt.NDArray[np.int64]]:

@@ -1,4 +1,4 @@
-"""Feeder that reads, hashes and cuts documents into windows on a thread, slightly ahead of the consumer."""
+"""Feeder that reads documents, hashes them and cuts them into windows, on a thread, slightly ahead of the consumer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from steercap.lab.datasets.collecting.sources import DocumentSource
 if TYPE_CHECKING:
     from steercap.lab.datasets.collecting.reading import Reading
 
-#: Documents of a batch, and characters or tokens after which it has fewer: tokenizers take many at once.
+#: Maximum documents of a batch, and number of characters or tokens at which it ends: tokenizers process many at once.
 BATCH, BATCH_SIZE = 64, 1 << 18
-#: Batches that are ready before they are taken.
+#: Maximum number of batches queued ahead of the consumer.
 AHEAD: Final = 2
-#: Seconds between looks at whether anybody still waits.
+#: Seconds between checks whether the consumer has stopped, while the queue is full.
 LOOK_SECONDS: Final = 0.1
 
 
@@ -33,9 +33,9 @@ class Fed(NamedTuple):
     Args:
         number: number in the corpus.
         digest: SHA-256 of the document.
-        windows: windows of it, each with the selection of tokens whose rows are requested, or None for no rows; None
-            for an unwanted document.
-        bytes: bytes of the corpus up to its end, None if unknown.
+        windows: windows of the document, each with the selection of tokens whose rows are requested, or None for no
+            rows; None for an unwanted document.
+        bytes: bytes of the corpus up to the document's end, None if unknown.
     """
 
     number: int
@@ -46,7 +46,7 @@ class Fed(NamedTuple):
 
 @dataclass
 class _End:
-    """End marker in the queue of batches, with the error if there was one."""
+    """Marker of the end in the queue of batches, with the error that ended the source, None if there was none."""
 
     error: BaseException | None = None
 
@@ -54,10 +54,10 @@ class _End:
 async def feed(
     source: DocumentSource, reading: Reading, wanted: Callable[[int], bool] = lambda _: True
 ) -> AsyncGenerator[list[Fed], None]:
-    """Yield the documents of a source in batches, in order; those whose numbers are not `wanted` are only hashed.
+    """Yield a source's documents in batches, in order; a document whose number is not `wanted` is hashed, not cut.
 
     Raises:
-        The errors of `DocumentSource` and of `Cutting.windows`, raised when their document is reached.
+        The errors of `DocumentSource` and of `Cutting.windows`, when the consumer reaches the document.
     """
     items = source.begin()
     if isinstance(items, AsyncIterator):
@@ -74,7 +74,7 @@ async def feed(
 
 
 def cancelled_elsewhere(error: asyncio.CancelledError) -> RuntimeError:
-    """Return the error for an awaited task that was cancelled by someone else.
+    """Return the error to raise in place of `error`, for an awaited task that was cancelled by other code.
 
     Raises:
         asyncio.CancelledError: the current task itself is being cancelled.
@@ -87,14 +87,14 @@ def cancelled_elsewhere(error: asyncio.CancelledError) -> RuntimeError:
 
 
 class _Feeder:
-    """Thread that fills a queue with batches; created in the event loop that takes from it.
+    """Work of the thread that fills a queue with batches; created in the event loop of the consumer.
 
     Args:
         source, reading, wanted: arguments as for `feed`.
         items: items of the source.
 
     Attributes:
-        ended: event set when the consumer has stopped.
+        ended: event that the consumer sets when it stops.
     """
 
     def __init__(
@@ -106,10 +106,10 @@ class _Feeder:
         self.ended = threading.Event()
 
     async def next(self) -> list[Fed] | None:
-        """Return the next batch, or None at the end.
+        """Wait for the next batch and return it; None at the end of the source.
 
         Raises:
-            What `feed` raises.
+            The errors of `feed`.
         """
         while self._ready.empty():
             await self._came.wait()
@@ -122,7 +122,7 @@ class _Feeder:
         return None
 
     def run(self) -> None:
-        """Fill the queue until the source ends or the consumer stops."""
+        """Fill the queue until the source ends or the consumer stops; then close the source's iterator."""
         end = _End()
         try:
             for documents in _batched(self._source, self._items):
@@ -159,7 +159,7 @@ def _batched(source: DocumentSource, items: Iterator[Any]) -> Iterator[list[Corp
 
 
 async def _batched_async(source: DocumentSource, items: AsyncIterator[Any]) -> AsyncIterator[list[CorpusDocument]]:
-    """Yield batches of one document, so that an async source is never waited for to fill a batch."""
+    """Yield batches of one document each: waiting to fill a batch from an async source could take forever."""
     async for found in items:
         if (document := source.document(*found)) is not None:
             yield [document]

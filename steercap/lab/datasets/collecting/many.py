@@ -1,7 +1,7 @@
 """Collection on many engines: Ray starts actors on the machines of a cluster and gives each shard to one of them.
 
-Arguments and answers are bytes, numbers and documents; only the function that opens the model and
-`CollectArguments`, which may hold a predicate, are pickled by Ray.
+Arguments and results of actors' methods are bytes, numbers and documents; only the function that opens the model and
+`CollectArguments`, which may have a predicate, are pickled by Ray.
 
 A shard depends on its documents and the definition alone, so any actor may make it, and more than once: Ray restarts
 lost actors and repeats their tasks, and existing shards are skipped. Documents are read in this process, once.
@@ -48,15 +48,15 @@ from steercap.lab.datasets.shards import RECEIPT, name_of
 if TYPE_CHECKING:
     from steercap.model import SteerModel
 
-#: A document's place, its contents, and the bytes of the corpus up to its end.
+#: Document as a tuple: its place for messages, its contents, and the bytes of the corpus up to its end.
 Given = tuple[str, Any, int | None]
 
 
 class CollectingActor:
-    """Actor class given to Ray; collects shards with an engine of its own.
+    """Class of Ray actors, each of which collects shards with its own engine.
 
     Args:
-        opening: function that returns a model that is not started.
+        opening: function that returns the model, not started.
         where: path or URL of the data set.
         arguments: arguments of the collection.
     """
@@ -68,17 +68,17 @@ class CollectingActor:
         self._turn = asyncio.Lock()
 
     async def start(self) -> None:
-        """Start the engine, unless it runs."""
+        """Start the actor's engine, unless it runs."""
         await self._opened()
 
     async def close(self) -> None:
-        """Close the engine."""
+        """Close the actor's engine; `collect` starts another."""
         model, self._model = self._model, None
         if model is not None:
             await model.aclose()
 
     async def define(self, shard_documents: int | None, first: Sequence[Given]) -> bytes:
-        """Return the definition of the data set, as JSON.
+        """Return the definition of the data set that this actor's engine would make, as JSON.
 
         Args:
             shard_documents: number of documents in a shard; None to choose it from the first few documents.
@@ -90,18 +90,18 @@ class CollectingActor:
         return msgspec.json.encode(await definition_of(model, model.serving.here(), source, arguments))
 
     async def collect(self, definition: bytes, number: int, documents: Sequence[Given]) -> bytes:
-        """Collect one shard, and return its receipt.
+        """Collect and write one shard, starting the engine if needed; return its receipt.
 
         Args:
             definition: definition of the data set, as JSON.
             number: number of the shard.
-            documents: all of its documents.
+            documents: all documents of the shard, in order.
 
         Returns:
             Receipt of the shard, as JSON.
 
         Raises:
-            RunDiffers: this engine would make another data set, for example of other weights.
+            RunDiffers: this actor's engine would make another data set, for example with other weights.
             EngineFailure: the engine was lost; the next call starts another.
         """
         model = await self._opened()
@@ -147,23 +147,23 @@ class CollectingActor:
 
 Found = TypeVar("Found")
 
-#: Seconds that actors may take to close their engines before they are killed.
+#: Seconds that actors have to close their engines before they are killed.
 PATIENCE: Final = 20.0
-#: An actor's engine ends itself when the actor does, and cleans up what Ray does not know of.
+#: Environment of actors: Ray must not kill their engines, which end with the actor and clean up themselves.
 _ACTOR_ENV: Final = {"RAY_kill_child_processes_on_worker_exit": "false"}
 
 
 @dataclass(frozen=True)
 class RayActors:
-    """Ray actors that share a collection, each with an engine of its own.
+    """Settings of the Ray actors that share a collection, each with its own engine.
 
     Args:
         count: number of actors.
         num_gpus, num_cpus, resources: resources reserved for each actor; as many GPUs as its engine has ranks.
-        address: address of the cluster, as for `ray.init`; if this process is connected to one already, that one is
-            used.
+        address: address of the cluster, as for `ray.init`; ignored if this process is connected to a cluster
+            already.
         max_restarts: maximum restarts of a lost actor; -1 for no limit.
-        max_task_retries: maximum retries of a shard whose actor or engine was lost.
+        max_task_retries: maximum retries of a shard whose actor or engine was lost; -1 for no limit.
         runtime_env: Ray runtime environment of the actors.
 
     Raises:
@@ -185,7 +185,7 @@ class RayActors:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Ray options of each actor."""
+        """Options of each actor for Ray, by name."""
         own = dict(self.runtime_env)
         return {
             "num_gpus": self.num_gpus,
@@ -202,7 +202,7 @@ async def collect_on_actors(
 ) -> Collected:
     """Read a corpus into a data set with many engines; see `steercap.lab.datasets.collecting.collect`.
 
-    `opening` returns a model that is not started, on any machine; every machine must reach the folder.
+    `opening` is called on each actor, and returns the model, not started; every machine must reach the folder.
 
     Raises:
         MissingExtra: Ray is not installed.
@@ -225,7 +225,7 @@ def _absolute(folder: str) -> str:
 async def _actors(
     opening: Callable[[], SteerModel], where: str, arguments: CollectArguments, spread: RayActors
 ) -> AsyncIterator[list[Any]]:
-    """Yield actors whose engines run, and close them at the end."""
+    """Yield actors whose engines have started; close the engines, and kill the actors, at the end of the block."""
     with extra("ray"):
         import ray
     own = not ray.is_initialized()
@@ -258,10 +258,10 @@ async def _actors(
 
 
 async def _answer(reference: Any) -> Any:
-    """Return the result of a Ray task.
+    """Wait for the result of a Ray task and return it.
 
     Raises:
-        The task's own error, or CollectionStopped: its actor is lost for good.
+        The task's own error, or CollectionStopped: its actor was lost more often than the limits allow.
     """
     with extra("ray"):
         from ray.exceptions import RayActorError, RayTaskError
@@ -279,7 +279,7 @@ async def _answer(reference: Any) -> Any:
 
 
 class _Spread:
-    """State of one call of `collect_on_actors`."""
+    """One call of `collect_on_actors`, with its counts."""
 
     def __init__(self, actors: Sequence[Any], source: DocumentSource, where: str, arguments: CollectArguments) -> None:
         self._actors, self._source, self._arguments = actors, source, arguments
@@ -292,7 +292,7 @@ class _Spread:
         self._read_bytes = 0
 
     async def run(self) -> Collected:
-        """Collect the corpus to its end, or raise an error that says how far it came."""
+        """Collect the corpus to its end; each actor makes one shard after another. Shards that were written stay."""
         folder = await self._begun()
         with stopping(self._storage):
             self._known, resumed, mended = await sound_shards(folder, self._arguments)
@@ -316,7 +316,7 @@ class _Spread:
         return Collected(str(self._storage), totals, self._source.skipped, complaints, resumed, mended, read, seconds)
 
     async def _begun(self) -> DatasetFolder:
-        """Begin the folder, with the definition that an actor's engine makes of the arguments."""
+        """Begin the folder, or resume it, with the definition that the first actor's engine makes of the arguments."""
         with stopping(self._storage):
             known = await asyncio.to_thread(existing_definition, self._storage)
         each = self._arguments.documents_per_shard or (known and known.documents_per_shard)
@@ -330,7 +330,7 @@ class _Spread:
             return await changed(partial(DatasetFolder.begin, self._storage, definition))
 
     async def _work(self, actor: Any, folder: DatasetFolder) -> None:
-        """Have an actor make shards until none are left."""
+        """Have an actor make one shard after another until none is missing."""
         definition = msgspec.json.encode(folder.definition)
         each = folder.definition.documents_per_shard
         ask = actor.collect.options(retry_exceptions=[EngineFailure])
@@ -341,7 +341,7 @@ class _Spread:
             self._tell(documents[-1])
 
     async def _next(self, shard_documents: int) -> tuple[int, list[CorpusDocument]] | None:
-        """Return the number and documents of the next missing shard, or None.
+        """Return the number and documents of the next missing shard, checking existing ones before it; None at the end.
 
         Raises:
             RunDiffers: an existing shard is of other documents, or of fewer.

@@ -1,6 +1,6 @@
 """Pipeline from windows to rows: many requests at once, rows fetched in groups and yielded in document order.
 
-`blocks(model, reading, batches)` is an async generator of `Block`; `batches` is `feeding.feed(source, cutting, ...)`:
+`blocks(model, reading, batches)` is an async generator of `Block`; `batches` is `feeding.feed(source, reading)`:
 
     reading = Reading(engine, CaptureSpec(layers=[8]), sample_of("all"), Cutting(model.tokenizer, context=512))
     async with aclosing(blocks(model, reading, feed(open_source(corpus), reading))) as found:
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
     from steercap.client import RemoteModel
     from steercap.model import SteerModel
 
-#: Handles fetched together, and concurrent fetches: while one is in progress, handles gather for the next.
+#: Maximum handles of a fetch, and number of concurrent fetches; handles that arrive meanwhile wait for the next.
 TOGETHER, FETCHES = 64, 3
-#: Divisor that limits a fetch to a part of the tokens in flight, so that the model has work meanwhile.
+#: A fetch is limited to 1/SHARE of the maximum tokens in flight, so that the model has work meanwhile.
 SHARE: Final = 8
 #: Maximum documents and windows that are queued and not yielded yet, whatever their size.
 MOST_PLACES: Final = 4096
 
 
 class _PipelineRows(NamedTuple):
-    """Kept rows of one window; columns as in `Index`."""
+    """Kept rows of one window, with position and token of each; `read` is the number of tokens that the model read."""
 
     position: Any
     token: Any
@@ -76,7 +76,7 @@ class _Place:
 async def blocks(
     model: SteerModel | RemoteModel, reading: Reading, batches: AsyncGenerator[list[Fed], None]
 ) -> AsyncGenerator[Block, None]:
-    """Yield blocks of rows in document order; close the generator to cancel its requests.
+    """Yield blocks of captured rows in document order; closing the generator cancels all requests in flight.
 
     Args:
         model: an open model.
@@ -100,7 +100,7 @@ async def blocks(
 
 
 class _PipelineRun:
-    """Run of one corpus through the pipeline."""
+    """Run of one corpus through the pipeline: its requests in flight, its fetches, and the order of output."""
 
     def __init__(self, model: SteerModel | RemoteModel, reading: Reading) -> None:
         self._model, self._reading = model, reading
@@ -115,7 +115,7 @@ class _PipelineRun:
         self._error: BaseException | None = None
 
     async def start(self, batches: AsyncGenerator[list[Fed], None]) -> None:
-        """Start a request for every window, as room becomes available."""
+        """Start a request for every window, as room becomes available; an error is kept for `next` to raise."""
         try:
             async with aclosing(batches) as found:
                 async for batch in found:
@@ -139,7 +139,7 @@ class _PipelineRun:
             task.add_done_callback(self._running.discard)
 
     async def _enter(self, place: _Place) -> None:
-        """Append a place to the output order, once there is room."""
+        """Append a window or document to the output order, once there is room for its tokens."""
         while len(self._places) >= MOST_PLACES or (place.window and self._full(place.tokens)):
             self._room.clear()
             await self._room.wait()
@@ -147,7 +147,7 @@ class _PipelineRun:
         self._count(place, 1)
 
     def _full(self, more: int) -> bool:
-        """Return True if a window of `more` tokens must wait; one alone never does."""
+        """Return whether a window of `more` tokens must wait for room; it never does if no other is in flight."""
         most = self._reading.concurrency
         full = self._tokens + more > self._most_tokens if most is None else self._windows >= most
         return full and self._windows > 0
@@ -171,7 +171,7 @@ class _PipelineRun:
             self._work.set()
 
     async def fetch(self) -> None:
-        """Fetch rows of finished requests, as many as there are at once."""
+        """Fetch the rows of finished requests in groups, until cancelled; an error is kept for `next` to raise."""
         try:
             while True:
                 while not self._arrived:
@@ -183,7 +183,7 @@ class _PipelineRun:
             self._fail(error)
 
     def _group(self) -> list[tuple[_Place, Any]]:
-        """Take the handles to fetch next, up to the limits of a fetch."""
+        """Remove the handles to fetch next, up to the limits of a fetch, from the queue; return them with places."""
         group: list[tuple[_Place, Any]] = []
         tokens = 0
         while self._arrived and len(group) < TOGETHER and (not group or tokens < self._most_tokens // SHARE):
@@ -202,7 +202,7 @@ class _PipelineRun:
                 handle.release()
 
     def _taken(self, window: Window, limit: int, handle: Any) -> _PipelineRows:
-        """Return the kept rows of a handle."""
+        """Return the rows of a fetched handle that the token sample keeps; for `limit` see `TokenSample.kept`."""
         receipt, captures = handle.receipt, handle.captures
         positions, tokens = receipt.positions, receipt.token_ids
         rows = captures.all_kept()
@@ -215,7 +215,7 @@ class _PipelineRun:
         return _PipelineRows(positions[kept], tokens[kept], {point: one[chosen] for point, one in rows.items()}, read)
 
     async def next(self) -> Block | None:
-        """Return the next block, or None at the end."""
+        """Wait for the next block and return it, or None at the end; raise the first error of the run."""
         while True:
             if self._error is not None:
                 raise self._error
@@ -267,7 +267,7 @@ class _PipelineRun:
         self._news.set()
 
     async def end(self, others: Sequence[asyncio.Task[None]]) -> None:
-        """Cancel all tasks and release the handles left; at once if cancelled a second time."""
+        """Cancel `others` and all requests, wait until they have ended, and release handles that were not fetched."""
         self._over = True
         tasks = [*others, *self._running]
         for task in tasks:

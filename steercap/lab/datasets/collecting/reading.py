@@ -1,4 +1,4 @@
-"""Settings of a collection, compiled for one open model: the requests and the rows kept of each window."""
+"""Settings of a collection, compiled for one open model: the request for each window, and the rows to keep of it."""
 
 from __future__ import annotations
 
@@ -105,17 +105,17 @@ class Reading:
         self.engine.vllm.sampling(params)
 
     def asked(self, window: Window) -> TokenSelection | None:
-        """Return the selection of tokens whose rows are requested; callable from any thread."""
+        """Return the selection of the window's tokens whose rows are requested, None for none; for any thread."""
         return self.sample.asked(window, self.limit(len(window.token_ids)))
 
     def limit(self, prompt_len: int) -> int:
-        """Return the number of positions that can have a row."""
+        """Return how many positions can have a row, after a prompt of `prompt_len` tokens generated ones included."""
         if self.params is None:
             return prompt_len
         return self.engine.vllm.limit(prompt_len, self.engine.vllm.sampling(self.params))
 
     async def run(self, model: SteerModel | RemoteModel, window: Window, tokens: TokenSelection) -> Any:
-        """Run the request of a window, and return its handle.
+        """Run the request of a window, capturing `tokens`; return its capture handle, with rows not yet fetched.
 
         Raises:
             The errors of `SteerModel.read` and `generate`.
@@ -160,7 +160,7 @@ class Reading:
 
 
 def most_context(engine: Engine | RemoteEngine, params: Mapping[str, Any] | None) -> int:
-    """Return the length of the longest prompt that the engine has room for, allowing for generated tokens."""
+    """Return the length in tokens of the longest prompt for which the engine has room, and for generated tokens."""
     longest = engine.vllm.max_model_len
     if engine.vllm.pools:
         return longest
@@ -168,7 +168,7 @@ def most_context(engine: Engine | RemoteEngine, params: Mapping[str, Any] | None
     return max(1, longest - generated)
 
 
-#: Bytes of rows in a shard: few files, and little that a kill loses.
+#: Default bytes of rows in a shard: few files, and little lost if the process is killed.
 SHARD_BYTES: Final = 256 << 20
 
 
@@ -183,7 +183,7 @@ class Progress:
         bytes: size of the shards written.
         shards: number of existing shards, those of earlier calls included.
         share: share of the corpus that was read, 0 to 1; None if its length is unknown.
-        seconds: time since the call.
+        seconds: seconds since the call began.
     """
 
     documents: int
@@ -230,7 +230,7 @@ class CollectArguments:
             )
 
     def reading(self, model: SteerModel | RemoteModel, engine: Engine | RemoteEngine) -> Reading:
-        """Compile the arguments for an open model.
+        """Compile the arguments for an open model and its engine.
 
         Raises:
             InvalidRequest: an argument does not fit; raised as the matching subclass.

@@ -1,4 +1,4 @@
-"""Token samples of a collection: a selection, one token in k, by a direction, or by a function.
+"""Token samples of a collection: the tokens of a selection, one in k, by projection on a direction, or by a function.
 
 No sample depends on other windows, so the same texts give the same tokens whenever and wherever they are read. But
 without `concurrency=1` rows may differ in their last bits, and through them which rows `ByProbe` keeps and which texts
@@ -34,7 +34,7 @@ Predicate = Callable[[Window, Ints], Any]
 
 
 class TokenSample(abc.ABC):
-    """Sample of the tokens of each window whose rows are kept."""
+    """Rule that selects, in each window, the tokens whose rows are kept."""
 
     @abc.abstractmethod
     def asked(self, window: Window, limit: int) -> TokenSelection | None:
@@ -66,7 +66,7 @@ class TokenSample(abc.ABC):
 
     @property
     def needs(self) -> Point | None:
-        """Point whose rows are needed to decide, or None."""
+        """Point whose rows `kept` reads, which must be captured; None if it reads none."""
         return None
 
     @abc.abstractmethod
@@ -76,7 +76,7 @@ class TokenSample(abc.ABC):
 
 @dataclass(frozen=True)
 class Selected(TokenSample):
-    """Sample of the tokens of a selection, as for `CaptureSpec`."""
+    """Token sample of all tokens in a selection, as for `CaptureSpec`."""
 
     of: Tokens | TokenSelection = "all"
 
@@ -85,7 +85,7 @@ class Selected(TokenSample):
 
     @property
     def selection(self) -> TokenSelection:
-        """Token selection that `of` stands for."""
+        """Token selection, parsed from `of`."""
         return TokenSelection.parse(self.of)
 
     def asked(self, window: Window, limit: int) -> TokenSelection | None:
@@ -99,7 +99,7 @@ class Selected(TokenSample):
         return selected(self._ranges(window, limit), limit)
 
     def _ranges(self, window: Window, limit: int) -> tuple[Range, ...]:
-        """Return the selected ranges of a window, () for none.
+        """Return the ranges of positions selected in a window, () for none.
 
         Raises:
             InvalidSelection: a position or a mask does not fit the window, which the message names.
@@ -117,7 +117,7 @@ class Selected(TokenSample):
 
 @dataclass(frozen=True)
 class OneIn(TokenSample):
-    """Random sample of one token in k, determined by seed, document, window and position alone.
+    """Token sample that keeps one token in k at random, by seed, document, window and position alone.
 
     Args:
         k: inverse sampling rate, 1 or more; each token is kept with probability 1/k.
@@ -155,7 +155,7 @@ class OneIn(TokenSample):
 
 @dataclass(frozen=True)
 class ByPredicate(TokenSample):
-    """Sample of the tokens chosen by a function.
+    """Token sample chosen by a function.
 
     Args:
         choose: function called with a `Window` and all its token ids that can have rows, whatever `of` is (int64
@@ -211,7 +211,7 @@ class ByPredicate(TokenSample):
 
 @dataclass(frozen=True)
 class ByProbe(TokenSample):
-    """Sample of the tokens whose rows project far along a direction.
+    """Token sample of the tokens whose rows project far enough along a direction.
 
     Rows of all selected tokens are fetched from the workers and projected in the client.
 
@@ -278,7 +278,7 @@ class ByProbe(TokenSample):
 
 
 def sample_of(tokens: Tokens | TokenSelection | TokenSample) -> TokenSample:
-    """Return the sample for a user's `tokens` argument.
+    """Return the sample for a user's `tokens` argument: a `TokenSample` itself, `Selected` for anything else.
 
     Raises:
         InvalidSelection: see `CaptureSpec`.

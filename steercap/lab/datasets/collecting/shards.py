@@ -1,4 +1,4 @@
-"""Sharder that fills shards from blocks and writes them on threads; existing shards are compared and kept."""
+"""Sharder that fills shards from blocks and writes them on threads; shards that exist are compared, not rewritten."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from steercap.lab.datasets.shards import RECEIPT, name_of
 from steercap.lab.datasets.storage import Storage
 from steercap.lab.datasets.tables import COLUMNS
 
-#: Shards written at once, each hashed and synced by itself, beside the one being filled in memory. A
+#: Maximum shards written at once, each hashed and synced alone, beside the one being filled in memory. A
 #: writer waits for the disk for more than half of its time.
 WRITERS: Final = max(2, min(8, len(os.sched_getaffinity(0)) // 2))
 #: Maximum size of a shard, as a multiple of its target, if documents are longer than the first few.
@@ -53,7 +53,7 @@ class _Filling:
 
 
 class Sharder:
-    """Writer of the shards of one folder.
+    """Writer of a data set's shards, from blocks of rows in order.
 
     Args:
         folder: folder of the data set.
@@ -86,7 +86,7 @@ class Sharder:
         return self._folder.definition.documents_per_shard
 
     async def add(self, block: Block) -> None:
-        """Add a block; waits while too many shards are unwritten.
+        """Add a block of rows, writing each shard that it fills in the background; wait while `WRITERS` are written.
 
         Raises:
             RunDiffers: an existing shard is of other documents.
@@ -108,7 +108,7 @@ class Sharder:
         await self._collect_finished()
 
     def _take(self, block: Block, first: int, stop: int) -> None:
-        """Add the rows [first, stop) of a block."""
+        """Add the rows [first, stop) of a block to the shard being filled."""
         if first == stop:
             return
         filling = self._filling
@@ -137,7 +137,7 @@ class Sharder:
                 filling.begun = filling.digest.hexdigest()
 
     async def finish(self) -> None:
-        """Write the last shard, and wait until all are written.
+        """Write the last shard, and wait until all shards are written; raise RunDiffers if the folder has later ones.
 
         Raises:
             As `add`.
@@ -170,7 +170,7 @@ class Sharder:
             raise cancelled
 
     async def _close(self) -> None:
-        """Start writing the current shard in the background, or check it against the one already written.
+        """Start writing the current shard in the background; if it exists, compare its documents instead.
 
         The last shard may be partial.
         """
@@ -188,7 +188,7 @@ class Sharder:
         self._writing.append(on_thread(partial(self._folder.write, shard), "steercap shard"))
 
     async def _collect_finished(self, *, least: int = 0) -> None:
-        """Collect the results of finished writes; wait for at least one if `least` is not 0."""
+        """Count finished writes, and raise their errors; wait for at least one if `least` is not 0."""
         if least:
             waiting = [asyncio.wrap_future(future) for future in self._writing]
             for write in waiting:
@@ -204,7 +204,7 @@ class Sharder:
 
 
 def _retrieve_exception(future: asyncio.Future[Receipt]) -> None:
-    """Retrieve an error that is raised elsewhere, to avoid asyncio's warning."""
+    """Retrieve the error of a future, which other code raises, so that asyncio does not warn about it."""
     if not future.cancelled():
         future.exception()
 
@@ -237,7 +237,7 @@ def check_same(storage: Storage, receipt: Receipt, documents: int, begun: str) -
 
 @contextmanager
 def stopping(storage: object, sharder: Sharder | None = None) -> Iterator[None]:
-    """Convert an OSError of the block into an error that says how far the folder is.
+    """Raise an OSError of the block as CollectionStopped, whose message has the number of shards written.
 
     Raises:
         CollectionStopped: the block raised an OSError.
@@ -260,7 +260,7 @@ def _joined(indices: Sequence[Index]) -> Index:
 
 
 def _cut(pieces: Sequence[Whole], first: int, stop: int) -> list[Whole]:
-    """Return the rows [first, stop) of consecutive pieces."""
+    """Return the rows [first, stop), numbered over all pieces, as a list of pieces."""
     found, at = [], 0
     for piece in pieces:
         low, high = max(0, first - at), min(len(piece), stop - at)

@@ -28,7 +28,7 @@ OnBad = Literal["error", "skip"]
 STATE, SPLITS = "state.json", "dataset_dict.json"
 #: Splits recognised in the names of files in a folder.
 KNOWN_SPLITS: Final = ("train", "test", "validation", "valid", "dev")
-#: Number of reasons kept for skipped items.
+#: Maximum number of skipped items whose reasons are kept.
 COMPLAINTS: Final = 5
 
 
@@ -38,8 +38,8 @@ class DocumentSource:
 
     Args:
         name: name of the corpus, for messages.
-        items: function that iterates, from the first item if it can, over an item's place, the item or `Bad`, and the
-            bytes of the corpus up to there (None if unknown).
+        items: function that returns an iterator of triples: an item's place for messages, the item or `Bad`, and the
+            bytes of the corpus up to its end (None if unknown).
         column: key of documents in records, see `content_of`.
         bad: treatment of an item that is not a document.
         bytes: size of the whole corpus on disk, None if unknown.
@@ -48,7 +48,7 @@ class DocumentSource:
 
     Attributes:
         skipped: number of skipped items.
-        complaints: reasons for the first few of them.
+        complaints: places and reasons of the first few skipped items.
     """
 
     name: str
@@ -65,7 +65,7 @@ class DocumentSource:
         self._number = 0
 
     def begin(self) -> Iterator[Any] | AsyncIterator[Any]:
-        """Return an iterator of the items from the first on; `document` converts each."""
+        """Reset all counts, and return an iterator of the items from the first on; `document` converts each."""
         self._number, self.skipped, self.complaints = self.first, 0, []
         return self.items()
 
@@ -82,13 +82,13 @@ class DocumentSource:
         return self.documents(items)
 
     def documents(self, items: Iterator[tuple[str, Any, int | None]]) -> Iterator[CorpusDocument]:
-        """Yield the documents of some of the items."""
+        """Yield the documents of `items`, without those that are skipped; numbers continue from the last one."""
         for found in items:
             if (document := self.document(*found)) is not None:
                 yield document
 
     def document(self, where: str, item: Any, read: int | None) -> CorpusDocument | None:
-        """Return the document of an item, or None if it is skipped.
+        """Convert the next item to a document with the next number; None if the item is skipped.
 
         Raises:
             InvalidFile, InvalidRequest: the item is not a document, and `bad` is "error".
@@ -125,7 +125,7 @@ def open_source(
     unit: Unit = "line",
     bad: OnBad = "error",
 ) -> DocumentSource:
-    """Open a corpus for reading.
+    """Open a corpus and return the source of its documents; nothing is read yet except numbers of documents.
 
     Args:
         corpus: a file, a folder or a glob pattern (as str or Path); several paths in a list, in their order; or any
@@ -167,7 +167,7 @@ def open_source(
 
 
 def _paths(corpus: Any) -> list[str] | None:
-    """Return the given paths, or None for documents."""
+    """Return the paths that the user named; None if the corpus consists of documents."""
     if isinstance(corpus, (str, os.PathLike)):
         return [os.fspath(corpus)]
     if isinstance(corpus, (list, tuple)) and corpus and all(isinstance(one, os.PathLike) for one in corpus):
@@ -199,7 +199,7 @@ async def _numbered(corpus: AsyncIterable[Any]) -> AsyncIterator[tuple[str, Any,
 
 
 def _read(files: Sequence[tuple[Path, Reader]], settings: ReaderSettings) -> Iterator[tuple[str, Any, int | None]]:
-    """Yield the items of files, one file after the other."""
+    """Yield the items of files, one file after the other, with places and the bytes of all files up to each."""
     before = 0
     for path, reader in files:
         item = None
@@ -252,7 +252,7 @@ def _of_folder(folder: Path, kind: str | None, split: str | None) -> list[tuple[
 
 
 def _split(files: Sequence[Path], split: str | None, given: str) -> list[Path]:
-    """Select the files of a split, by their names and those of their folders.
+    """Return the files of a split, named in the file's or folder's name; all files if there are no splits.
 
     Raises:
         InvalidFile: there are several splits and none was named, or no split has that name.
@@ -274,7 +274,7 @@ def _names(path: Path, split: str) -> bool:
 
 
 def _reader(path: Path, kind: str | None) -> Reader:
-    """Return the reader of a file.
+    """Return the reader of the format `kind`, or if that is None, of the file's suffix.
 
     Raises:
         UnknownName: there is no such format.

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from steercap.client import RemoteModel
     from steercap.model import SteerModel
 
-#: Maximum rows queued ahead of the buffer, as a fraction of its size.
+#: Maximum rows queued ahead of the shuffle buffer, as a fraction of the buffer's size.
 AHEAD: Final = 0.25
 
 
@@ -110,7 +110,7 @@ class ActivationStream:
 
     @property
     def points(self) -> tuple[str, ...]:
-        """Names of the points that are read, in order."""
+        """Names of the points whose rows are read, in order, such as "resid_post[5]"."""
         return tuple(map(str, self._reading.points))
 
     @property
@@ -118,7 +118,7 @@ class ActivationStream:
         """Normalisation of each point by its name; {} if rows are not normalised.
 
         Raises:
-            InvalidRequest: they are computed from the first rows, and no batch was taken yet.
+            InvalidRequest: no batch was taken yet; normalisations are computed from the first rows.
         """
         if self._how.normalise == "none":
             return {}
@@ -132,7 +132,7 @@ class ActivationStream:
         return self
 
     async def __anext__(self) -> Rows | Labelled:
-        """Return the next batch.
+        """Return the next batch of shuffled rows, waiting until the buffer is full or the corpus has ended.
 
         Raises:
             StopAsyncIteration: the corpus has ended, or the stream was closed.
@@ -152,7 +152,7 @@ class ActivationStream:
         return self._batch(self._buffer.draw(self._how.batch_size))
 
     async def aclose(self) -> None:
-        """End the requests and free what is held. Idempotent."""
+        """Cancel the requests and free all queued rows; may be called again."""
         self._closed = True
         if self._task is not None:
             self._task.cancel()
@@ -203,7 +203,7 @@ class ActivationStream:
             await self._room.wait()
 
     async def _fill(self) -> None:
-        """Wait until the buffer is full, or holds all that is left."""
+        """Move rows into the shuffle buffer until it is full, or the corpus has ended."""
         while not self._buffer.full:
             if self._error is not None:
                 error = self._error
@@ -230,7 +230,7 @@ class ActivationStream:
     # Columns of the buffer: labels by their names, rows by those of points, or as MIXED
 
     def _columns(self, block: Block) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the rows of a block as columns of the buffer, piece by piece."""
+        """Yield the labels and decoded rows of a block as columns of the shuffle buffer."""
         if not len(block.index):
             return
         labels = {name: torch.from_numpy(getattr(block.index, name)).long() for name in COLUMNS}
@@ -251,7 +251,7 @@ class ActivationStream:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _estimated(self) -> dict[str, Normalisation]:
-        """Return the normalisations, from given statistics or from the rows in the buffer."""
+        """Return normalisations by name of the point, from given statistics or from the rows in the buffer."""
         given = self._how.statistics or {}
         found = {}
         for number, (point, known) in enumerate(self._formats.items()):
@@ -295,5 +295,5 @@ class ActivationStream:
             raise InvalidRequest(f"statistics= names {unknown[0]!r}, which is not read; read: {', '.join(self.points)}")
 
 
-#: Name of the column that holds rows of all points.
+#: Name of the buffer's column with the rows of all points, for join="mix".
 MIXED: Final = "rows"

@@ -28,7 +28,7 @@ MOST_BYTES: Final = 256 << 20
 PACKED: Final = (".gz", ".zst")
 #: Keys of the document in a record, tried in this order if no column is named.
 KEYS: Final = ("text", "messages", "tokens")
-#: Records converted from a table at once.
+#: Number of a table's rows that are converted to Python objects at once.
 RECORDS: Final = 256
 
 
@@ -43,8 +43,8 @@ class FileItem(NamedTuple):
 
     Args:
         place: place in the file: "line 5".
-        item: the item, or `Bad`.
-        bytes: bytes of the file on disk read up to here.
+        item: decoded value, or `Bad` if it is unreadable.
+        bytes: bytes of the file on disk up to the item's end.
     """
 
     place: str
@@ -54,7 +54,7 @@ class FileItem(NamedTuple):
 
 @dataclass(frozen=True)
 class ReaderSettings:
-    """Settings for reading files.
+    """Settings for reading files of any format.
 
     Args:
         column: key or column of documents in records; None for the default ones, see `content_of`.
@@ -66,25 +66,25 @@ class ReaderSettings:
 
 
 class Reader(abc.ABC):
-    """Reader of one file format; holds as little of a file in memory as it can."""
+    """Reader of one file format; streams files, if their format allows it."""
 
-    #: Suffixes of such files' names.
+    #: Suffixes of the names of files in this format, without those of compression.
     suffixes: tuple[str, ...]
 
     @abc.abstractmethod
     def items(self, path: Path, settings: ReaderSettings) -> Iterator[FileItem]:
-        """Yield the items of a file, in order.
+        """Yield the items of a file (lines, rows or texts) in order, each with its place.
 
         Raises:
             InvalidFile: the file cannot be read to its end.
         """
 
     def count(self, path: Path) -> int | None:  # noqa: ARG002 -- what any of them needs
-        """Return the number of documents stated in a file, or None."""
+        """Return the number of documents that a file states, or None if its format states none."""
         return None
 
     def reads(self, path: Path) -> bool:
-        """Return True if it reads files of this name."""
+        """Return whether a file's name has a suffix of this format, perhaps followed by one of compression."""
         name = path.name.lower()
         for packed in PACKED:
             name = name.removesuffix(packed)
@@ -93,7 +93,7 @@ class Reader(abc.ABC):
 
 @contextmanager
 def unpacked(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
-    """Open a file, decompressed; yield it with a function that returns the bytes read on disk.
+    """Yield a file's content as a decompressed stream, and a function that returns the bytes on disk read so far.
 
     Raises:
         InvalidFile: the file cannot be read, or is truncated or damaged.
@@ -107,7 +107,7 @@ def unpacked(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
 
 
 def _require_begun(path: Path) -> None:
-    """Check that a compressed file is not empty."""
+    """Check that a compressed file is not empty; raise EOFError if it is."""
     if path.suffix.lower() in PACKED and not path.stat().st_size:
         raise EOFError("it is empty")
 
@@ -128,7 +128,7 @@ def _opened(path: Path, raw: IO[bytes]) -> Iterator[IO[bytes]]:
 
 
 def lines(path: Path) -> Iterator[tuple[int, bytes, int]]:
-    """Yield non-empty lines, with their numbers from 1 and the bytes of the file read so far.
+    """Yield each non-empty line as its number from 1, its bytes without line end, and the bytes on disk read so far.
 
     A byte order mark at the start of the file is dropped.
 
@@ -150,7 +150,7 @@ def lines(path: Path) -> Iterator[tuple[int, bytes, int]]:
 
 
 def utf8(data: bytes) -> str | Bad:
-    """Decode UTF-8, or return the reason why it is invalid."""
+    """Decode UTF-8; for invalid bytes, return `Bad` with the reason."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -158,7 +158,7 @@ def utf8(data: bytes) -> str | Bad:
 
 
 def values_of(column: Any) -> list[Any]:
-    """Return the values of an Arrow column, with `Bad` for those that are not UTF-8."""
+    """Return the values of an Arrow column as Python objects, with `Bad` for texts that are not UTF-8."""
     try:
         return list(column.to_pylist())
     except UnicodeDecodeError:
@@ -166,7 +166,7 @@ def values_of(column: Any) -> list[Any]:
 
 
 def half_of_pair(error: UnicodeEncodeError) -> str:
-    """Return the message for a text with an unpaired surrogate, which UTF-8 cannot hold."""
+    """Return the reason to refuse a text with an unpaired surrogate, which UTF-8 cannot encode."""
     return f"{error.object[error.start]!r} is half of a surrogate pair, which is not text"
 
 

@@ -60,7 +60,7 @@ class Parquet(Reader):
 
 
 def column_in(names: Any, settings: ReaderSettings, path: Path) -> str:
-    """Return the name of the column that holds documents.
+    """Return the first of a file's column `names` that is the wanted one: `settings.column`, or one of `KEYS`.
 
     Raises:
         InvalidFile: there is no such column.
@@ -106,7 +106,7 @@ class Arrow(Reader):
 
 @contextmanager
 def _opened(path: Path, mapped: Any) -> Iterator[tuple[Any, Iterator[tuple[Any, int]]]]:
-    """Yield the schema, and an iterator of batches, each with the bytes of the file up to its end.
+    """Yield the schema, and an iterator of pairs: a record batch, and the bytes of the file up to its end.
 
     Raises:
         OSError: a stream is truncated.
