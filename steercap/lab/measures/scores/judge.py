@@ -117,7 +117,8 @@ class Judge(Scorer):
 
     @property
     def key(self) -> str:
-        return repr(replace(self, **{one.name: one.default for one in fields(self) if one.name in self.effort}))
+        usual: dict[str, Any] = {one.name: one.default for one in fields(self) if one.name in self.effort}
+        return repr(replace(self, **usual))
 
     async def score(self, trait: Trait, exchanges: Sequence[Scored]) -> list[float | None]:
         return [one.score for one in await self.judge(trait.rubric, exchanges)]
