@@ -74,7 +74,7 @@ class DirectionSet(Mapping[str, LayerVectors]):
 
     def __post_init__(self) -> None:
         if not isinstance(self.directions, Mapping) or not self.directions:
-            raise InvalidSpec("DirectionSet: no directions; give a mapping from name to LayerVectors, not empty")
+            raise InvalidSpec("DirectionSet: no directions; give a mapping from name to LayerVectors, at least one")
         for name, vectors in self.directions.items():
             if not isinstance(name, str) or not name or not isinstance(vectors, LayerVectors):
                 raise InvalidSpec(f"DirectionSet: {shown(name)}: {shown(vectors)}; give LayerVectors by their name")
