@@ -244,7 +244,7 @@ def check_cores(facts: Facts) -> Check:
 
 
 def check_threads(facts: Facts) -> Check:
-    """Check the cores for several CPU workers, which vLLM binds to NUMA nodes; see `adapters.hardware.bound`."""
+    """Check the cores for several CPU workers, which vLLM binds to NUMA nodes; see `adapters.hardware.cpu_binding`."""
     said = facts.environment.get(BIND, "")
     if facts.device != "cpu" or facts.workers == 1:
         return Check("CPU workers", "ok", said or ("one" if facts.device == "cpu" else "none"))
