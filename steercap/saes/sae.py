@@ -14,7 +14,7 @@ from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import flag_of, index_of, number_of, shown
 from steercap.errors import InvalidFile, InvalidSpec
 from steercap.kernels.bits import exact_products
-from steercap.kernels.codecs.topk import read, rows_at_once
+from steercap.kernels.codecs.topk import rows_at_once, strongest_features
 from steercap.saes.encoder import Encoder, Features, floats_of
 from steercap.saes.finding import find, read_found
 from steercap.steering.edits.add import Add, SAEFeature
@@ -157,7 +157,7 @@ class SAE:
         schema = PointSchema((self.d_sae,), "float32")
         with torch.no_grad():
             blocks = flat.split(rows_at_once(self.encoder, self.d_in))
-            stored = torch.cat([read(block, self.encoder, k) for block in blocks])
+            stored = torch.cat([strongest_features(block, self.encoder, k) for block in blocks])
         return Features.of(CodedRows(coding, schema, STRONGEST.parts(stored, schema, coding)))
 
     def decode(self, activations: torch.Tensor, rows: torch.Tensor | None = None) -> Float[torch.Tensor, "rows d_out"]:
