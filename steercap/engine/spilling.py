@@ -245,7 +245,7 @@ class Spilling:
         if not self._closed and not sweeping.cancelled():
             sweeping.result()
             self._settle()
-            if self.file.untidy:  # it was dropped meanwhile
+            if self.file.has_dropped:  # it was dropped meanwhile
                 self._dropped()
 
     async def _on(self, pool: ThreadPoolExecutor, work: Callable[[], Value]) -> Value:

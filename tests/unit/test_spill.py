@@ -223,7 +223,7 @@ def test_where_there_is_no_tmpfile_the_file_is_removed_at_once(tmp_path, monkeyp
             SteerModel("m", **ignored)
 
     def lacking(_folder: Path) -> int:
-        raise spill._Lacking
+        raise spill._NoTmpfile
 
     monkeypatch.setattr(spill, "_tmpfile", lacking)
     made = SpillFile(tmp_path, BLOCK_BYTES)
