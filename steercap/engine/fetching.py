@@ -20,7 +20,7 @@ from steercap.engine.ranks import Rank, Ranks
 from steercap.errors import CaptureIncomplete, ModelClosed
 from steercap.kernels.codecs import ENCODINGS
 from steercap.kernels.codecs.coded import CodedRows
-from steercap.worker.assembly import PART_BYTES, Assembly, parcel_bytes
+from steercap.worker.assembly import PART_BYTES, Assembly, stored_bytes
 from steercap.worker.memory import Readable
 
 #: Bytes from which rows are copied on threads, so that the event loop is not blocked for more than about 0.1 ms.
@@ -76,7 +76,7 @@ class _Order:
     @cached_property
     def size(self) -> int:
         """Bytes of the rows, over all workers."""
-        return sum(parcel_bytes(captured_rows, rank.of(captured_rows)) for rank, captured_rows in self.gathered)
+        return sum(stored_bytes(captured_rows, rank.of(captured_rows)) for rank, captured_rows in self.gathered)
 
     def delivery(self) -> Delivery:
         """Return the fetched rows, or the failure; a missing shard is a failure."""
