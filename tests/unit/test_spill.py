@@ -367,9 +367,9 @@ class Arena(Keeper):
         self.gate = asyncio.Event()
         self.gate.set()
         self.spilling = Spilling(
-            settings, self.admission.budget, BLOCK_BYTES, self.collect, self.flush, self.admission.look_again
+            settings, self.admission.budget, BLOCK_BYTES, self.collect, self.flush, self.admission.admit_waiting
         )
-        self.admission.relief = self.spilling
+        self.admission.spilling = self.spilling
 
     async def collect(self, wanted) -> list[Any]:
         self.collected += len(wanted)
