@@ -62,7 +62,7 @@ class ConnectionWatch:
         #: Error message that says which process or thread has died; None while the engine lives.
         self.found: str | None = None
 
-    def look(self, fresh: float = 0.0) -> str | None:
+    def check_alive(self, fresh: float = 0.0) -> str | None:
         """Check that the engine lives; if it has died, end all requests with EngineDeadError and return a message.
 
         Args:
@@ -71,9 +71,9 @@ class ConnectionWatch:
         now = time.monotonic()
         if self.found is None and now >= self._checked + fresh and self._is_wrong():
             manager = self._llm.engine_core.resources.engine_manager
-            how = self._processes.how(manager.finished_procs() if hasattr(manager, "finished_procs") else {})
+            how = self._processes.exit_message(manager.finished_procs() if hasattr(manager, "finished_procs") else {})
             if how or now > self._since + EXIT_CODE_SECONDS:
-                self.end(how or self._processes.which or self._thread)
+                self.end(how or self._processes.first_exit_message or self._thread)
         return self.found
 
     def _is_wrong(self) -> bool:
@@ -95,7 +95,7 @@ class ConnectionWatch:
         self._on_death()
 
     @contextmanager
-    def over(self) -> Iterator[None]:
+    def checking(self) -> Iterator[None]:
         """Check every `LOOK_SECONDS` that the engine lives, in a task that runs as long as any such block; nestable."""
         self._running += 1
         if self._looking is None or self._looking.done():
@@ -109,7 +109,7 @@ class ConnectionWatch:
                 self._looking = None
 
     async def _keep_looking(self) -> None:
-        while not self.look():  # noqa: ASYNC110 -- libzmq sets no Event
+        while not self.check_alive():  # noqa: ASYNC110 -- libzmq sets no Event
             await asyncio.sleep(LOOK_SECONDS)
 
     def close(self) -> None:
@@ -222,7 +222,7 @@ class Connection:
             await asyncio.sleep(LIVENESS_SECONDS)
 
     def require_alive(self, fresh: float = 0.0) -> None:
-        """Check that the engine lives and is not closed; `fresh` as of `ConnectionWatch.look`.
+        """Check that the engine lives and is not closed; `fresh` as of `ConnectionWatch.check_alive`.
 
         Raises:
             EngineDied: the engine has died.
@@ -230,7 +230,7 @@ class Connection:
         """
         if self._llm is None or self._closing:
             raise ModelClosed("the engine was shut down with its SteerModel")
-        if said := self.watch.look(fresh):
+        if said := self.watch.check_alive(fresh):
             raise EngineDied(said)
 
     async def ended(self) -> EngineFailure:
@@ -238,7 +238,7 @@ class Connection:
         clock = asyncio.get_running_loop().time
         until = clock() + DYING_SECONDS
         while not self._closing and self._llm is not None:
-            if said := self.watch.look():
+            if said := self.watch.check_alive():
                 return EngineDied(said)
             if clock() > until:
                 return EngineDied("the vLLM engine has died")
@@ -249,7 +249,7 @@ class Connection:
     def died(self) -> bool:
         """True if the engine died before it was closed; checks now."""
         if not self._dead and not self._closing and self._llm is not None:
-            self.watch.look()
+            self.watch.check_alive()
         return self._dead
 
     def _report_death(self) -> None:

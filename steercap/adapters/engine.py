@@ -32,7 +32,7 @@ from steercap.adapters.arguments import (
 )
 from steercap.adapters.connection import FRESH_SECONDS, Connection
 from steercap.adapters.entry import tell_workers
-from steercap.adapters.hardware import attention_for, bound, check_kernels
+from steercap.adapters.hardware import attention_for, check_kernels, cpu_binding
 from steercap.adapters.lora import Adapters
 from steercap.adapters.parameters import ParamsReader, read_pooling, tasks_of
 from steercap.adapters.process_exit import startup_error
@@ -183,7 +183,7 @@ class VllmEngine:
         check_heads(config, points)
         config.additional_config[CONFIG_KEY] = worker_config(points, settings, candidate)
         tell_workers(config, launch.reaper.environment)
-        launch.environment.update(bound(config))
+        launch.environment.update(cpu_binding(config))
         launch.require_wanted()
         try:
             llm = AsyncLLM.from_vllm_config(config, disable_log_stats=args.disable_log_stats)
@@ -324,7 +324,7 @@ class VllmEngine:
             payload = {**payload, "cache_salt": f"{payload.get('cache_salt') or ''}|steercap {salt}"}
         whole = False
         try:
-            with self._connection.watch.over():
+            with self._connection.watch.checking():
                 async with aclosing(run(payload, params, request_id, **options)) as outputs:
                     async for output in outputs:
                         _require_whole(output)
@@ -395,7 +395,7 @@ class VllmEngine:
             EngineFailure: the engine has died; raised by the call, before the block.
         """
         self._connection.require_alive(FRESH_SECONDS)
-        return self._connection.watch.over()
+        return self._connection.watch.checking()
 
     async def quiesce(self) -> None:
         """Stop listening to the engine without reporting its death, and end its requests; call in its event loop."""

@@ -132,7 +132,7 @@ def cores_each(workers: int, allowed: Sequence[int], topology: Path = Path("/sys
     return "|".join(",".join(map(str, usable[rank * each : rank * each + taken])) for rank in range(workers))
 
 
-def bound(config: Any) -> dict[str, str]:
+def cpu_binding(config: Any) -> dict[str, str]:
     """Return environment variables that give each worker of an engine CPU cores of its own.
 
     Returns:
@@ -200,10 +200,10 @@ def library() -> str:
 def unfit(architectures: Sequence[str], quantization: Mapping[str, Any]) -> str:
     """Return the reason why vLLM cannot run a model with these architecture names on this CPU; "" if it can."""
     needs = [need for need in NEEDS if need.applies(architectures, quantization)]
-    return next(filter(None, (lacks(need.kernel) for need in needs)), "")
+    return next(filter(None, (kernel_error(need.kernel) for need in needs)), "")
 
 
-def lacks(kernel: str) -> str:
+def kernel_error(kernel: str) -> str:
     """Return an error message if vLLM's library for this CPU lacks a kernel; else, and if vLLM runs on GPUs, ""."""
     import torch
 

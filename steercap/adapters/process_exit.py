@@ -159,7 +159,7 @@ class Processes:
             self._first = next((self._watched[descriptor] for descriptor, _ in poll.poll(0)), None)
         return self._first is not None
 
-    def how(self, cores: Mapping[str, int]) -> str:
+    def exit_message(self, cores: Mapping[str, int]) -> str:
         """Return a sentence on how the engine's process ended, with its exit code or error; "" if not yet known.
 
         Args:
@@ -174,7 +174,7 @@ class Processes:
         return ", ".join(f"{name} {_exit_text(code)}" for name, code in cores.items())
 
     @property
-    def which(self) -> str:
+    def first_exit_message(self) -> str:
         """Sentence with the id of the watched process that ended first; "" if `ended` has found none."""
         return f"its process {self._first} has ended" if self._first is not None else ""
 

@@ -38,12 +38,12 @@ class Fit:
     Args:
         factors: factor of each output; () if the outputs are linearly dependent.
         error: maximum error of a row, divided by the allowed rounding error; inf if an output is lost in rounding.
-        apart: maximum distance of a factor from 1, divided by the allowed rounding error.
+        factor_error: maximum distance of a factor from 1, divided by the allowed rounding error.
     """
 
     factors: tuple[float, ...]
     error: float
-    apart: float
+    factor_error: float
 
 
 def fitted(total: Rows, base: Rows, added: Sequence[Rows]) -> Fit:
@@ -62,8 +62,8 @@ def fitted(total: Rows, base: Rows, added: Sequence[Rows]) -> Fit:
     seen = min(float((factor * term).norm(dim=1).max()) for factor, term in zip(factors, terms, strict=True))
     spread = eps * sqrt(len(whole) / whole.numel())
     allowed = [_FACTOR * spread / float(term.norm()) + _EXACT for term in terms]
-    apart = max(abs(float(factor) - 1) / most for factor, most in zip(factors, allowed, strict=True))
-    return Fit(tuple(map(float, factors)), error if seen >= _SEEN * eps else inf, apart)
+    factor_error = max(abs(float(factor) - 1) / most for factor, most in zip(factors, allowed, strict=True))
+    return Fit(tuple(map(float, factors)), error if seen >= _SEEN * eps else inf, factor_error)
 
 
 def same(first: Rows, second: Rows) -> bool:
@@ -103,9 +103,9 @@ class Layer:
         """Calls whose outputs have the stream's shape, ordered by end; calls with identical outputs form one group."""
         groups: list[list[TracedCall]] = []
         for call in sorted(self.traced.calls, key=lambda call: call.end):
-            if not call.given or call.given[0].shape != self.traced.before[0].shape:
+            if not call.outputs or call.outputs[0].shape != self.traced.before[0].shape:
                 continue
-            group = next((group for group in groups if same(call.given, group[0].given)), None)
+            group = next((group for group in groups if same(call.outputs, group[0].outputs)), None)
             if group is None:
                 groups.append([call])
             else:
@@ -121,9 +121,9 @@ class Layer:
         if blocks is None:
             self._refuse(("attn_out", "mlp_out", "resid_mid", "attn_in"), self._nearest())
         else:
-            for site, (group, apart, factor, read) in blocks.items():
+            for site, (group, error, factor, read) in blocks.items():
                 self._block(
-                    site, group, read, "" if apart <= 1 else f"it adds {factor:.6g} times the output of its module"
+                    site, group, read, "" if error <= 1 else f"it adds {factor:.6g} times the output of its module"
                 )
         if any(map(_has_experts, self.traced.calls)):
             self._refuse(("router",), "no equation of the checks contains the logits of experts")
@@ -138,9 +138,9 @@ class Layer:
 
     def _nearest(self) -> str:
         before, after = self.traced.before, self.traced.after
-        tried = [(fitted(after, before, [group[0].given]).error, group[-1].path) for group in self.groups]
+        tried = [(fitted(after, before, [group[0].outputs]).error, group[-1].path) for group in self.groups]
         tried += [
-            (fitted(after, before, [one[0].given, other[0].given]).error, f"{one[-1].path} + {other[-1].path}")
+            (fitted(after, before, [one[0].outputs, other[0].outputs]).error, f"{one[-1].path} + {other[-1].path}")
             for number, one in enumerate(self.groups)
             for other in self.groups[number + 1 :]
         ]
@@ -151,7 +151,7 @@ class Layer:
         )
 
     def _in_turn(self) -> dict[str, Any] | None:
-        """Return (group, `Fit.apart`, factor, stream read) by site if block two reads block one's sum, or None."""
+        """Return (group, factor error, factor, stream read) by site if block two reads block one's sum, or None."""
         before, after = self.traced.before, self.traced.after
         readers: list[tuple[TracedCall, int, Fit]] = []
         for call in sorted(self.traced.calls, key=lambda call: call.begin):
@@ -159,21 +159,21 @@ class Layer:
                 continue
             for number, group in enumerate(self.groups):
                 if group[0].end < call.begin:
-                    fit = fitted(call.stream, before, [group[0].given])
+                    fit = fitted(call.stream, before, [group[0].outputs])
                     readers += [(call, number, fit)] if fit.error <= 1 else []
         firsts = {number for _, number, _ in readers}
         if len(firsts) != 1:
             return None
         reader, number, fit = readers[0]
-        later = [(group, fitted(after, reader.stream, [group[0].given])) for group in self.groups]
+        later = [(group, fitted(after, reader.stream, [group[0].outputs])) for group in self.groups]
         seconds = [(group, more) for group, more in later if group[0].begin >= reader.begin and more.error <= 1]
         if len(seconds) != 1 or not self._attends(self.groups[number]) or self._attends(seconds[0][0]):
             return None
         self.found["resid_mid"] = reader.path
         (second, more), first = seconds[0], self.groups[number]
         return {
-            "attn_out": (first, fit.apart, fit.factors[0], before),
-            "mlp_out": (second, more.apart, more.factors[0], reader.stream),
+            "attn_out": (first, fit.factor_error, fit.factors[0], before),
+            "mlp_out": (second, more.factor_error, more.factors[0], reader.stream),
         }
 
     def _side_by_side(self) -> dict[str, Any] | None:
@@ -183,19 +183,19 @@ class Layer:
             (one, other, fit)
             for number, one in enumerate(groups)
             for other in groups[number + 1 :]
-            if (fit := fitted(after, before, [one[0].given, other[0].given])).error <= 1
+            if (fit := fitted(after, before, [one[0].outputs, other[0].outputs])).error <= 1
         ]
         if len(pairs) != 1:
             return None
-        (*both, fit), apart = pairs[0], pairs[0][2].apart
+        (*both, fit), factor_error = pairs[0], pairs[0][2].factor_error
         attending = [self._attends(group) for group in both]
         if sum(attending) != 1:
             return None
         first = attending.index(True)
         self._refuse(("resid_mid",), "no module reads the stream after attention was added and before the rest is")
         return {
-            "attn_out": (both[first], apart, fit.factors[first], before),
-            "mlp_out": (both[1 - first], apart, fit.factors[1 - first], before),
+            "attn_out": (both[first], factor_error, fit.factors[first], before),
+            "mlp_out": (both[1 - first], factor_error, fit.factors[1 - first], before),
         }
 
     def _sources(self, group: Sequence[TracedCall]) -> Iterator[TracedCall]:
@@ -203,15 +203,15 @@ class Layer:
         yield from group
         for norm in group:
             if not norm.linear and not any(norm.module.children()):
-                yield from (call for call in self.traced.calls if call not in group and same(call.given, norm.taken))
+                yield from (call for call in self.traced.calls if call not in group and same(call.outputs, norm.inputs))
 
     def _attends(self, group: Sequence[TracedCall]) -> bool:
-        return any(call.holds(one) for call in self._sources(group) for one in self.traced.attended)
+        return any(call.covers(one) for call in self._sources(group) for one in self.traced.attended)
 
     def _stateful(self, group: Sequence[TracedCall]) -> str:
         """Return the class name of a block's module with a state other than attention's, as Mamba has; "" if none."""
         attended = {id(one.module) for one in self.traced.attended}
-        held = (c.module for call in self._sources(group) for c in self.traced.calls if c is call or call.holds(c))
+        held = (c.module for call in self._sources(group) for c in self.traced.calls if c is call or call.covers(c))
         stateful = (module for module in held if hasattr(module, "get_kv_cache_spec") and id(module) not in attended)
         return next((type(module).__name__ for module in stateful), "")
 
@@ -240,44 +240,44 @@ class Layer:
 
     def _entry(self, outer: TracedCall, stream: Rows) -> TracedCall | None:
         """Return the call that reads the input of the block with outermost call `outer`; None if that is ambiguous."""
-        outside = [call for call in self.traced.calls if not outer.holds(call)]
+        outside = [call for call in self.traced.calls if not outer.covers(call)]
         norms = [c for c in outside if not c.linear and close(c.stream, stream) and c is not outer]
-        norms = [c for c in norms if c.given and c.given[0].shape == stream[0].shape and c.end < outer.begin]
+        norms = [c for c in norms if c.outputs and c.outputs[0].shape == stream[0].shape and c.end < outer.begin]
         for norm in norms:
-            readers = [c for c in outside if same(c.taken, norm.given) and norm.end < c.begin <= outer.begin]
-            outermost = [c for c in readers if not any(other.holds(c) for other in readers)]
+            readers = [c for c in outside if same(c.inputs, norm.outputs) and norm.end < c.begin <= outer.begin]
+            outermost = [c for c in readers if not any(other.covers(c) for other in readers)]
             if outer in outermost:
                 return outer
             if outer.linear and len(outermost) == 1:
                 return outermost[0]
-        within = [outer, *(call for call in self.traced.calls if outer.holds(call))]
-        normed = any(not c.linear and same(c.taken, outer.taken) and not any(c.module.children()) for c in within)
-        projected = any(c.linear and same(c.taken, outer.taken) for c in within)  # or a norm in code comes between
-        return outer if close(outer.taken, stream) and projected and not normed and not norms else None
+        within = [outer, *(call for call in self.traced.calls if outer.covers(call))]
+        normed = any(not c.linear and same(c.inputs, outer.inputs) and not any(c.module.children()) for c in within)
+        projected = any(c.linear and same(c.inputs, outer.inputs) for c in within)  # or a norm in code comes between
+        return outer if close(outer.inputs, stream) and projected and not normed and not norms else None
 
     def _projection(
         self, group: Sequence[TracedCall], outer: TracedCall | None, entry: TracedCall | None, *, attends: bool
     ) -> None:
         """Derive the input of the block's last projection: `z` or `neurons`."""
         site = "z" if attends else "neurons"
-        linear = [call for call in self._sources(group) if call.linear and call.taken]
-        last = [call for call in linear if not any(other.holds(call) for other in linear)]
+        linear = [call for call in self._sources(group) if call.linear and call.inputs]
+        last = [call for call in linear if not any(other.covers(call) for other in linear)]
         if len(last) != 1:
             return self._refuse((site,), f"{len(last)} linear modules have the output that the block adds")
-        read = last[0].taken
+        read = last[0].inputs
         if attends:
-            attended = [one.given for one in self.traced.attended if outer and outer.holds(one)]
+            attended = [one.outputs for one in self.traced.attended if outer and outer.covers(one)]
             if len(attended) != 1 or not same(attended[0], read):
                 return self._refuse((site,), "its last projection does not read the output of attention")
-            module: Any = next(one.module for one in self.traced.attended if outer and outer.holds(one))
+            module: Any = next(one.module for one in self.traced.attended if outer and outer.covers(one))
             named = any(call.module is module for call in self.traced.calls)
             if not named and getattr(module, "head_size_v", self.head_dim) != self.head_dim:
                 return self._refuse((site,), f"its heads are not of {self.head_dim} elements")
-        elif any(call.linear and same(call.given, read) for call in self.traced.calls):
+        elif any(call.linear and same(call.outputs, read) for call in self.traced.calls):
             return self._refuse(
                 (site,), "its last projection reads the output of another projection, with no activation between"
             )
-        elif last[0] is entry or any(_has_experts(call) for call in self.traced.calls if outer and outer.holds(call)):
+        elif last[0] is entry or any(_has_experts(call) for call in self.traced.calls if outer and outer.covers(call)):
             return self._refuse((site,), "before its last projection come experts, or no module")
         self.found[FIELDS[site]] = last[0].path
         return None

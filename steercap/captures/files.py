@@ -274,7 +274,7 @@ def _whole(header: Header, tensors: Mapping[str, torch.Tensor], number: int, sha
     kept = {name: part for name, part in parts.items() if name not in names}
     constants = {name: tensors[f"{name}{common}"] for name in names}
     found = CodedRows(header.coding, header.schemas[number], kept, shard, constants)
-    if reason := found.damage(count):
+    if reason := found.invalid_reason(count):
         raise LookupError(f"{header.points[number]}: {reason}")
     return found
 

@@ -153,8 +153,8 @@ def _read_point(
     for number, end in enumerate(ends):
         parts = {name: _kept(arrays, end, name, facts, version) for name in _part_names(codec, schema, coding)}
         coded = CodedRows(coding, schema, parts, number if facts.shards else None, constants)
-        if damage := coded.damage(len(parts["q"])):
-            raise ValueError(f"{end}: {damage}")
+        if reason := coded.invalid_reason(len(parts["q"])):
+            raise ValueError(f"{end}: {reason}")
         found.append(coded.numbers())
     return codec.joined(found)
 

@@ -80,7 +80,7 @@ class Captures(Mapping[Point, torch.Tensor]):
             LayerOutOfRange: as for `captures[layer, site]`.
         """
         rows = self.whole(key)
-        if isinstance(rows, CodedRows) and rows.is_read:
+        if isinstance(rows, CodedRows) and rows.stores_features:
             raise InvalidSpec(f"{rows} are features of an SAE, not rows of the model; capture without sae=")
         if isinstance(rows, CodedRows) and rows.is_projected:
             raise InvalidSpec(
@@ -257,12 +257,12 @@ class Featured(Mapping[Point, Features]):
             InvalidSpec: no SAE read the rows of the point, or as for `captures[layer, site]`.
         """
         rows = self._captures.whole(key)
-        if not isinstance(rows, CodedRows) or not rows.is_read:
+        if not isinstance(rows, CodedRows) or not rows.stores_features:
             raise InvalidSpec(f"no SAE read the rows of {key}; capture with CaptureSpec(sae=)")
         return Features.of(rows)
 
     def __iter__(self) -> Iterator[Point]:
-        return (point for point in self._captures.coded if self._captures.coded[point].is_read)
+        return (point for point in self._captures.coded if self._captures.coded[point].stores_features)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -187,7 +187,7 @@ def _down(app: typer.Typer) -> None:
                 raise typer.BadParameter("give MODEL or --all, not both", param_hint="--all")
             there = warm.named_in(there, str(located(model)) if model == SMOLLM2 else model)
             if not there:
-                raise warm.unknown(warm.engines(), model)
+                raise warm.no_engine_error(warm.engines(), model)
         if len(there) > 1 and not everything:
             names = ", ".join(one.model for one in there)
             raise InvalidRequest(f"{len(there)} engines are warm: {names}; name one, or give --all")

@@ -34,11 +34,11 @@ from steercap.core.chat import MessageSpan
 from steercap.core.extras import extra
 from steercap.core.prompts import (
     CallArguments,
-    each,
     ids_of_prompt,
     is_conversation,
     no_room,
     no_token,
+    per_prompt,
     repeating,
     require_salt,
     require_text,
@@ -113,9 +113,9 @@ class RemoteAnswers:
             call = replace(call, sampling_params=None, encoding=True)
         rendered = await self._rendered(prompts, call)
         given = _READ if call.reading and not call.encoding else call.sampling_params
-        params = each(given, len(prompts), "pooling" if call.encoding else "sampling_params")
-        specs = each(call.spec, len(prompts), "capture")
-        edits = each(call.steering, len(prompts), "steering")
+        params = per_prompt(given, len(prompts), "pooling" if call.encoding else "sampling_params")
+        specs = per_prompt(call.spec, len(prompts), "capture")
+        edits = per_prompt(call.steering, len(prompts), "steering")
         for spec in specs:
             require_specs(spec)
         asked = [

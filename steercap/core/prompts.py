@@ -140,7 +140,7 @@ class CallArguments:
         return capture_of_call(self.capture_layers, self.capture)
 
 
-def listed(prompts: Any) -> tuple[bool, list[Any]]:
+def as_list(prompts: Any) -> tuple[bool, list[Any]]:
     """Return (True if several prompts were given, list of the prompts), with token ids as prompt dicts.
 
     Raises:
@@ -189,7 +189,7 @@ def ids_of_text(text: Any) -> list[int]:
         isinstance(part, (str, bytes, Sequence, Mapping)) for part in text
     ):
         raise InvalidSpec(f"{shown(text)} is not a text; give texts in a list: str, token ids, or Exchange")
-    _, (prompt,) = listed(list(text))
+    _, (prompt,) = as_list(list(text))
     return list(prompt["prompt_token_ids"])
 
 
@@ -366,7 +366,7 @@ def prompts_or_conversations(prompts: Any, template_kwargs: Any) -> tuple[bool, 
     elif isinstance(prompts, (list, tuple)) and any(map(_has_roles, prompts)):
         many, found = True, [one if _has_roles(one) else _one_prompt(one) for one in prompts]
     else:
-        many, found = listed(prompts)
+        many, found = as_list(prompts)
     others = [one for one in found if not is_conversation(one)]
     if lonely := [one for one in others if isinstance(one, Mapping) and "role" in one]:
         raise InvalidPrompt(f"{shown(lonely[0])} is a single message; give a list of {{'role', 'content'}} dicts")
@@ -429,7 +429,7 @@ def capture_of_call(layers: Layers | None, capture: Any) -> Any:
     return CaptureSpec(layers=layers) if layers is not None else capture
 
 
-def each(value: Any, count: int, name: str) -> list[Any]:
+def per_prompt(value: Any, count: int, name: str) -> list[Any]:
     """Return a list of one value per prompt: the list given, or a single value repeated `count` times.
 
     Raises:

@@ -14,14 +14,14 @@ from steercap.core.program import Blob, Configuration
 
 
 @dataclass(eq=False)
-class _Held:
+class _Content:
     """Content of a slot (a configuration) or of bank rows (a blob), and the number of its users.
 
     Args:
         places: indices of the slot or bank rows that it occupies.
         users: number of requests that use it.
-        sent: None until sent to the workers; then True for a blob, and for a configuration the `_Held` of each of its
-            blobs at that time, since workers drop a configuration whose blobs are overwritten.
+        sent: None until sent to the workers; then True for a blob, and for a configuration the `_Content` of each of
+            its blobs at that time, since workers drop a configuration whose blobs are overwritten.
     """
 
     places: tuple[int, ...]
@@ -29,12 +29,12 @@ class _Held:
     sent: object = None
 
 
-class _Shelf:
+class _PlacePool:
     """Places of one kind, slots or bank rows, numbered from 0 to `places` - 1, and their contents by digest."""
 
     def __init__(self, places: int) -> None:
         self.total = places
-        self.held: dict[bytes, _Held] = {}
+        self.contents: dict[bytes, _Content] = {}
         self._idle: OrderedDict[bytes, None] = OrderedDict()
         self._free = list(range(places - 1, -1, -1))
         self._idle_places = 0
@@ -48,35 +48,35 @@ class _Shelf:
         """Check if contents, given as (digest, number of places), fit beside all contents with users."""
         missing = reusable = 0
         for digest, places in wanted:
-            if digest not in self.held:
+            if digest not in self.contents:
                 missing += places
-            elif not self.held[digest].users:
+            elif not self.contents[digest].users:
                 reusable += places
         return missing <= len(self._free) + self._idle_places - reusable
 
-    def take(self, digest: bytes, places: int) -> _Held:
+    def take(self, digest: bytes, places: int) -> _Content:
         """Add a user to the content with this digest, in its present places or in new ones, and return the content."""
-        held = self.held.get(digest)
-        if held is None:
+        content = self.contents.get(digest)
+        if content is None:
             while len(self._free) < places:
-                self._free.extend(self.held.pop(self._unshelve(next(iter(self._idle)))).places)
-            held = self.held[digest] = _Held(tuple(self._free.pop() for _ in range(places)))
-        elif not held.users:
-            self._unshelve(digest)
-        held.users += 1
-        return held
+                self._free.extend(self.contents.pop(self._remove_idle(next(iter(self._idle)))).places)
+            content = self.contents[digest] = _Content(tuple(self._free.pop() for _ in range(places)))
+        elif not content.users:
+            self._remove_idle(digest)
+        content.users += 1
+        return content
 
     def release(self, digest: bytes) -> None:
         """Remove a user from the content with this digest; contents without users may be overwritten."""
-        held = self.held[digest]
-        held.users -= 1
-        if not held.users:
+        content = self.contents[digest]
+        content.users -= 1
+        if not content.users:
             self._idle[digest] = None
-            self._idle_places += len(held.places)
+            self._idle_places += len(content.places)
 
-    def _unshelve(self, digest: bytes) -> bytes:
+    def _remove_idle(self, digest: bytes) -> bytes:
         del self._idle[digest]
-        self._idle_places -= len(self.held[digest].places)
+        self._idle_places -= len(self.contents[digest].places)
         return digest
 
 
@@ -99,8 +99,8 @@ class Slots:
     """
 
     def __init__(self, slots: int, rows: int) -> None:
-        self._slots = _Shelf(slots)
-        self._bank = _Shelf(rows)
+        self._slots = _PlacePool(slots)
+        self._bank = _PlacePool(rows)
         #: Grants in use, by digest; and digests of those that the workers have. Each grant is one user of its blobs.
         self._granted: dict[bytes, Grant] = {}
         self._confirmed: set[bytes] = set()
@@ -149,7 +149,7 @@ class Slots:
             return None
         slot = self._slots.take(digest, 1).places[0]
         # Blobs that are in the bank come first, so that new ones cannot displace them.
-        known = sorted(blobs, key=lambda blob: blob[0] not in self._bank.held)
+        known = sorted(blobs, key=lambda blob: blob[0] not in self._bank.contents)
         bank_rows = {blob: self._bank.take(blob, rows).places for blob, rows in known}
         grant = Grant(configuration, digest, slot, tuple(bank_rows[blob] for blob, _ in blobs))
         self._granted[digest] = grant
@@ -159,24 +159,24 @@ class Slots:
         """Return the blobs to send before the configuration can run, perhaps (); None if the workers have it all."""
         if grant.digest in self._confirmed:
             return None
-        missing = tuple(blob for blob in grant.configuration.blobs if not self._bank.held[blob.digest].sent)
-        return missing if missing or self._slots.held[grant.digest].sent != self._entries(grant) else None
+        missing = tuple(blob for blob in grant.configuration.blobs if not self._bank.contents[blob.digest].sent)
+        return missing if missing or self._slots.contents[grant.digest].sent != self._entries(grant) else None
 
     def confirm(self, grant: Grant) -> None:
         """Record that the workers have the configuration and its blobs."""
-        self._slots.held[grant.digest].sent = self._entries(grant)
+        self._slots.contents[grant.digest].sent = self._entries(grant)
         for blob in grant.configuration.blobs:
-            self._bank.held[blob.digest].sent = True
+            self._bank.contents[blob.digest].sent = True
         if grant.digest in self._granted:
             self._confirmed.add(grant.digest)
 
-    def _entries(self, grant: Grant) -> tuple[_Held, ...]:
-        return tuple(self._bank.held[blob.digest] for blob in grant.configuration.blobs)
+    def _entries(self, grant: Grant) -> tuple[_Content, ...]:
+        return tuple(self._bank.contents[blob.digest] for blob in grant.configuration.blobs)
 
     def release(self, grant: Grant) -> None:
         """Remove a user of the configuration; the last one's release frees its places for other configurations."""
         self._slots.release(grant.digest)
-        if self._slots.held[grant.digest].users:
+        if self._slots.contents[grant.digest].users:
             return
         del self._granted[grant.digest]
         self._confirmed.discard(grant.digest)

@@ -46,7 +46,7 @@ class Admission:
         self._waiting: dict[Reservation, asyncio.Future[None]] = {}
         self._watch: asyncio.TimerHandle | None = None
         #: Mover of rows to disk with overflow="spill", else None.
-        self.relief: Spilling | None = None
+        self.spilling: Spilling | None = None
 
     async def claim(self, pages: int, call: object, engine: int | None = None, reductions: int = 0) -> Reservation:
         """Reserve arena pages for a request, in order of arrival; the returned reservation names the engine to run it.
@@ -64,14 +64,14 @@ class Admission:
         reservation = Reservation(pages, call, engine=engine, reductions=reductions)
         if pages > self.budget.pages:
             raise CaptureMemoryFull(
-                f"{self._situation(reservation)}; {_REMEDY}{_ENDED if self.relief is not None else ''}"
+                f"{self._situation(reservation)}; {_REMEDY}{_ENDED if self.spilling is not None else ''}"
             )
         # Requests that still wait need only an accumulator, which running requests give back.
         if self._settings.overflow == "error" and pages + self.budget.wanted > self.budget.free(engine):
             raise CaptureMemoryFull(f"{self._situation(reservation)} and overflow='error'; {_REMEDY}")
         admitted = self._waiting[reservation] = asyncio.get_running_loop().create_future()
         try:
-            self._settle(self.budget.claim(reservation))
+            self._update_queue(self.budget.claim(reservation))
             await admitted
         except BaseException:
             self.release(reservation)
@@ -83,7 +83,7 @@ class Admission:
     def finish(self, reservation: Reservation, parts: Sequence[int]) -> list[Reservation]:
         """Replace an ended request's reservation by one for each sample, of `parts` pages, and return these."""
         handles, admitted = self.budget.finish(reservation, parts)
-        self._settle(admitted)
+        self._update_queue(admitted)
         return handles
 
     def release(self, reservation: Reservation) -> None:
@@ -91,11 +91,11 @@ class Admission:
         if self._watch:
             self._watch.cancel()
             self._watch = None
-        self._settle(self.budget.release(reservation))
+        self._update_queue(self.budget.release(reservation))
 
-    def look_again(self) -> None:
+    def admit_waiting(self) -> None:
         """Admit waiting requests that fit now, and begin to move rows to disk for the others; called by `Spilling`."""
-        self._settle(self.budget.admit())
+        self._update_queue(self.budget.admit())
 
     def close(self) -> None:
         """Fail all waiting requests, since the model is closed."""
@@ -109,12 +109,12 @@ class Admission:
             if not future.done():
                 future.set_exception(type(error)(str(error)))
 
-    def _settle(self, admitted: Iterable[Reservation]) -> None:
+    def _update_queue(self, admitted: Iterable[Reservation]) -> None:
         """Wake `admitted` requests, refuse those that can never be admitted, and start or stop the timeout."""
         self._wake(admitted)
-        if self.relief is not None:
-            self.relief.begin()
-        while self.relief is None and (head := self.budget.hopeless()) is not None:
+        if self.spilling is not None:
+            self.spilling.begin()
+        while self.spilling is None and (head := self.budget.hopeless()) is not None:
             if passed := self.budget.pass_head():
                 self._wake(passed)
                 break
@@ -143,10 +143,10 @@ class Admission:
         self._watch = None
         why = f"no handle was released for {self._settings.overflow_timeout} s"
         while self.budget.stalled and (reservation := self.budget.head) is not None:
-            self._refuse(reservation, why if self.relief is None else f"{why}, {self.relief.situation}")
+            self._refuse(reservation, why if self.spilling is None else f"{why}, {self.spilling.situation}")
 
     def _refuse(self, reservation: Reservation, why: str) -> None:
-        remedy = _REMEDY + (_SPILL if self.relief is None else _MORE)
+        remedy = _REMEDY + (_SPILL if self.spilling is None else _MORE)
         error = CaptureMemoryFull(f"{self._situation(reservation)}: {why}; {remedy}")
         self._wake(self.budget.release(reservation))
         future = self._waiting.get(reservation)

@@ -132,7 +132,7 @@ class Engine:
         self.saes: Final = Dictionaries(workers, settings.sae_bytes)
         self._fetcher = Fetcher()
         self.spilling = self._spills() if settings.overflow == "spill" else None
-        self.admission.relief = self.spilling
+        self.admission.spilling = self.spilling
         self._ending: Future[None] | None = None
         self._one_ends: Final = threading.Lock()
         self._death = ""
@@ -200,7 +200,7 @@ class Engine:
         self._death = str(death)
         self.admission.fail(death)
         self.configurations.fail(death)
-        self.sketching.lose(str(death))
+        self.sketching.mark_broken(str(death))
 
     async def aclose(self) -> None:
         """Stop the engine; waiting requests fail. Works from any event loop, or after its own has ended. Idempotent."""
@@ -403,7 +403,12 @@ class Engine:
     def _spills(self) -> Spilling:
         workers, admission = self.workers, self.admission
         return Spilling(
-            self.settings, admission.budget, admission.page_bytes, self.collect, workers.get_stats, admission.look_again
+            self.settings,
+            admission.budget,
+            admission.page_bytes,
+            self.collect,
+            workers.get_stats,
+            admission.admit_waiting,
         )
 
     async def collect(self, wanted: Sequence[Wanted], *, growing: bool = False) -> list[Delivery]:

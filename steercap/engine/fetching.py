@@ -20,7 +20,7 @@ from steercap.engine.ranks import Rank, Ranks
 from steercap.errors import CaptureIncomplete, ModelClosed
 from steercap.kernels.codecs import ENCODINGS
 from steercap.kernels.codecs.coded import CodedRows
-from steercap.worker.assembly import PART_BYTES, Assembly, parcel_bytes
+from steercap.worker.assembly import PART_BYTES, Assembly, stored_bytes
 from steercap.worker.memory import Readable
 
 #: Bytes from which rows are copied on threads, so that the event loop is not blocked for more than about 0.1 ms.
@@ -33,7 +33,7 @@ LOAD_REQUESTS: Final = 16
 
 
 #: Each capturing worker's answer about one sample of a request, engine by engine.
-Found: TypeAlias = Sequence[Sequence[CapturedRows | Unknown]]
+WorkerAnswers: TypeAlias = Sequence[Sequence[CapturedRows | Unknown]]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class _Order:
     @cached_property
     def size(self) -> int:
         """Bytes of the rows, over all workers."""
-        return sum(parcel_bytes(captured_rows, rank.of(captured_rows)) for rank, captured_rows in self.gathered)
+        return sum(stored_bytes(captured_rows, rank.schemas_in(captured_rows)) for rank, captured_rows in self.gathered)
 
     def delivery(self) -> Delivery:
         """Return the fetched rows, or the failure; a missing shard is a failure."""
@@ -86,7 +86,9 @@ class _Order:
         shards: dict[int, list[tuple[int, torch.Tensor | CodedRows]]] = {}
         wanted: dict[int, int] = {}
         for (rank, captured_rows), assembly in zip(self.gathered, self.assemblies, strict=True):
-            for point, schema, rows in zip(captured_rows.points, rank.of(captured_rows), assembly.rows(), strict=True):
+            for point, schema, rows in zip(
+                captured_rows.points, rank.schemas_in(captured_rows), assembly.rows(), strict=True
+            ):
                 shards.setdefault(point, []).append((rank.attached.shard, rows))
                 wanted[point] = schema.shards
         for point, found in shards.items():
@@ -110,7 +112,7 @@ class Fetcher:
         self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="steercap fetcher")
         self._closed = False
 
-    async def deliver(self, ranks: Ranks, found: Sequence[Found]) -> list[Delivery]:
+    async def deliver(self, ranks: Ranks, found: Sequence[WorkerAnswers]) -> list[Delivery]:
         """Copy the rows of many samples out of the workers' arenas.
 
         Args:
@@ -184,7 +186,7 @@ class Fetcher:
             raise ModelClosed("the model was closed while rows were fetched")
 
 
-def shares_of(found: Found) -> tuple[list[CapturedRows], str | None]:
+def shares_of(found: WorkerAnswers) -> tuple[list[CapturedRows], str | None]:
     """Return the answers of the one engine that ran a sample.
 
     Returns:
@@ -204,14 +206,14 @@ def shares_of(found: Found) -> tuple[list[CapturedRows], str | None]:
     return shares, failure
 
 
-def _order(ranks: Ranks, found: Found) -> _Order:
+def _order(ranks: Ranks, found: WorkerAnswers) -> _Order:
     """Make the order for one sample; it fails unless one engine alone ran the sample and all its workers have rows."""
     shares, failure = shares_of(found)
     if failure:
         return _Order([], failure)
     (engine,) = knowing(found)
-    if damage := next(filter(None, map(Rank.damage, ranks[engine], shares)), None):
-        return _Order([], damage)
+    if reason := next(filter(None, map(Rank.invalid_reason, ranks[engine], shares)), None):
+        return _Order([], reason)
     gathered = [
         (rank, captured_rows) for rank, captured_rows in zip(ranks[engine], shares, strict=True) if captured_rows.points
     ]
@@ -222,7 +224,7 @@ def _begin(order: _Order, sources: Sequence[Readable]) -> None:
     """Locate an order's rows and allocate memory for them; small ones are copied at once."""
     try:
         for (rank, captured_rows), source in zip(order.gathered, sources, strict=True):
-            assembly = Assembly(captured_rows, rank.of(captured_rows), source, rank.attached.shard)
+            assembly = Assembly(captured_rows, rank.schemas_in(captured_rows), source, rank.attached.shard)
             order.assemblies.append(assembly)
             if len(assembly.parts) == 1:
                 assembly.fill(assembly.parts[0])

@@ -49,11 +49,11 @@ class Rank:
         """Page shape of this worker's arena."""
         return PageShape(self.attached.page_lines)
 
-    def of(self, captured_rows: CapturedRows) -> list[PointSchema]:
+    def schemas_in(self, captured_rows: CapturedRows) -> list[PointSchema]:
         """Return the schemas of `captured_rows.points`, in their order."""
         return [self.schemas[point] for point in captured_rows.points]
 
-    def damage(self, captured_rows: CapturedRows) -> str | None:
+    def invalid_reason(self, captured_rows: CapturedRows) -> str | None:
         """Return why an answer cannot describe this worker's rows, or None; checked before memory is allocated.
 
         Positions and token ids are compared with the request's later, by the caller.

@@ -14,7 +14,6 @@ from typing import Final
 import torch
 
 from steercap.core.messages import (
-    CapturedRows,
     CloseSketch,
     Collected,
     CommitSketch,
@@ -25,9 +24,9 @@ from steercap.core.messages import (
     SketchCommitted,
     SketchOpened,
     SketchPart,
-    Unknown,
 )
 from steercap.core.spec import Point
+from steercap.engine.fetching import WorkerAnswers
 from steercap.engine.ranks import Rank, Ranks
 from steercap.engine.workers import Batcher, Workers
 from steercap.errors import PointSplit, SketchClosed, SketchIncomplete, SketchMemoryFull
@@ -35,8 +34,6 @@ from steercap.kernels.sketches import SKETCHES, Kind, SketchState
 
 #: Maximum bytes of a sketch's state in one answer of a worker.
 PIECE_BYTES: Final = 256 << 20
-#: Each capturing worker's answer about one sample of a request, engine by engine.
-Found = list[list[CapturedRows | Unknown]]
 
 
 @dataclass
@@ -90,7 +87,7 @@ class Sketching:
 
     def __init__(self, workers: Workers, ranks: Ranks, most_bytes: int) -> None:
         self._workers, self._ranks, self._most_bytes = workers, ranks, most_bytes
-        self._preparing: Batcher[Joining, Found] = Batcher(self._prepare)
+        self._preparing: Batcher[Joining, WorkerAnswers] = Batcher(self._prepare)
         self._committing: Batcher[tuple[tuple[Joining, ...], tuple[SketchRecord, ...]], int] = Batcher(self._commit)
         self._turn = asyncio.Lock()  # so that no reader sees a request half entered
         self._records: list[SketchRecord] = []
@@ -100,7 +97,7 @@ class Sketching:
         await self._preparing.aclose()
         await self._committing.aclose()
 
-    def lose(self, why: str) -> None:
+    def mark_broken(self, why: str) -> None:
         """Mark all sketches as broken with the reason `why`, since the workers have died."""
         for record in self._records:
             record.broken = record.broken or why
@@ -145,7 +142,7 @@ class Sketching:
             if not self._workers.closed:
                 await self._workers.ask(CloseSketch(record.name), SketchOpened)
 
-    async def prepare(self, joining: Joining) -> Found:
+    async def prepare(self, joining: Joining) -> WorkerAnswers:
         """Prepare a finished sample for its sketches; return each capturing worker's answer. See `PrepareSketch`."""
         return await self._preparing.ask(joining)
 
@@ -181,7 +178,7 @@ class Sketching:
         async with self._turn:
             return {point: await self._state(record, point) for point in points}, record.requests
 
-    async def _prepare(self, joining: Sequence[Joining]) -> list[Found]:
+    async def _prepare(self, joining: Sequence[Joining]) -> list[WorkerAnswers]:
         engines = await self._workers.ask(PrepareSketch(tuple(joining)), Collected)
         return [[[answer.shares[at] for answer in answers] for answers in engines] for at in range(len(joining))]
 

@@ -81,7 +81,7 @@ class Spilling:
         page_bytes: bytes of an arena page.
         collect: coroutine function that reads rows out of the arenas.
         flush: coroutine function that makes the workers free released rows.
-        settle: function that admits requests that fit now.
+        admit_waiting: function that admits requests that fit now.
 
     Raises:
         InvalidSetting: no file can be made in the folder.
@@ -94,10 +94,10 @@ class Spilling:
         page_bytes: int,
         collect: Callable[[Sequence[Wanted]], Awaitable[list[Delivery]]],
         flush: Callable[[], Awaitable[object]],
-        settle: Callable[[], None],
+        admit_waiting: Callable[[], None],
     ) -> None:
         self.file: Final = SpillFile(folder_of(settings), settings.spill_bytes)
-        self._budget, self._collect, self._flush, self._settle = budget, collect, flush, settle
+        self._budget, self._collect, self._flush, self._admit_waiting = budget, collect, flush, admit_waiting
         self._batch = max(1, min(BATCH_BYTES // page_bytes, budget.pages // 4))
         self._home: Final = OwnerLoop("this model")
         self._known: weakref.WeakValueDictionary[Reservation, Spillable] = weakref.WeakValueDictionary()
@@ -113,7 +113,7 @@ class Spilling:
     def offer(self, reservation: Reservation, rows: Spillable) -> None:
         """Allow a reservation's rows to be moved while their handle lives; requests that wait may get their room."""
         self._known[reservation] = rows
-        self._settle()
+        self._admit_waiting()
 
     def reserve(self, size: int) -> object:
         """Reserve `size` bytes of the quota for files that workers write; freed when the returned object is collected.
@@ -225,12 +225,12 @@ class Spilling:
             return
         if (error := task.exception()) is not None:
             self._failure = str(error) or type(error).__name__
-            self._retry = self._home.loop.call_later(RETRY_SECONDS, self._settle_again)
-        self._settle()
+            self._retry = self._home.loop.call_later(RETRY_SECONDS, self._admit_again)
+        self._admit_waiting()
 
-    def _settle_again(self) -> None:
+    def _admit_again(self) -> None:
         self._retry = None
-        self._settle()
+        self._admit_waiting()
 
     def _dropped(self) -> None:
         """Start freeing the disk space of rows that nothing refers to any more, on the writing thread."""
@@ -244,8 +244,8 @@ class Spilling:
         self._sweeping = None
         if not self._closed and not sweeping.cancelled():
             sweeping.result()
-            self._settle()
-            if self.file.untidy:  # it was dropped meanwhile
+            self._admit_waiting()
+            if self.file.has_dropped:  # it was dropped meanwhile
                 self._dropped()
 
     async def _on(self, pool: ThreadPoolExecutor, work: Callable[[], Value]) -> Value:

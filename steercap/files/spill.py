@@ -177,7 +177,7 @@ class SpillFile:
         return self._stored - len(self._dropped)
 
     @property
-    def untidy(self) -> bool:
+    def has_dropped(self) -> bool:
         """True if dropped arrays still take space on disk."""
         return bool(self._dropped)
 
@@ -348,7 +348,7 @@ def nameless_file(folder: Path) -> int:
         InvalidSetting: no file can be created there.
     """
     try:
-        with contextlib.suppress(_Lacking):
+        with contextlib.suppress(_NoTmpfile):
             return _tmpfile(folder)
         fd, path = tempfile.mkstemp(prefix="steercap-spill-", dir=folder)
         Path(path).unlink()
@@ -357,7 +357,7 @@ def nameless_file(folder: Path) -> int:
     return fd
 
 
-class _Lacking(Exception):
+class _NoTmpfile(Exception):
     """Error of a file system without O_TMPFILE."""
 
 
@@ -366,7 +366,7 @@ def _tmpfile(folder: Path) -> int:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
         if error.errno in _NO_TMPFILE:
-            raise _Lacking from error
+            raise _NoTmpfile from error
         raise
 
 

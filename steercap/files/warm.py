@@ -223,7 +223,7 @@ def only_engine(model: str | None = None) -> WarmEngine:
     if model is not None and not os.path.exists(model):  # noqa: PTH110
         named = named or named_in(there, model.rpartition("+")[0])
     if not named:
-        raise unknown(there, str(model))
+        raise no_engine_error(there, str(model))
     if len(named) > 1:
         listed = ", ".join(f"{one.model} at {one.url}" for one in named)
         raise InvalidRequest(f"{len(named)} warm engines: {listed}; give the url of one")
@@ -251,7 +251,7 @@ def named_in(engines: Sequence[WarmEngine], model: str) -> list[WarmEngine]:
     return [one for one in engines if model == one.path or (one.named and model == one.model)]
 
 
-def unknown(engines: Sequence[WarmEngine], model: str) -> InvalidRequest:
+def no_engine_error(engines: Sequence[WarmEngine], model: str) -> InvalidRequest:
     """Return the error for a model that no engine runs."""
     if not engines:
         return InvalidRequest("no warm engine; start one with `steercap up MODEL`, or give the url of a server")

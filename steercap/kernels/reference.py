@@ -29,7 +29,7 @@ from steercap.kernels.bits import (
 
 
 @dataclass(frozen=True)
-class Column:
+class TokenEntries:
     """The `n`-th entry of every slot at one point, expanded to one value per steered token, or one for all tokens.
 
     Fields whose terms would change nothing are None, since most operations need few terms of the formula.
@@ -78,7 +78,7 @@ class Column:
 
 def edit_rows(
     rows: Float[torch.Tensor, "steered width"],
-    program: Sequence[Column],
+    program: Sequence[TokenEntries],
     masks: Int[torch.Tensor, " steered"],
     replacements: Int[torch.Tensor, "steered replaced"],
     bank: Float[torch.Tensor, "vectors width"],
@@ -126,7 +126,7 @@ def edit_rows(
 def _length(
     rows: Float[torch.Tensor, "steered width"],
     before: Float[torch.Tensor, "steered width"],
-    column: Column,
+    column: TokenEntries,
     bank: Float[torch.Tensor, "vectors width"],
 ) -> Float[torch.Tensor, " #steered"]:
     """Compute the response f(u·h + b) of one entry for all rows, whether or not it applies to them."""
@@ -175,7 +175,7 @@ def edit_stream(  # noqa: PLR0917 -- the tables of a tap
     hidden: Float[torch.Tensor, "n width"],
     residual: Float[torch.Tensor, "n width"] | None,
     tokens: Int[torch.Tensor, " steered"],
-    program: Sequence[Column],
+    program: Sequence[TokenEntries],
     masks: Int[torch.Tensor, " steered"],
     replacements: Int[torch.Tensor, "steered replaced"],
     bank: Float[torch.Tensor, "vectors width"],

@@ -13,9 +13,9 @@ from steercap.captures.pooled import require_kind
 from steercap.core.chat import MessageSpan
 from steercap.core.prompts import (
     CallArguments,
-    each,
+    as_list,
     is_conversation,
-    listed,
+    per_prompt,
     repeating,
     template_arguments,
     templated,
@@ -54,9 +54,9 @@ class LocalBackend:
         elif engine.vllm.pools:
             call = replace(call, sampling_params=None, encoding=True)
         rendered = _rendered(engine, prompts, call)
-        params = each(call.sampling_params, len(prompts), "pooling" if call.encoding else "sampling_params")
-        specs = each(call.spec, len(prompts), "capture")
-        edits = each(call.steering, len(prompts), "steering")
+        params = per_prompt(call.sampling_params, len(prompts), "pooling" if call.encoding else "sampling_params")
+        specs = per_prompt(call.spec, len(prompts), "capture")
+        edits = per_prompt(call.steering, len(prompts), "steering")
         asked: list[_ReadPrompt] = []
 
         whole = object()
@@ -131,7 +131,7 @@ def one_to_stream(prompt: Any, call: CallArguments) -> Any:
     Raises:
         InvalidRequest: there are several prompts or specs, or the capture is a reduction or a summary of attention.
     """
-    many, given = listed(prompt)
+    many, given = as_list(prompt)
     spec = call.spec
     if many or isinstance(spec, (list, tuple)) or (isinstance(spec, CaptureSpec) and (spec.reduce or spec.attention)):
         raise InvalidRequest(

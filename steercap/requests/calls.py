@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, Unpack, overload
 
 from steercap.captures.pooled import Encoded
-from steercap.core.prompts import CallArguments, checked_special, conversations_in, listed, prompts_or_conversations
+from steercap.core.prompts import CallArguments, as_list, checked_special, conversations_in, prompts_or_conversations
 from steercap.core.spec import CaptureSpec, Layers
 from steercap.requests.call_types import (
     READ,
@@ -185,7 +185,7 @@ class Calls(Sketched, Generic[Handle]):
         """
         asked = _SharedArguments(capture_layers, capture, steering, add_special_tokens, lora_request, priority)
         return self._named_coroutine(
-            asked.call(self, "generate", sampling_params), prompts, listed, lambda one: _unnested(one.texts)
+            asked.call(self, "generate", sampling_params), prompts, as_list, lambda one: _unnested(one.texts)
         )
 
     @overload
@@ -407,7 +407,7 @@ class Calls(Sketched, Generic[Handle]):
         return self._named_coroutine(
             asked.call(self, "read", READ, reading=True),
             prompts,
-            listed,
+            as_list,
             lambda one: one.handles[0] if one.handles else None,
         )
 
@@ -495,7 +495,7 @@ class Calls(Sketched, Generic[Handle]):
         """
         asked = _SharedArguments(capture_layers, capture, steering, add_special_tokens, lora_request, priority)
         return self._named_coroutine(
-            asked.call(self, "encode", pooling, reading=True, encoding=True), prompts, listed, lambda one: one.output
+            asked.call(self, "encode", pooling, reading=True, encoding=True), prompts, as_list, lambda one: one.output
         )
 
     def stream(

@@ -327,7 +327,7 @@ def edited(
     return Claim(named, error, allowed, (point.site,))
 
 
-def closes(
+def lens_claim(
     named: str,
     reported: Sequence[float],
     logits: Sequence[float],

@@ -32,9 +32,9 @@ from steercap.requests.equations import (
     EQUATION_SITES,
     STREAMS,
     Claim,
-    closes,
     computed,
     edited,
+    lens_claim,
     of_norms,
     of_projections,
     of_rows,
@@ -245,7 +245,7 @@ async def _lens(engine: Engine, number: int, probed: _Probed, edit: Point | None
             size = max(abs(found.least[0]), abs(found.most[0]))
             log = [one.logprob for one in reported.values()]
             edges = {"most": found.most[0], "spread": found.spread[0], "total": found.total[0], "size": size}
-            claims.append(closes(named, log, logits, **edges, dtype=row.dtype))
+            claims.append(lens_claim(named, log, logits, **edges, dtype=row.dtype))
     return claims
 
 

@@ -227,7 +227,7 @@ class Features:
         Raises:
             InvalidSpec: the rows are not SAE features.
         """
-        if not rows.is_read:
+        if not rows.stores_features:
             raise InvalidSpec(f"{rows} are not features of an SAE; capture with CaptureSpec(sae=)")
         parts = rows.parts
         return Features(parts["indices"], parts["q"], parts["active"], parts["rest"], rows.schema.width)

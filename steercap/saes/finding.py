@@ -13,7 +13,7 @@ from steercap.core.values import flag_of
 from steercap.errors import InvalidFile
 from steercap.files.fingerprint import nearest_path
 from steercap.saes import formats, layouts
-from steercap.saes.layouts import SAEPlace, named
+from steercap.saes.layouts import FoundSAE, named
 from steercap.saes.reading import SAEParts, SAESettings, parts_of
 from steercap.saes.tensors import read_npz, read_pt_tensors, read_safetensors
 
@@ -25,16 +25,16 @@ class SAEFormat(NamedTuple):
         name: name of the format, for error messages.
         weights: name of the weights file; a pattern if a folder has many, of which the user names one.
         configuration: name of the configuration file, "" for none; `{}` stands for the stem of the weights file.
-        recipe: function that returns the settings; None for a format that is not supported, whose `name` says why.
-        turned: names of tensors that are stored transposed, besides the weights of linear layers.
+        to_settings: function that returns the settings; None for a format that is not supported, whose `name` says why.
+        transposed: names of tensors that are stored transposed, besides the weights of linear layers.
         optional: True if the configuration may be missing.
     """
 
     name: str
     weights: str | re.Pattern[str]
     configuration: str
-    recipe: Callable[[SAEPlace], SAESettings] | None
-    turned: frozenset[str] = frozenset()
+    to_settings: Callable[[FoundSAE], SAESettings] | None
+    transposed: frozenset[str] = frozenset()
     optional: bool = False
 
 
@@ -113,7 +113,7 @@ def _first(file: Callable[[str], Path | None], folder: str, where: str) -> SAEFi
         weights = known or str(layout.weights)
         if (found := file(f"{within}/{weights}".lstrip("/"))) is None:
             continue
-        if layout.recipe is None:
+        if layout.to_settings is None:
             raise InvalidFile(f"{where} has {weights}, {layout.name}; steercap does not read that")
         wanted = layout.configuration.format(weights.rpartition(".")[0])
         beside = file(f"{within}/{wanted}".lstrip("/")) if wanted else None
@@ -124,7 +124,7 @@ def _first(file: Callable[[str], Path | None], folder: str, where: str) -> SAEFi
         raise InvalidFile(lacking)
     if _CROSS_LAYER.search(where.partition(" ")[0]):
         raise InvalidFile(f"{where} is a cross-layer transcoder, whose features write at many layers; it is not read")
-    names = ", ".join(dict.fromkeys(str(one.weights) for one in LAYOUTS if one.recipe))
+    names = ", ".join(dict.fromkeys(str(one.weights) for one in LAYOUTS if one.to_settings))
     raise InvalidFile(
         f"{where} has none of {names}; if it holds several SAEs, name one, a folder or a file: SAE.load(source, folder)"
     )
@@ -172,13 +172,13 @@ def read_found(files: SAEFiles, source: str, scale: float | None, centred: bool 
         InvalidFile: see `SAE.load`.
     """
     layout, path = files.layout, files.weights
-    assert layout.recipe is not None
+    assert layout.to_settings is not None
     reader = {".npz": read_npz, ".safetensors": read_safetensors}.get(path.suffix, read_pt_tensors)
-    tensors = named(reader(path), layout.turned)
-    recipe = layout.recipe(SAEPlace(path, files.configuration, source, tensors, scale, flag_of(centred)))
-    if layout is not SAE_LENS and (centred or (scale is not None and recipe.scale != scale)):
+    tensors = named(reader(path), layout.transposed)
+    settings = layout.to_settings(FoundSAE(path, files.configuration, source, tensors, scale, flag_of(centred)))
+    if layout is not SAE_LENS and (centred or (scale is not None and settings.scale != scale)):
         raise InvalidFile(
             f"{path}: files of {layout.name} already say how rows are scaled, and none takes centred rows; leave "
             "activation_scale= and centred= out"
         )
-    return recipe, parts_of(tensors, recipe)
+    return settings, parts_of(tensors, settings)

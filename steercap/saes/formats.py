@@ -18,7 +18,7 @@ from steercap.core.spec import Point
 from steercap.core.values import index_of, number_of, shown
 from steercap.errors import InvalidFile
 from steercap.saes.encoder import NORMALISATIONS, Normalisation
-from steercap.saes.layouts import SAEPlace
+from steercap.saes.layouts import FoundSAE
 from steercap.saes.reading import ARCHITECTURES, SAESettings, point_of
 
 #: Input and output hook of Gemma Scope 2, by the part's name in paths; "" if the output is the input.
@@ -37,13 +37,13 @@ _EMBEDDING: Final = re.compile(r"(?:^|/)embedding/")
 _LAYER: Final = re.compile(r"(?<![0-9a-z])layer_(\d{1,4})(?!\d)")
 
 
-def gemma_scope(place: SAEPlace) -> SAESettings:
+def gemma_scope(sae: FoundSAE) -> SAESettings:
     """Return the settings of a Gemma Scope 1 SAE, `params.npz`, from its path and the shapes of its arrays.
 
     SAEs of embeddings were trained on unscaled embeddings; Gemma multiplies these by √d_in before its first layer.
     """
-    path, shapes = place.weights, place.tensors.shapes
-    where = f"{place.source}/{path}"
+    path, shapes = sae.weights, sae.tensors.shapes
+    where = f"{sae.source}/{path}"
     repositories, layers = set(_REPOSITORY.findall(where)), set(_LAYER.findall(where))
     encoder, decoder = shapes.get("W_enc", ()), shapes.get("W_dec", ())
     width = encoder[0] if encoder else 0
@@ -63,26 +63,26 @@ def gemma_scope(place: SAEPlace) -> SAESettings:
     )
 
 
-def gemma_scope_2(place: SAEPlace) -> SAESettings:
+def gemma_scope_2(sae: FoundSAE) -> SAESettings:
     """Return the settings of a Gemma Scope 2 SAE from its `config.json`, or from the path if there is none.
 
     Raises:
         InvalidFile: the configuration cannot be read, or has another architecture.
     """
-    path = place.weights
-    said = place.said() if place.configuration else _inferred(f"{place.source}/{path}")
-    if said.get("architecture") != "jump_relu":
-        raise InvalidFile(f"{path}: architecture={shown(said.get('architecture'))}; Gemma Scope's are jump_relu")
-    hook, target = said.get("hf_hook_point_in"), said.get("hf_hook_point_out")
+    path = sae.weights
+    config = sae.read_config() if sae.configuration else _inferred(f"{sae.source}/{path}")
+    if config.get("architecture") != "jump_relu":
+        raise InvalidFile(f"{path}: architecture={shown(config.get('architecture'))}; Gemma Scope's are jump_relu")
+    hook, target = config.get("hf_hook_point_in"), config.get("hf_hook_point_out")
     transcodes = target is not None and target != hook
-    skips = said.get("affine_connection") is True
+    skips = config.get("affine_connection") is True
     architecture = "jumprelu" if not transcodes else "jumprelu_skip_transcoder" if skips else "jumprelu_transcoder"
     return SAESettings(
         architecture,
         point_of(hook),
         point_of(target if transcodes else hook),
         name="/".join(path.parent.parts[-2:]),
-        model=str(said.get("model_name") or ""),
+        model=str(config.get("model_name") or ""),
         hooks=(hook, target if transcodes else hook),
     )
 
@@ -101,10 +101,10 @@ def _inferred(where: str) -> dict[str, object]:
         )
     reads, writes = SECOND[found[1]]
     model = re.search(r"gemma-scope-2-(\w+-(?:pt|it))", where)
-    said: dict[str, object] = {"architecture": "jump_relu", "hf_hook_point_in": f"model.layers.{found[2]}.{reads}"}
-    said |= {"model_name": f"google/gemma-3-{model[1]}"} if model else {}
-    said |= {"hf_hook_point_out": f"model.layers.{found[2]}.{writes}"} if writes else {}
-    return said | {"affine_connection": "_affine" in found[3]}
+    config: dict[str, object] = {"architecture": "jump_relu", "hf_hook_point_in": f"model.layers.{found[2]}.{reads}"}
+    config |= {"model_name": f"google/gemma-3-{model[1]}"} if model else {}
+    config |= {"hf_hook_point_out": f"model.layers.{found[2]}.{writes}"} if writes else {}
+    return config | {"affine_connection": "_affine" in found[3]}
 
 
 #: SAELens architectures that exist only in training.
@@ -141,37 +141,37 @@ RMS_NORMED: Final = re.compile(
 )
 
 
-def sae_lens(place: SAEPlace) -> SAESettings:
+def sae_lens(sae: FoundSAE) -> SAESettings:
     """Return the settings of an SAE in SAELens's format, from its `cfg.json`.
 
     Raises:
         InvalidFile: the configuration cannot be read, or has an unsupported option.
     """
-    found, path, centred = place.said(), place.configuration or place.weights, place.centred
-    said: dict[str, object] = {RENAMED.get(name, name): value for name, value in found.items()}
-    metadata = said.get("metadata")
+    found, path, centred = sae.read_config(), sae.configuration or sae.weights, sae.centred
+    config: dict[str, object] = {RENAMED.get(name, name): value for name, value in found.items()}
+    metadata = config.get("metadata")
     if isinstance(metadata, Mapping):
-        said = {**said, **metadata}
-    said |= PUBLISHED.get(place.source.lower(), {})
-    architecture, k = _architecture(path, said)
-    if said.get("hook_head_index") is not None:
-        raise InvalidFile(f"{path}: it reads head {said['hook_head_index']} alone; steercap reads whole points")
+        config = {**config, **metadata}
+    config |= PUBLISHED.get(sae.source.lower(), {})
+    architecture, k = _architecture(path, config)
+    if config.get("hook_head_index") is not None:
+        raise InvalidFile(f"{path}: it reads head {config['hook_head_index']} alone; steercap reads whole points")
     transcodes = "transcoder" in architecture
-    shifted = said.get("apply_b_dec_to_input", not transcodes)
+    shifted = config.get("apply_b_dec_to_input", not transcodes)
     if not isinstance(shifted, bool) or (shifted and transcodes):
         raise InvalidFile(
             f"{path}: apply_b_dec_to_input={shown(shifted)} of a {architecture}; it must be true or false, and false "
             "for a transcoder"
         )
-    rescaled = said.get("rescale_acts_by_decoder_norm", False)
+    rescaled = config.get("rescale_acts_by_decoder_norm", False)
     if not isinstance(rescaled, bool):
         raise InvalidFile(f"{path}: rescale_acts_by_decoder_norm={shown(rescaled)}; it is true or false")
-    normalisation, factor = _normalisation(path, said, place.scale, transcodes=transcodes)
-    hook = _hook(said.get("hf_hook_name"), said.get("hook_name"))
-    target = _hook(said.get("hf_hook_name_out"), said.get("hook_name_out")) if transcodes else hook
+    normalisation, factor = _normalisation(path, config, sae.scale, transcodes=transcodes)
+    hook = _hook(config.get("hf_hook_name"), config.get("hook_name"))
+    target = _hook(config.get("hf_hook_name_out"), config.get("hook_name_out")) if transcodes else hook
     reads = point_of(hook)
     if centred is None:
-        centred = _centred(path, said, reads, normalisation)
+        centred = _centred(path, config, reads, normalisation)
     return SAESettings(
         architecture,
         reads,
@@ -182,9 +182,9 @@ def sae_lens(place: SAEPlace) -> SAESettings:
         normalisation=normalisation,
         scale=factor,
         centred=centred,
-        name=str(said.get("neuronpedia_id") or ""),
-        model=str(said.get("model_name") or ""),
-        size=(index_of(said.get("d_in")), index_of(said.get("d_sae"))),
+        name=str(config.get("neuronpedia_id") or ""),
+        model=str(config.get("model_name") or ""),
+        size=(index_of(config.get("d_in")), index_of(config.get("d_sae"))),
         hooks=(hook, target),
     )
 

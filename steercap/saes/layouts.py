@@ -1,7 +1,7 @@
 """Settings of published SAEs of other programs: one function per file format.
 
 Tensors are renamed to SAELens's names when they are read. Weights of linear layers (`*.weight`), [d_sae, d_in] and
-[d_out, d_sae], are transposed; `SAEFormat.turned` lists other transposed ones.
+[d_out, d_sae], are transposed; `SAEFormat.transposed` lists other transposed ones.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _QWEN: Final = re.compile(r"SAE-Res-(Qwen[\w.-]+?)-W(\d{1,5})K-L0_(\d{1,5})(?!\d
 _OF_MODEL: Final = re.compile(r"([\w.-]+)-SAE-l(\d{1,4})\.pth?")
 
 
-class SAEPlace(NamedTuple):
+class FoundSAE(NamedTuple):
     """Files of an SAE that were found, and the user's options for reading them.
 
     Args:
@@ -73,7 +73,7 @@ class SAEPlace(NamedTuple):
     scale: float | None = None
     centred: bool | None = None
 
-    def said(self) -> dict[str, object]:
+    def read_config(self) -> dict[str, object]:
         """Return the fields of the configuration file.
 
         Raises:
@@ -84,10 +84,10 @@ class SAEPlace(NamedTuple):
         return read_configuration(self.configuration)
 
 
-def named(tensors: Tensors, turned: frozenset[str]) -> Tensors:
+def named(tensors: Tensors, transposed: frozenset[str]) -> Tensors:
     """Return tensors by SAELens's names and in its orientation, without a `scaling_factor` of 1.
 
-    `turned` are SAELens's names of tensors that are stored transposed, besides the weights of linear layers.
+    `transposed` are SAELens's names of tensors that are stored transposed, besides the weights of linear layers.
 
     Raises:
         InvalidFile: two tensors get the same name, or `scaling_factor` is not 1.
@@ -105,7 +105,7 @@ def named(tensors: Tensors, turned: frozenset[str]) -> Tensors:
     flipped = {
         known
         for known, name in found.items()
-        if known in turned or name == "affine_skip_connection" or name.endswith(".weight")
+        if known in transposed or name == "affine_skip_connection" or name.endswith(".weight")
     }
 
     def read(known: str) -> torch.Tensor:
@@ -122,49 +122,54 @@ def named(tensors: Tensors, turned: frozenset[str]) -> Tensors:
 # Formats of one program each
 
 
-def llama_scope(place: SAEPlace) -> SAESettings:
+def llama_scope(sae: FoundSAE) -> SAESettings:
     """Return the settings of a Llama Scope SAE.
 
     A `hyperparams.json` has one threshold for all features, in units of unscaled rows; with a `config.json`, the
     weights file has one per feature. Rows are scaled to an average norm of √d_in. InvalidFile if unsupported.
     """
-    said, path = place.said(), place.configuration
-    hook, target, width = said.get("hook_point_in"), said.get("hook_point_out"), index_of(said.get("d_model"))
+    config, path = sae.read_config(), sae.configuration
+    hook, target, width = config.get("hook_point_in"), config.get("hook_point_out"), index_of(config.get("d_model"))
     if target not in (None, hook):
         raise InvalidFile(f"{path}: a Llama Scope transcoder, with norms of its own on both sides, which is not read")
-    if said.get("act_fn", "jumprelu") != "jumprelu" or said.get("norm_activation", "dataset-wise") != "dataset-wise":
+    if (
+        config.get("act_fn", "jumprelu") != "jumprelu"
+        or config.get("norm_activation", "dataset-wise") != "dataset-wise"
+    ):
         raise InvalidFile(
-            f"{path}: Llama Scope with act_fn={shown(said.get('act_fn'))} and norm_activation="
-            f"{shown(said.get('norm_activation'))}; jumprelu and dataset-wise are read"
+            f"{path}: Llama Scope with act_fn={shown(config.get('act_fn'))} and norm_activation="
+            f"{shown(config.get('norm_activation'))}; jumprelu and dataset-wise are read"
         )
-    norms = said.get("dataset_average_activation_norm")
-    stored = {name for name in place.tensors.shapes if name.startswith(NORMS)}
-    values = [norms.get("in")] if isinstance(norms, Mapping) else [scalar(place.tensors, name) for name in stored]
+    norms = config.get("dataset_average_activation_norm")
+    stored = {name for name in sae.tensors.shapes if name.startswith(NORMS)}
+    values = [norms.get("in")] if isinstance(norms, Mapping) else [scalar(sae.tensors, name) for name in stored]
     norm = number_of(values[0]) if values and len(set(map(str, values))) == 1 else None
-    scale = place.scale if norm is None or norm <= 0 or width is None else width**0.5 / norm
+    scale = sae.scale if norm is None or norm <= 0 or width is None else width**0.5 / norm
     if scale is None or width is None or not 0 < scale < float("inf"):
         raise InvalidFile(
-            f"{path}: Llama Scope with d_model={shown(said.get('d_model'))} and average norms "
+            f"{path}: Llama Scope with d_model={shown(config.get('d_model'))} and average norms "
             f"{shown(values)}; rows are scaled by them: give activation_scale= (√d_model / norm)"
         )
     threshold = None
-    if "threshold" not in place.tensors.shapes:
-        one = number_of(said.get("jump_relu_threshold"))
+    if "threshold" not in sae.tensors.shapes:
+        one = number_of(config.get("jump_relu_threshold"))
         if one is None or not 0 <= one < float("inf"):
-            raise InvalidFile(f"{path}: Llama Scope with jump_relu_threshold={shown(said.get('jump_relu_threshold'))}")
+            raise InvalidFile(
+                f"{path}: Llama Scope with jump_relu_threshold={shown(config.get('jump_relu_threshold'))}"
+            )
         threshold = one * scale
-    size = index_of(said.get("d_sae"))
-    factor = index_of(said.get("expansion_factor"))
+    size = index_of(config.get("d_sae"))
+    factor = index_of(config.get("expansion_factor"))
     return SAESettings(
         "jumprelu",
         point_of(hook),
         point_of(hook),
-        shifted=said.get("apply_decoder_bias_to_pre_encoder") is True,
+        shifted=config.get("apply_decoder_bias_to_pre_encoder") is True,
         scale=scale,
         threshold=threshold,
-        by_norm=said.get("sparsity_include_decoder_norm") is True,
+        by_norm=config.get("sparsity_include_decoder_norm") is True,
         unused=frozenset(stored),
-        name=place.weights.parent.name,
+        name=sae.weights.parent.name,
         size=(width, size if size is not None or factor is None else width * factor),
         hooks=(hook, hook),
     )
@@ -181,10 +186,10 @@ def scalar(tensors: Tensors, name: str) -> float:
     return tensors.read(name).item()
 
 
-def dictionary_learning(place: SAEPlace) -> SAESettings:
+def dictionary_learning(sae: FoundSAE) -> SAESettings:
     """Return the settings of a dictionary_learning SAE: `ae.pt` with a `config.json`; InvalidFile if unsupported."""
-    said, path = place.said(), place.configuration
-    trainer = said.get("trainer")
+    config, path = sae.read_config(), sae.configuration
+    trainer = config.get("trainer")
     if not isinstance(trainer, Mapping):
         raise InvalidFile(f"{path}: dictionary_learning's trainer={shown(trainer)}; it is an object")
     kind, layer = trainer.get("dict_class"), index_of(trainer.get("layer"))
@@ -202,8 +207,8 @@ def dictionary_learning(place: SAEPlace) -> SAESettings:
     threshold, unused = None, frozenset[str]()
     if architecture == "topk":
         unused = frozenset({"threshold"})  # it saves one, and chooses by k
-    elif kind.endswith("TopKSAE") and "threshold" in place.tensors.shapes:
-        threshold, unused = max(scalar(place.tensors, "threshold"), 0.0), frozenset({"threshold"})
+    elif kind.endswith("TopKSAE") and "threshold" in sae.tensors.shapes:
+        threshold, unused = max(scalar(sae.tensors, "threshold"), 0.0), frozenset({"threshold"})
     return SAESettings(
         architecture,
         point,
@@ -212,17 +217,17 @@ def dictionary_learning(place: SAEPlace) -> SAESettings:
         shifted=shifted,
         threshold=threshold,
         unused=unused,
-        name="/".join(place.weights.parent.parts[-2:]),
+        name="/".join(sae.weights.parent.parts[-2:]),
         model=str(trainer.get("lm_name") or ""),
         size=(index_of(trainer.get("activation_dim")), index_of(trainer.get("dict_size"))),
         hooks=(module, module),
     )
 
 
-def kissane(place: SAEPlace) -> SAESettings:
+def kissane(sae: FoundSAE) -> SAESettings:
     """Return the settings of a GPT-2 attention SAE by Kissane and others: a `.pt` with a `_cfg.json`."""
-    said = place.said()
-    hook, size = said.get("act_name"), (index_of(said.get("act_size")), index_of(said.get("dict_size")))
+    config = sae.read_config()
+    hook, size = config.get("act_name"), (index_of(config.get("act_size")), index_of(config.get("dict_size")))
     point = point_of(hook)
     return SAESettings("standard", point, point, shifted=True, model="gpt2-small", size=size, hooks=(hook, hook))
 
@@ -230,32 +235,32 @@ def kissane(place: SAEPlace) -> SAESettings:
 # Formats without a configuration, described by their file names
 
 
-def of_model(place: SAEPlace) -> SAESettings:
+def of_model(sae: FoundSAE) -> SAESettings:
     """Return the settings of an SAE of Goodfire or qresearch: one file, whose name has model and layer."""
-    model, layer = _fields(place, _OF_MODEL, place.weights.name)
+    model, layer = _fields(sae, _OF_MODEL, sae.weights.name)
     point = Point(int(layer), "resid_post")
-    return SAESettings("standard", point, point, name=place.weights.stem, model=model)
+    return SAESettings("standard", point, point, name=sae.weights.stem, model=model)
 
 
-def qwen_scope(place: SAEPlace) -> SAESettings:
+def qwen_scope(sae: FoundSAE) -> SAESettings:
     """Return the settings of a Qwen Scope SAE: `layer<N>.sae.pt`, in a repository whose name has model, width and k."""
-    (layer,) = _fields(place, re.compile(r"layer(\d{1,4})\.sae\.pt"), place.weights.name)
-    model, width, k = _fields(place, _QWEN, f"{place.source}/{place.weights}")
+    (layer,) = _fields(sae, re.compile(r"layer(\d{1,4})\.sae\.pt"), sae.weights.name)
+    model, width, k = _fields(sae, _QWEN, f"{sae.source}/{sae.weights}")
     point = Point(int(layer), "resid_post")
     size = (None, int(width) << 10)
     return SAESettings("topk", point, point, int(k), name=f"layer{layer}", model=f"Qwen/{model}", size=size)
 
 
-def mwhanna(place: SAEPlace) -> SAESettings:
+def mwhanna(sae: FoundSAE) -> SAESettings:
     """Return the settings of mwhanna's Qwen 3 transcoder: `layer_<N>.safetensors`, from `mlp_in` to `mlp_out`."""
-    (layer,) = _fields(place, re.compile(r"layer_(\d{1,4})\.safetensors"), place.weights.name)
-    sizes = re.findall(r"qwen3-([\d.]+b)", f"{place.source}/{place.weights}".lower())
+    (layer,) = _fields(sae, re.compile(r"layer_(\d{1,4})\.safetensors"), sae.weights.name)
+    sizes = re.findall(r"qwen3-([\d.]+b)", f"{sae.source}/{sae.weights}".lower())
     model = f"Qwen/Qwen3-{sizes[-1].upper()}" if sizes else ""
     reads, writes = Point(int(layer), "mlp_in"), Point(int(layer), "mlp_out")
-    return SAESettings("transcoder", reads, writes, name=place.weights.stem, model=model)
+    return SAESettings("transcoder", reads, writes, name=sae.weights.stem, model=model)
 
 
-def _fields(place: SAEPlace, pattern: re.Pattern[str], text: str) -> tuple[str, ...]:
+def _fields(sae: FoundSAE, pattern: re.Pattern[str], text: str) -> tuple[str, ...]:
     """Return the groups of a pattern that must match a file name or path exactly once.
 
     Raises:
@@ -264,7 +269,7 @@ def _fields(place: SAEPlace, pattern: re.Pattern[str], text: str) -> tuple[str, 
     found = set(pattern.findall(text))
     if len(found) != 1:
         raise InvalidFile(
-            f"{place.weights}: its format tells model, layer and k only in names, and {text!r} must have exactly one "
+            f"{sae.weights}: its format tells model, layer and k only in names, and {text!r} must have exactly one "
             f"part like {pattern.pattern}; keep the names of the repository and the file"
         )
     one = found.pop()

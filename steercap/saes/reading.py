@@ -120,66 +120,66 @@ class SAEParts(NamedTuple):
     skip: torch.Tensor | None
 
 
-def parts_of(tensors: Tensors, recipe: SAESettings) -> SAEParts:
+def parts_of(tensors: Tensors, settings: SAESettings) -> SAEParts:
     """Read and check the tensors of an SAE, by the names in `ARCHITECTURES`, and convert them by its settings.
 
     Raises:
         InvalidFile: a tensor is missing or unknown, has another shape, or is not finite.
     """
-    read = {name: tensors.read(name) for name in _check_shapes(tensors, recipe)}
+    read = {name: tensors.read(name) for name in _check_shapes(tensors, settings)}
     weight, decoder, decoder_bias = read["W_enc"], read["W_dec"], read["b_dec"]
-    if recipe.threshold is not None:
-        read["threshold"] = torch.full((len(decoder),), recipe.threshold)
-    if recipe.by_norm and "threshold" in read:
+    if settings.threshold is not None:
+        read["threshold"] = torch.full((len(decoder),), settings.threshold)
+    if settings.by_norm and "threshold" in read:
         read["threshold"] = (read["threshold"] / decoder.norm(dim=1)).nan_to_num(nan=0.0)
-    if recipe.scale != 1.0:
-        weight, decoder, decoder_bias = weight * recipe.scale, decoder / recipe.scale, decoder_bias / recipe.scale
+    if settings.scale != 1.0:
+        weight, decoder, decoder_bias = weight * settings.scale, decoder / settings.scale, decoder_bias / settings.scale
     threshold = read["threshold"].clamp_(min=0) if "threshold" in read else None
-    if recipe.architecture == "gated":
+    if settings.architecture == "gated":
         # Open where x·W > -b_gate, as much as e^r x·W + b_mag, if that is above 0: one response with a threshold.
         factor = read["r_mag"].exp()
         weight, bias = weight * factor, read["b_mag"]
         threshold = (bias - factor * read["b_gate"]).clamp_(min=0)
     else:
         bias = read["b_enc"]
-    if recipe.rescaled:
+    if settings.rescaled:
         norms = decoder.norm(dim=1)
         weight, bias = weight * norms, bias * norms
         decoder = decoder / norms.where(norms > 0, 1.0)[:, None]  # a feature that writes nothing is never active
-    shift = decoder_bias if recipe.shifted else None
-    encoder = Encoder(weight, bias, threshold, shift, recipe.k, recipe.normalisation, recipe.centred)
+    shift = decoder_bias if settings.shifted else None
+    encoder = Encoder(weight, bias, threshold, shift, settings.k, settings.normalisation, settings.centred)
     for name, tensor in zip(("encoder", "bias", "threshold"), encoder.tensors, strict=False):
         if not tensor.isfinite().all():
             raise InvalidFile(f"{tensors.path}: the {name} overflows float32 once its factors are multiplied in")
     return SAEParts(encoder, decoder, decoder_bias, read.get("W_skip"))
 
 
-def _check_shapes(tensors: Tensors, recipe: SAESettings) -> tuple[str, ...]:
+def _check_shapes(tensors: Tensors, settings: SAESettings) -> tuple[str, ...]:
     """Check names and shapes of the tensors against the settings, and return the names to read.
 
     Raises:
         InvalidFile: a tensor is missing or unknown, or a shape is wrong.
     """
-    path, known = tensors.path, recipe.threshold is not None
-    wanted = tuple(name for name in ARCHITECTURES[recipe.architecture] if name != "threshold" or not known)
+    path, known = tensors.path, settings.threshold is not None
+    wanted = tuple(name for name in ARCHITECTURES[settings.architecture] if name != "threshold" or not known)
     if missing := [name for name in wanted if name not in tensors.shapes]:
-        raise InvalidFile(f"{path} lacks {', '.join(missing)}, which a {recipe.architecture} SAE has")
-    if others := sorted(set(tensors.shapes) - set(wanted) - recipe.unused):
+        raise InvalidFile(f"{path} lacks {', '.join(missing)}, which a {settings.architecture} SAE has")
+    if others := sorted(set(tensors.shapes) - set(wanted) - settings.unused):
         raise InvalidFile(
-            f"{path} holds {', '.join(others)}, which steercap does not know in a {recipe.architecture} SAE; leaving "
+            f"{path} holds {', '.join(others)}, which steercap does not know in a {settings.architecture} SAE; leaving "
             "them out would give wrong features"
         )
     shapes = {name: tensors.shapes[name] for name in wanted}
-    d_in, d_sae, d_out = _sizes(path, shapes["W_enc"], shapes["W_dec"], transcodes=recipe.transcodes)
+    d_in, d_sae, d_out = _sizes(path, shapes["W_enc"], shapes["W_dec"], transcodes=settings.transcodes)
     exact = {"W_enc": (d_in, d_sae), "W_dec": (d_sae, d_out), "b_dec": (d_out,), "W_skip": (d_out, d_in)}
     for name, shape in shapes.items():
         if shape != exact.get(name, (d_sae,)):
             raise InvalidFile(f"{path}: {name} is {shape}, and must be {exact.get(name, (d_sae,))}")
-    for said, found, name in zip(recipe.size, (d_in, d_sae), ("d_in", "d_sae"), strict=True):
+    for said, found, name in zip(settings.size, (d_in, d_sae), ("d_in", "d_sae"), strict=True):
         if said is not None and said != found:
             raise InvalidFile(f"{path}: its configuration says {name}={said}, and its weights have {found}")
-    if not 0 <= recipe.k <= d_sae or (recipe.architecture == "topk" and not recipe.k):
-        raise InvalidFile(f"{path}: k={recipe.k} of {d_sae} features")
+    if not 0 <= settings.k <= d_sae or (settings.architecture == "topk" and not settings.k):
+        raise InvalidFile(f"{path}: k={settings.k} of {d_sae} features")
     return wanted
 
 

@@ -14,7 +14,7 @@ from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import flag_of, index_of, number_of, shown
 from steercap.errors import InvalidFile, InvalidSpec
 from steercap.kernels.bits import exact_products
-from steercap.kernels.codecs.topk import read, rows_at_once
+from steercap.kernels.codecs.topk import rows_at_once, strongest_features
 from steercap.saes.encoder import Encoder, Features, floats_of
 from steercap.saes.finding import find, read_found
 from steercap.steering.edits.add import Add, SAEFeature
@@ -84,10 +84,10 @@ class SAE:
         if centred is not None and flag_of(centred) is None:
             raise InvalidSpec(f"centred={shown(centred)}; give True, False, or None for what the file says")
         found = find(source, folder, revision)
-        recipe, parts = read_found(found, os.fspath(source), activation_scale, centred)
-        reads = recipe.input if input is None else point_of("input", input)
-        writes = (recipe.output if recipe.transcodes else reads) if output is None else point_of("output", output)
-        for point, name, hook in zip((reads, writes), ("input", "output"), recipe.hooks, strict=True):
+        settings, parts = read_found(found, os.fspath(source), activation_scale, centred)
+        reads = settings.input if input is None else point_of("input", input)
+        writes = (settings.output if settings.transcodes else reads) if output is None else point_of("output", output)
+        for point, name, hook in zip((reads, writes), ("input", "output"), settings.hooks, strict=True):
             if point is None:
                 raise InvalidFile(
                     f"{found.weights}: it is for {shown(hook)}, which steercap cannot match to a point; if a point has "
@@ -95,7 +95,7 @@ class SAE:
                 )
         assert reads is not None
         assert writes is not None
-        if writes != reads and not recipe.transcodes:
+        if writes != reads and not settings.transcodes:
             raise InvalidSpec(f"{found.weights} is not a transcoder: it reads {reads}, so it cannot write {writes}")
         return SAE(
             parts.encoder,
@@ -103,10 +103,10 @@ class SAE:
             parts.decoder_bias,
             reads,
             writes,
-            recipe.architecture,
+            settings.architecture,
             parts.skip,
-            recipe.name,
-            recipe.model,
+            settings.name,
+            settings.model,
         )
 
     @property
@@ -157,7 +157,7 @@ class SAE:
         schema = PointSchema((self.d_sae,), "float32")
         with torch.no_grad():
             blocks = flat.split(rows_at_once(self.encoder, self.d_in))
-            stored = torch.cat([read(block, self.encoder, k) for block in blocks])
+            stored = torch.cat([strongest_features(block, self.encoder, k) for block in blocks])
         return Features.of(CodedRows(coding, schema, STRONGEST.parts(stored, schema, coding)))
 
     def decode(self, activations: torch.Tensor, rows: torch.Tensor | None = None) -> Float[torch.Tensor, "rows d_out"]:

@@ -203,7 +203,7 @@ class ServedEngine:
                 aclosing(outputs_of(job, complete, reservation, partial=None)) as outputs,
             ):
                 async for output in outputs:
-                    grown(output, job.params, texts, tokens)
+                    add_output(output, job.params, texts, tokens)
                     samples = [(index, len(ids)) for index, ids in sorted(tokens.items())]
                     receipts = await receipts_of(job, complete.plan, samples, ended=output.finished)
                     await numbers.take(tokens)
@@ -304,7 +304,7 @@ class ServedEngine:
         return place
 
 
-def grown(output: RequestOutput, params: Any, texts: dict[int, str], tokens: dict[int, list[int]]) -> None:
+def add_output(output: RequestOutput, params: Any, texts: dict[int, str], tokens: dict[int, list[int]]) -> None:
     """Add an output's texts and token ids to its samples', by sample index; outputs are cumulative or deltas."""
     new = params.output_kind.name == "DELTA"
     for sample in output.outputs:

@@ -111,13 +111,13 @@ class CaptureStore:
             CaptureMemoryFull: a limit leaves no room.
         """
         self.sweep()
-        held = self.held(owner)
+        held = self.waiting_bytes(owner)
         if held + size > self.most_of_a_key or (not size and held >= self.most_of_a_key):
             raise CaptureMemoryFull(
                 f"{held:,} bytes of your captures wait to be fetched, of at most {self.most_of_a_key:,}; DELETE those "
                 f"that you do not need, or wait: each is removed after {self.time_to_live:.0f} s"
             )
-        total = self.held()
+        total = self.waiting_bytes()
         if total + size > self.most_bytes:
             raise CaptureMemoryFull(
                 f"{total:,} bytes of captures wait on this server, of at most {self.most_bytes:,}; try again later"
@@ -134,7 +134,7 @@ class CaptureStore:
         url, seconds = f"/v1/steercap/captures/{capture.name}", round(self.expires_in(capture), 1)
         return {"id": capture.name, "bytes": capture.size, "url": url, "expires_in": seconds}
 
-    def held(self, owner: str | None = None) -> int:
+    def waiting_bytes(self, owner: str | None = None) -> int:
         """Return the bytes of waiting captures, of one owner or (None) of all."""
         self.sweep()
         return sum(capture.size for capture in self._waiting.values() if owner is None or capture.owner == owner)
@@ -152,7 +152,7 @@ class CaptureStore:
         del self._waiting[name]
         return True
 
-    def of(self, owner: str) -> Iterator[WaitingCapture]:
+    def captures_of(self, owner: str) -> Iterator[WaitingCapture]:
         """Iterate over an owner's captures, in order of expiry."""
         self.sweep()
         return (capture for capture in tuple(self._waiting.values()) if capture.owner == owner)

@@ -141,7 +141,7 @@ class Metrics:
             for field, (name, says) in GAUGES.items():
                 yield GaugeMetricFamily(f"steercap_{name}", says, value=getattr(stats, field))
         waiting = "Bytes of captures that wait to be fetched."
-        yield GaugeMetricFamily("steercap_unfetched_captures_bytes", waiting, value=self._captures.held())
+        yield GaugeMetricFamily("steercap_unfetched_captures_bytes", waiting, value=self._captures.waiting_bytes())
         failed = "Requests that failed with an error of steercap, by its class."
         yield _labelled("steercap_failed_requests", failed, "error", self._failures)
         if self._recorder is not None:

@@ -40,7 +40,7 @@ _STATUS: Final[Sequence[tuple[Any, int]]] = (
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
-class NotThereError(Exception):
+class CaptureNotFoundError(Exception):
     """Error of a handler for an unknown capture, answered with status 404."""
 
 
@@ -50,7 +50,7 @@ def answering(handler: Handler) -> Handler:
     async def answered(request: Request) -> Response:
         try:
             return await handler(request)
-        except NotThereError:
+        except CaptureNotFoundError:
             return refused(404, NOT_WAITING)
         except SteercapError as error:
             return refused(_status_of(error), str(error), type(error).__name__)
@@ -155,13 +155,13 @@ async def rows_of(request: Request, captures: CaptureStore) -> CaptureHandle:
     """Load the capture named in a request's path, which must be the caller's.
 
     Raises:
-        NotThereError: there is no such capture.
+        CaptureNotFoundError: there is no such capture.
         InvalidRequest: it contains projections or reductions, not rows of tokens.
     """
     owner = owner_of(request.headers.get("authorization", ""))
     one = captures.get(request.path_params["name"], owner)
     if one is None:
-        raise NotThereError
+        raise CaptureNotFoundError
     handle = await asyncio.to_thread(_loaded_handle, one.content)
     if handle.directions or handle.receipt.reduce:
         raise InvalidRequest("the capture holds projections or reductions, not the rows of its tokens")

@@ -123,7 +123,7 @@ class Routes:
                     "folder_bytes": folder.most_of_a_key if folder is not None else 0,
                 },
                 "held": {
-                    "captures_bytes": self._captures.held(owner),
+                    "captures_bytes": self._captures.waiting_bytes(owner),
                     "vectors": len(list(self._library.of(owner))),
                     "folder_bytes": folder.written(owner) if folder is not None else 0,
                 },
@@ -136,7 +136,7 @@ class Routes:
         owner = owner_of(request.headers.get("authorization", ""))
         found = [
             {"id": capture.name, "bytes": capture.size, "expires_in": round(self._captures.expires_in(capture), 1)}
-            for capture in self._captures.of(owner)
+            for capture in self._captures.captures_of(owner)
         ]
         return JSONResponse({"object": "list", "data": found})
 

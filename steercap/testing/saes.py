@@ -64,7 +64,7 @@ class RandomSAE:
         return {name: numbers.astype(np.float32) for name, numbers in found.items()}
 
     @property
-    def said(self) -> dict[str, Any]:
+    def config(self) -> dict[str, Any]:
         """Content of the SAE's `cfg.json`, as SAELens 6 writes it."""
         transcodes = "transcoder" in self.architecture
         hooks = {"hook_name": "blocks.1.hook_resid_post"}
@@ -88,7 +88,7 @@ class RandomSAE:
     def write(self, folder: Path) -> Path:
         """Write `cfg.json` and `sae_weights.safetensors`, SAELens's files, to a folder; return the folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "cfg.json").write_text(json.dumps(self.said))
+        (folder / "cfg.json").write_text(json.dumps(self.config))
         save_file(self.tensors, folder / "sae_weights.safetensors")
         return folder
 
@@ -101,15 +101,15 @@ class RandomSAE:
 
     def encode(self, rows: torch.Tensor) -> npt.NDArray[np.float64]:
         """Return the feature activations of rows [rows, ...], computed in float64: [rows, d_sae]."""
-        said, of = self.said, {name: tensor.astype(np.float64) for name, tensor in self.tensors.items()}
+        config, of = self.config, {name: tensor.astype(np.float64) for name, tensor in self.tensors.items()}
         inputs = rows.flatten(1).double().numpy()
-        match said["normalize_activations"]:
+        match config["normalize_activations"]:
             case "layer_norm":
                 inputs = inputs - inputs.mean(1, keepdims=True)
                 inputs = inputs / (inputs.std(1, keepdims=True, ddof=1) + 1e-5)
             case "constant_norm_rescale":
                 inputs = inputs * np.sqrt(self.d_in) / np.linalg.norm(inputs, axis=1, keepdims=True)
-        if said["apply_b_dec_to_input"]:
+        if config["apply_b_dec_to_input"]:
             inputs = inputs - of["b_dec"]
         products = inputs @ of["W_enc"]
         if self.architecture == "gated":

@@ -123,7 +123,7 @@ class Assembly:
         return [decoded[at * rows : (at + 1) * rows] for at in range(count)]
 
 
-def parcel_bytes(captured_rows: CapturedRows, schemas: Sequence[PointSchema]) -> int:
+def stored_bytes(captured_rows: CapturedRows, schemas: Sequence[PointSchema]) -> int:
     """Return the size in bytes of captured rows in their stored encoding, without the padding to whole lines."""
     return captured_rows.stored_rows * sum(record_of(schemas, captured_rows.coding).sizes)
 

@@ -75,7 +75,7 @@ class _Pending:
     seen: torch.Tensor
     ready: Any
 
-    def of(self, wanted: Sequence[Wanted]) -> bool:
+    def overlaps(self, wanted: Sequence[Wanted]) -> bool:
         """Return whether any of the rows lies within a wanted sequence, at a position below its number of inputs."""
         totals = {item.owner: item.total for item in wanted}
         return any(one.position < totals.get(one.steered.owner, 0) for one in self.chosen)
@@ -156,7 +156,7 @@ class Biasing:
 
     def confirm(self, wanted: Sequence[Wanted]) -> None:
         """Wait until the biases within the wanted sequences are verified, but not for passes that come after."""
-        last = next((pending for pending in reversed(self._pending) if pending.of(wanted)), None)
+        last = next((pending for pending in reversed(self._pending) if pending.overlaps(wanted)), None)
         if last is not None:
             while self._pending and self._verify(self._pending.popleft()) is not last:
                 pass

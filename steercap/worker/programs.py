@@ -29,7 +29,7 @@ from steercap.kernels.bits import (
     overflows_later,
     weight,
 )
-from steercap.kernels.reference import Column, edit_stream
+from steercap.kernels.reference import TokenEntries, edit_stream
 from steercap.worker.step import Step
 
 _SCOPE_BITS: Final = np.arange(MAX_SCOPES, dtype=np.int32)
@@ -154,7 +154,7 @@ def _kind(entries: Sequence[Entry], at: int) -> int:
     return kind
 
 
-#: Kind bits of an entry that a `Column` holds as one boolean mask each, by the name of its field.
+#: Kind bits of an entry that a `TokenEntries` holds as one boolean mask each, by the name of its field.
 _BITS: Final = {
     "used": USED,
     "reads": READS,
@@ -172,7 +172,7 @@ class HostEdits:
     def __init__(self, programs: Programs) -> None:
         self._programs = programs
         self._layout: tuple[object, ...] = ()
-        self._columns: dict[int, tuple[Column, ...]] = {}
+        self._columns: dict[int, tuple[TokenEntries, ...]] = {}
         self._used: list[int] = []  # length of the longest program at each point
         self._single_scope = False
         self._slots = np.zeros(0, dtype=np.int64)
@@ -241,7 +241,7 @@ class HostEdits:
             made[self._chosen], overflowed[self._chosen] = self._checksums.numpy(), self._overflowed.numpy()
         return made, overflowed
 
-    def _at(self, point: int) -> tuple[Column, ...]:
+    def _at(self, point: int) -> tuple[TokenEntries, ...]:
         where = self._slots, point
         return tuple(
             _column(
@@ -255,7 +255,7 @@ class HostEdits:
 
 def _column(
     numbers: Mapping[str, npt.NDArray[np.int32]], response: npt.NDArray[np.float32], *, single_scope: bool
-) -> Column:
+) -> TokenEntries:
     """Return the column of one entry, given its integers and response parameters in every token's slot."""
     kind = numbers["kind"]
     fields: dict[str, Any] = {
@@ -269,7 +269,7 @@ def _column(
     for name in ("write", "read", "replacement"):
         fields[name] = torch.from_numpy(numbers[name]).to(torch.int64)
     scope = None if single_scope else torch.from_numpy(numbers["scope"])
-    return Column(kinds=int(np.bitwise_or.reduce(kind)), scope=scope, **fields)
+    return TokenEntries(kinds=int(np.bitwise_or.reduce(kind)), scope=scope, **fields)
 
 
 def _replacements(step: Step, chosen: Ints, most: int) -> Ints:

@@ -26,9 +26,9 @@ from steercap.worker.programs import Programs
 from steercap.worker.steering import Slot, SteeredSample
 from steercap.worker.step import (
     ACCUMULATOR,
-    ASKED,
     COLUMNS,
     COPIES,
+    DEVICE,
     EDITS,
     ENCODED,
     FIRST,
@@ -46,7 +46,7 @@ from steercap.worker.step import (
 NEVER: Final = np.iinfo(np.int64).max
 #: Table column of a request whose tokens are neither captured nor edited: int64 [COLUMNS].
 _IDLE: Final = np.full(COLUMNS, NONE, dtype=np.int64)
-_IDLE[[STRIDE, RAW_LINES, ENCODED, COPIES, EDITS, ASKED + MASK, ASKED + BEFORE]] = 0
+_IDLE[[STRIDE, RAW_LINES, ENCODED, COPIES, EDITS, DEVICE + MASK, DEVICE + BEFORE]] = 0
 
 
 class Tracked:
@@ -196,7 +196,7 @@ class RequestTable:
                 self._leaving.append((self._begun, index))
         self._reuse()
 
-    def label(self, step: Step, token_ids: Ints) -> None:
+    def record_token_ids(self, step: Step, token_ids: Ints) -> None:
         """Record the token ids that the model read at the kept tokens, unless their rows were released.
 
         Args:
@@ -220,10 +220,10 @@ class RequestTable:
         reached = NONE if tracked.index == NONE else int(self._next[tracked.index])
         if reached <= tracked.run_from:
             return
-        if tracked.capture_buffer is not None and self._work[ASKED + LAYOUT, tracked.index] != NONE:
-            tracked.capture_buffer.ran(tracked.run_from, reached)
+        if tracked.capture_buffer is not None and self._work[DEVICE + LAYOUT, tracked.index] != NONE:
+            tracked.capture_buffer.mark_computed(tracked.run_from, reached)
         if tracked.steered is not None:
-            tracked.steered.ran(tracked.run_from, reached)
+            tracked.steered.mark_computed(tracked.run_from, reached)
         tracked.run_from = reached
 
     def stop_keeping(self, tracked: Tracked) -> None:
@@ -390,9 +390,9 @@ class RequestTable:
             stop, first = capture_buffer.ahead(start)
             if first is not None:
                 layout, layouts = capture_buffer.layout, self._layouts
-                work[ASKED + LAYOUT], work[ACCUMULATOR] = layout, capture_buffer.accumulator
+                work[DEVICE + LAYOUT], work[ACCUMULATOR] = layout, capture_buffer.accumulator
                 work[RAW_LINES], work[COPIES] = layouts.raw_lines[layout], layouts.checksums[layout]
-                work[ASKED + BEFORE] = layouts.before[layout]
+                work[DEVICE + BEFORE] = layouts.before[layout]
                 if work[ACCUMULATOR] == NONE:
                     work[LINE], work[STRIDE], work[ENCODED] = first, layouts.lines[layout], layouts.encoded[layout]
         if steered is not None:
@@ -400,10 +400,10 @@ class RequestTable:
             stop = min(stop, reach)
             if mask:
                 slot = steered.steering.slot
-                work[ASKED + SLOT], work[ASKED + MASK] = slot, mask
+                work[DEVICE + SLOT], work[DEVICE + MASK] = slot, mask
                 work[EDITS] = self._programs.checksum(slot, mask)
         self._next[request.index], self._stop[request.index] = start, stop
-        self._busy[request.index] = max(work[ASKED + LAYOUT], work[ASKED + SLOT]) != NONE
+        self._busy[request.index] = max(work[DEVICE + LAYOUT], work[DEVICE + SLOT]) != NONE
 
     def totals(self, wanted: Iterable[Wanted]) -> Ints:
         """Return the number of tokens to compute before the wanted rows can be read: int64, by request index."""

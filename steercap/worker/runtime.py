@@ -258,7 +258,7 @@ class Runtime:
                     capture_buffer.fail(reason)
                 else:
                     capture_buffer.found_nonfinite(position, self.taps.points[point])
-        self._request_table.label(whole, report.token_ids)
+        self._request_table.record_token_ids(whole, report.token_ids)
 
     def _refuse(self, step: Step, report: StepReport, wrong: np.ndarray) -> None:
         """Fail the requests of the tokens in `wrong`, bool [tracked], whose report differs from the step."""
@@ -397,7 +397,7 @@ class Runtime:
             return ReducingBuffer(owner, plan, capture, self.taps.layouts, arena, self.taps)
         if capture.attention is not None:
             return AttentionBuffer(self._attention, owner, plan, capture, self.taps.layouts, arena)
-        reads = self._saes.reads(capture.points, capture.saes) if capture.saes else ()
+        reads = self._saes.encoders(capture.points, capture.saes) if capture.saes else ()
         capture_buffer = self._kept_by(owner, plan, capture, arena, reads or ())
         if reads is None:
             capture_buffer.fail("the SAE that should read its rows is not loaded in this worker")

@@ -25,8 +25,8 @@ from steercap.worker.memory import HEADER_BYTES, SharedSegment
 Key: TypeAlias = tuple[bytes, int]
 
 #: Answers: the encoder is loaded, or this rank does not need it; or it is still being loaded.
-HERE: Final = SAEOpened()
-COMING: Final = SAEOpened(coming=True)
+LOADED: Final = SAEOpened()
+LOADING: Final = SAEOpened(coming=True)
 
 
 class SAEs:
@@ -51,7 +51,7 @@ class SAEs:
         """Bytes of all encoders, including those being loaded and closed ones still in use."""
         return sum(encoder.nbytes for encoder in self._all) + sum(one.nbytes for one in self._coming.values())
 
-    def reads(self, points: Sequence[int], digests: Sequence[bytes]) -> Reads | None:
+    def encoders(self, points: Sequence[int], digests: Sequence[bytes]) -> Reads | None:
         """Return the encoders, by SHA-256, of those of the points that this rank keeps; None if one is not loaded."""
         kept = set(self._layouts.points(points))
         wanted = [(digest, point) for digest, point in zip(digests, points, strict=True) if point in kept]
@@ -67,23 +67,23 @@ class SAEs:
             case CloseSAE(digest, point):
                 self._held.pop((digest, point), None)
                 self._coming.pop((digest, point), None)
-                return HERE
+                return LOADED
 
     def _open(self, message: OpenSAE) -> SAEOpened:
         key = message.digest, message.point
         if key in self._held or not self._layouts.points([message.point]):
-            return HERE
+            return LOADED
         coming = self._coming.get(key)
         if coming is None:
             return self._begin(message)
         if coming.thread.is_alive():
-            return COMING
+            return LOADING
         del self._coming[key]
         if coming.encoder is None:
             return SAEOpened(refused=coming.reason or "its thread has ended")
         self._held[key] = coming.encoder
         self._all.add(coming.encoder)
-        return HERE
+        return LOADED
 
     def _begin(self, message: OpenSAE) -> SAEOpened:
         wanted, used = image_bytes(message.shape), self.nbytes
@@ -102,7 +102,7 @@ class SAEs:
             return SAEOpened(full=f"it needs {wanted:,} bytes, more than the device has left")
         self._coming[message.digest, message.point] = coming
         coming.thread.start()
-        return COMING
+        return LOADING
 
 
 class _LoadingEncoder:

@@ -46,7 +46,7 @@ class PreparedRows:
 
 
 @dataclass
-class Held:
+class RankSketch:
     """One sketch on this rank, with the requests that were prepared for it or added to it.
 
     Args:
@@ -77,10 +77,10 @@ class Held:
                 return reason
         return None
 
-    def take(self, block: Mapping[int, torch.Tensor]) -> None:
+    def add_rows(self, block: Mapping[int, torch.Tensor]) -> None:
         """Add a block of rows to the state of each point: float32 [rows, width] by the index of the point."""
         for point, state in self.states.items():
-            self.kind.take(state, block[point])
+            self.kind.add_rows(state, block[point])
 
     def mark_committed(self, owner: Owner) -> None:
         """Record that all rows of a prepared request were added, and count the squares of its rows."""
@@ -101,15 +101,15 @@ class Sketches:
     def __init__(self, layouts: Layouts, device: torch.device) -> None:
         self._layouts = layouts
         self._device = device
-        self._held: dict[str, Held] = {}
+        self._sketches: dict[str, RankSketch] = {}
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._sketches)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all sketches."""
-        return sum(state.nbytes for held in self._held.values() for state in held.states.values())
+        return sum(state.nbytes for sketch in self._sketches.values() for state in sketch.states.values())
 
     def answer(self, question: OpenSketch | CommitSketch | ReadSketch | CloseSketch) -> Answer:
         """Answer a call of the client: create, commit to, read or close a sketch.
@@ -125,12 +125,12 @@ class Sketches:
             case ReadSketch():
                 return self.read(question)
             case CloseSketch(name):
-                self._held.pop(name, None)
+                self._sketches.pop(name, None)
                 return SketchOpened("")
 
     def open(self, message: OpenSketch) -> str:
         """Create a sketch unless one of this name exists; return the reason why it cannot be created, or ""."""
-        if message.name in self._held:
+        if message.name in self._sketches:
             return ""
         kind, points = SKETCHES[message.kind], self._layouts.points(message.points)
         widths = [schema.shard_width for schema in self._layouts.schemas(points)]
@@ -142,52 +142,52 @@ class Sketches:
             states = [kind.empty(width, message.size, self._device) for width in widths]
         except torch.OutOfMemoryError:
             return f"it needs {wanted:,} bytes, more than the device has left"
-        self._held[message.name] = Held(kind, dict(zip(points, states, strict=True)))
+        self._sketches[message.name] = RankSketch(kind, dict(zip(points, states, strict=True)))
         return ""
 
     def prepare(self, joining: Joining, capture_buffer: ArenaBuffer) -> str | None:
         """Check a request's rows for sketches and reserve room; return a reason to refuse them, or None. Idempotent."""
         owner = joining.wanted.owner
-        if missing := [name for name in joining.sketches if name not in self._held]:
+        if missing := [name for name in joining.sketches if name not in self._sketches]:
             return f"there is no sketch {missing[0]} here"
-        sketches = [held for name in joining.sketches if not (held := self._held[name]).knows(owner)]
-        points = sorted({point for held in sketches for point in held.states})
+        sketches = [sketch for name in joining.sketches if not (sketch := self._sketches[name]).knows(owner)]
+        points = sorted({point for sketch in sketches for point in sketch.states})
         rows = capture_buffer.selected(joining.wanted.total)
         squares = torch.zeros(len(points), dtype=torch.float64, device=self._device)
         for block in capture_buffer.blocks(rows):
             squares += torch.stack([squares_of(block[point]) for point in points]) if points else 0
         prepared = dict(zip(points, squares.tolist(), strict=True))
-        for held in sketches:
-            if reason := held.refusal(prepared):
+        for sketch in sketches:
+            if reason := sketch.refusal(prepared):
                 return f"its rows cannot be taken into a sketch: {reason}"
-        for held in sketches:
-            held.prepared[owner] = PreparedRows(capture_buffer, rows, prepared)
+        for sketch in sketches:
+            sketch.prepared[owner] = PreparedRows(capture_buffer, rows, prepared)
         return None
 
     def commit(self, joining: Joining) -> int:
         """Add the rows of a prepared request to its sketches, once; return their number, or -1 if not prepared."""
         owner = joining.wanted.owner
-        sketches = [held for name in joining.sketches if (held := self._held.get(name)) and held.knows(owner)]
+        sketches = [sketch for name in joining.sketches if (sketch := self._sketches.get(name)) and sketch.knows(owner)]
         if not sketches or len(sketches) != len(joining.sketches):
             return -1
-        waiting = [held for held in sketches if owner in held.prepared]
+        waiting = [sketch for sketch in sketches if owner in sketch.prepared]
         if waiting:
             one = waiting[0].prepared[owner]
             for block in one.capture_buffer.blocks(one.rows):
-                for held in waiting:
-                    held.take(block)
-        for held in waiting:
-            held.mark_committed(owner)
+                for sketch in waiting:
+                    sketch.add_rows(block)
+        for sketch in waiting:
+            sketch.mark_committed(owner)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # after the answer, the rows' memory may be reused
         return sketches[0].committed[owner]
 
     def forget(self, owners: Sequence[Owner]) -> None:
         """Forget prepared and committed requests, whose rows were released."""
-        for held in self._held.values():
+        for sketch in self._sketches.values():
             for owner in owners:
-                held.prepared.pop(owner, None)
-                held.committed.pop(owner, None)
+                sketch.prepared.pop(owner, None)
+                sketch.committed.pop(owner, None)
 
     def read(self, message: ReadSketch) -> SketchPart:
         """Return bytes [start, stop) of a sketch's tensors at a point, joined one after the other.
@@ -195,10 +195,10 @@ class Sketches:
         Raises:
             WorkerFailure: there is no such sketch.
         """
-        held = self._held.get(message.name)
-        if held is None:
+        sketch = self._sketches.get(message.name)
+        if sketch is None:
             raise WorkerFailure(f"there is no sketch {message.name} here")
-        state = held.states.get(message.point)
+        state = sketch.states.get(message.point)
         if state is None:
             return SketchPart(kept=False, rows=0, squares=0.0, filled=0, data=b"")
         parts, before = [], 0

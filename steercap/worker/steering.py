@@ -98,7 +98,7 @@ class SteeredSample:
             start: position of the request's first token in this pass.
             count: tokens of the request in this pass.
         """
-        self.ran(start, start + count)
+        self.mark_computed(start, start + count)
         masks = np.zeros(count, dtype=np.int32)
         if self.slot is not None:
             # Drafts, and tokens after a stop string, may lie beyond the request's limit.
@@ -106,7 +106,7 @@ class SteeredSample:
             masks[: len(held)] = held
         return masks
 
-    def ran(self, start: int, stop: int) -> None:
+    def mark_computed(self, start: int, stop: int) -> None:
         """Record positions [start, stop) as computed, and those skipped before them as read from the prefix cache."""
         if start > self._next:  # the runner took their keys and values from the prefix cache
             self._cached[self._next : start] = True

@@ -16,12 +16,12 @@ from steercap.core.rows import Ints
 from steercap.kernels.bits import BEFORE, LAYOUT, MASK, SLOT, TOKEN_COLUMNS
 from steercap.worker.arena import Layouts
 
-#: Columns of a step's table. From ASKED on they are those of the device's table, which `kernels.bits` names; of these,
+#: Columns of a step's table. From DEVICE on they are those of the device's table, which `kernels.bits` names; of these,
 #: line, replacement and report are NONE here. A pass's report is compared with the first COMPARED columns.
-REQUEST, POSITION, COPIES, EDITS, ASKED = range(5)
-COMPARED: Final = ASKED + LAYOUT + 1
+REQUEST, POSITION, COPIES, EDITS, DEVICE = range(5)
+COMPARED: Final = DEVICE + LAYOUT + 1
 TOKEN, FIRST, LINE, STRIDE, ACCUMULATOR, RAW_LINES, ENCODED, COLUMNS = range(
-    ASKED + TOKEN_COLUMNS, ASKED + TOKEN_COLUMNS + 8
+    DEVICE + TOKEN_COLUMNS, DEVICE + TOKEN_COLUMNS + 8
 )
 
 
@@ -110,11 +110,11 @@ class Step:
     #: Expected checksum of each token's edits.
     edits = StepColumn(EDITS)
     #: Slot of each token's configuration, NONE if no scope selects it.
-    slots = StepColumn(ASKED + SLOT)
+    slots = StepColumn(DEVICE + SLOT)
     #: Bit mask of the scopes (token selections) that select each token.
-    masks = StepColumn(ASKED + MASK)
+    masks = StepColumn(DEVICE + MASK)
     #: Layout of each token's record, NONE if it is not kept.
-    layouts = StepColumn(ASKED + LAYOUT)
+    layouts = StepColumn(DEVICE + LAYOUT)
 
     @staticmethod
     def of(known: Layouts, /, *, replaced: dict[int, Ints] | None = None, **columns: npt.NDArray[np.integer]) -> Step:
@@ -131,16 +131,16 @@ class Step:
         of, drained = step.layouts, step.drained
         step.strides[:], step.encoded[:] = known.lines[of] * drained, known.encoded[of] & drained
         step.raw_lines[:], step.copies[:] = known.raw_lines[of], known.checksums[of]
-        step.table[ASKED + BEFORE] = known.before[of]
+        step.table[DEVICE + BEFORE] = known.before[of]
         return step
 
     def __len__(self) -> int:
         return int(self.table.shape[1])
 
     @property
-    def asked(self) -> Ints:
+    def device_columns(self) -> Ints:
         """Columns of the device's table, in the order of `kernels.bits`: int64 [TOKEN_COLUMNS, tracked]."""
-        return self.table[ASKED : ASKED + TOKEN_COLUMNS]
+        return self.table[DEVICE : DEVICE + TOKEN_COLUMNS]
 
     @property
     def kept(self) -> npt.NDArray[np.bool_]:
@@ -167,8 +167,8 @@ class Step:
     def keeping_nothing(self) -> Step:
         """Return a step with the same edits that captures no rows."""
         step = Step(self.table.copy(), self.replaced, ahead=self.ahead)
-        step.table[[LINE, ASKED + LAYOUT]] = NONE
-        step.table[[STRIDE, RAW_LINES, ENCODED, COPIES, ASKED + BEFORE]] = 0
+        step.table[[LINE, DEVICE + LAYOUT]] = NONE
+        step.table[[STRIDE, RAW_LINES, ENCODED, COPIES, DEVICE + BEFORE]] = 0
         return step
 
     @staticmethod

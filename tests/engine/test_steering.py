@@ -268,7 +268,7 @@ async def test_a_worker_that_does_not_edit_is_found_out(tiny) -> None:
     prompt = random_prompt(140, 15)
     engine = tiny.serving.engine
     await tiny.generate(prompt, PARAMS, steering=steering)
-    held = engine.configurations.slots._slots.held[engine.compiler.lowered(steering).configuration.digest]
+    held = engine.configurations.slots._slots.contents[engine.compiler.lowered(steering).configuration.digest]
     right = held.places
     held.places = ((right[0] + 9) % 256,)  # the client is made to believe in another slot
     with pytest.raises(SteeringNotApplied, match="does not hold this request's configuration"):

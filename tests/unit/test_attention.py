@@ -406,7 +406,7 @@ def test_workers_make_the_summary_of_rows_that_came_in_chunks(kind, ranks, total
         assert (share.points, share.coding, share.stored_rows) == ((0, 3), Coding("attention", 3), total)
         for point, part in zip((0, 3), kept, strict=True):
             assert isinstance(part, CodedRows)
-            assert not part.damage(total)
+            assert not part.invalid_reason(total)
             found[point].append(part)
         counted = decode_answer(runtime.answer(encode(Call((), GetStats()))))
         assert isinstance(counted, Counted)

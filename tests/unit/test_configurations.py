@@ -206,8 +206,8 @@ async def test_one_vector_at_many_scales_leaves_no_trace() -> None:
     owner, _ = configurations(slots=4, rows=4)
     for seed in range(300):
         await hold(owner, lowered(seed), [], 0)
-    assert len(owner.slots._slots.held) <= 4
-    assert len(owner.slots._bank.held) <= 4
+    assert len(owner.slots._slots.contents) <= 4
+    assert len(owner.slots._bank.contents) <= 4
     assert not owner._loading
 
 

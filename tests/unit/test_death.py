@@ -42,10 +42,10 @@ def test_a_process_that_ends_is_seen_and_one_of_another_machine_is_not_looked_fo
     process.kill()
     _until(processes.ended)
     process.wait()
-    assert processes.which == f"its process {process.pid} has ended"
-    assert not processes.how({})
+    assert processes.first_exit_message == f"its process {process.pid} has ended"
+    assert not processes.exit_message({})
     assert not others.ended()
-    assert not others.which
+    assert not others.first_exit_message
     for one in (processes, others):
         one.close()
         one.close()
@@ -96,7 +96,7 @@ def test_word_is_left_of_how_a_worker_ended(number, tmp_path, monkeypatch) -> No
     executor.shutdown()
     assert processes.ended()
     said = "ended with exit code 3" if number is None else f"was killed by {number.name}"
-    assert processes.how({"EngineCore": 1}).startswith(f"A (process {ends.pid}) {said}")
+    assert processes.exit_message({"EngineCore": 1}).startswith(f"A (process {ends.pid}) {said}")
     processes.close()
     lives.kill()
     lives.join()
@@ -107,9 +107,9 @@ def test_an_engine_core_that_ends_says_why(tmp_path, monkeypatch) -> None:
     """By its exit code; if it raised an error, by that."""
     monkeypatch.setenv(FOLDER, str(tmp_path))
     processes = death.Processes(tmp_path)
-    assert processes.how({"EngineCore_DP0": -9}).startswith("EngineCore_DP0 was killed by SIGKILL (")
-    assert processes.how({"EngineCore_DP0": 1}) == "EngineCore_DP0 ended with exit code 1"
-    assert processes.how({"EngineCore_DP0": -34}) == "EngineCore_DP0 was killed by SIGRTMIN"
+    assert processes.exit_message({"EngineCore_DP0": -9}).startswith("EngineCore_DP0 was killed by SIGKILL (")
+    assert processes.exit_message({"EngineCore_DP0": 1}) == "EngineCore_DP0 ended with exit code 1"
+    assert processes.exit_message({"EngineCore_DP0": -34}) == "EngineCore_DP0 was killed by SIGRTMIN"
     with pytest.raises(KeyError), recorded_error():
         raise KeyError("x")
-    assert processes.how({"EngineCore_DP0": 1}) == "EngineCore_DP0 ended with KeyError: 'x'"
+    assert processes.exit_message({"EngineCore_DP0": 1}) == "EngineCore_DP0 ended with KeyError: 'x'"

@@ -14,7 +14,7 @@ from workers import CUDA, DEVICE
 from steercap.core.schema import LINE_BYTES, RAW, REDUCED, Coding, PointSchema
 from steercap.errors import InvalidSpec, UnknownName
 from steercap.kernels.bits import GROUP
-from steercap.kernels.codecs import ENCODINGS, Alike, Codec, codec_of, record_of
+from steercap.kernels.codecs import ENCODINGS, Codec, PointTables, codec_of, record_of
 from steercap.kernels.codecs.coded import CodedRows
 from steercap.kernels.codecs.random_projection import Matrices, signs
 
@@ -466,9 +466,9 @@ def test_the_device_stores_what_the_host_does(name, which, dtype, width) -> None
     constants = constants_of(name, width)
     for place, constant in zip((2, 0), constants.values(), strict=False):
         bank[place, :width] = constant
-    alike = Alike(schema, coding, at.to(DEVICE), torch.tensor([[2, 0]] * points).to(DEVICE))
+    tables = PointTables(schema, coding, at.to(DEVICE), torch.tensor([[2, 0]] * points).to(DEVICE))
     given = bank.to(DEVICE)[:, :width] if matrix is None else matrix.to(rows.dtype).to(DEVICE)
-    codec.launch(there, records.to(DEVICE), alike, given)
+    codec.launch(there, records.to(DEVICE), tables, given)
     found = there.cpu()
     stored_there = torch.stack([found.view(-1)[one] for one in stretches])
     device, host = (

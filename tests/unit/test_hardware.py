@@ -32,14 +32,14 @@ def test_the_library_is_the_one_of_the_processors_instructions() -> None:
     found = hardware.library()
     assert (found == hardware.AVX2) == (not torch.cpu._is_avx512_supported())
     assert found in {hardware.AVX2, "_C_AVX512", "_C"}
-    assert not hardware.lacks("cpu_attention_with_kv_cache"), "which every model needs"
-    assert f"{found}, has no kernel 'no_such_kernel'" in hardware.lacks("no_such_kernel")
+    assert not hardware.kernel_error("cpu_attention_with_kv_cache"), "which every model needs"
+    assert f"{found}, has no kernel 'no_such_kernel'" in hardware.kernel_error("no_such_kernel")
 
 
 @on_cpu
 def test_a_model_is_unfit_where_its_kernel_is_missing() -> None:
     """And nowhere else: of each need, models that have it and models that nearly do."""
-    fit = [need.kernel for need in NEEDS if not hardware.lacks(need.kernel)]
+    fit = [need.kernel for need in NEEDS if not hardware.kernel_error(need.kernel)]
     four = {"bits": 4}
     for kernel, architecture, quantization, needed in [
         ("flash_mla_with_kvcache_cpu", "DeepseekV4ForCausalLM", {}, True),
@@ -219,13 +219,13 @@ def test_workers_get_cores_where_there_are_too_few_nodes(given, expected, monkey
 
     if isinstance(expected, str):
         with pytest.raises(InvalidSetting, match=BIND) as refused:
-            hardware.bound(config())
+            hardware.cpu_binding(config())
         assert f"set {BIND}={expected}" in str(refused.value)
     else:
-        assert hardware.bound(config()) == expected
-    assert hardware.bound(config(use_ray=True)) == {}
+        assert hardware.cpu_binding(config()) == expected
+    assert hardware.cpu_binding(config(use_ray=True)) == {}
     on_gpu = config()
     on_gpu.device_config.device_type = "cuda"
-    assert hardware.bound(on_gpu) == {}
+    assert hardware.cpu_binding(on_gpu) == {}
     monkeypatch.setenv("VLLM_CPU_SIM_MULTI_NUMA", "1")
-    assert hardware.bound(config()) == {}
+    assert hardware.cpu_binding(config()) == {}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from steercap import Point
 from steercap.core.attention import AttentionRule
-from steercap.requests.equations import EQUATION_SITES, attends, closes, edited, equations, projected, worst
+from steercap.requests.equations import EQUATION_SITES, attends, edited, equations, lens_claim, projected, worst
 
 ROWS, WIDTH, LAYERS = 4, 16, 3
 
@@ -255,7 +255,7 @@ def test_a_weaker_edit_in_sixteen_bits_is_seen() -> None:
 
 def lens(reported: list[float], logits: torch.Tensor, tokens: list[int], dtype: torch.dtype = torch.float32):
     edges = logits.aminmax()
-    return closes(
+    return lens_claim(
         "here",
         reported,
         logits[tokens].tolist(),

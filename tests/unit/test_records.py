@@ -109,7 +109,7 @@ def test_records_come_back_bit_for_bit(  # noqa: PLR0917 -- hypothesis gives the
         known = encoding.decode(own, schema, coding)
         assert got.dtype == known.dtype
         assert torch.equal(bytes_of(got), bytes_of(known))
-    assert assembly.parcel_bytes(captured_rows, points) == rows * sum(shape.sizes)
+    assert assembly.stored_bytes(captured_rows, points) == rows * sum(shape.sizes)
 
 
 @given(st.lists(schemas(), min_size=1, max_size=5), st.integers(1, 3000))

@@ -26,7 +26,7 @@ from steercap.core.schema import RAW, Coding
 from steercap.core.tokens import Range, selected
 from steercap.kernels.bits import BEFORE, weight
 from steercap.worker.runtime import Runtime
-from steercap.worker.step import ASKED, BatchRows, Step
+from steercap.worker.step import DEVICE, BatchRows, Step
 
 WIDTH, POINTS, LIMIT = 128, 3, 70
 VECTOR = np.ones(WIDTH, dtype=np.float32).tobytes()
@@ -120,7 +120,7 @@ def compare(runtime: Runtime, step: Step | None, parts: list[tuple[Running | Non
             place += 1
     assert (0 if step is None else len(step)) == len(found)
     for name in found[0] if found else ():
-        column = step.table[ASKED + BEFORE] if name == "before" else getattr(step, name)
+        column = step.table[DEVICE + BEFORE] if name == "before" else getattr(step, name)
         assert column.tolist() == [work[name] for work in found], name
     return len(found)
 

@@ -43,7 +43,7 @@ from steercap.kernels.codecs.coded import CodedRows
 from steercap.kernels.codecs.topk import HEAD
 from steercap.saes import formats
 from steercap.saes.encoder import Encoder, Features, image_bytes
-from steercap.saes.layouts import SAEPlace
+from steercap.saes.layouts import FoundSAE
 from steercap.saes.tensors import Tensors
 from steercap.testing.saes import OWN, RandomSAE
 from steercap.worker.memory import HEADER_BYTES, SharedSegment
@@ -211,11 +211,11 @@ def test_what_sae_lens_knows_of_a_repository_is_known(tmp_path) -> None:
     said = {"hook_point": "blocks.8.hook_resid_pre", "model_name": "gpt2-small"}
     (tmp_path / "cfg.json").write_text(json.dumps(said))
     empty = Tensors(tmp_path, {}, torch.zeros)
-    place = SAEPlace(tmp_path, tmp_path / "cfg.json", "jbloom/GPT2-Small-SAEs-Reformatted", empty)
-    assert formats.sae_lens(place).centred
+    found = FoundSAE(tmp_path, tmp_path / "cfg.json", "jbloom/GPT2-Small-SAEs-Reformatted", empty)
+    assert formats.sae_lens(found).centred
     said = {"hook_name": "blocks.8.hook_resid_pre", "model_name": "mistral-7b", "normalize_activations": "none"}
     (tmp_path / "cfg.json").write_text(json.dumps(said))
-    rescaled = formats.sae_lens(place._replace(source="JoshEngels/Mistral-7B-Residual-Stream-SAEs"))
+    rescaled = formats.sae_lens(found._replace(source="JoshEngels/Mistral-7B-Residual-Stream-SAEs"))
     assert rescaled.normalisation == "constant_norm_rescale"
 
 

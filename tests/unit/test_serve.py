@@ -397,7 +397,7 @@ def test_captures_have_an_owner_a_limit_and_an_end() -> None:
     now[0] += 59
     assert store.expires_in(one) == 1
     now[0] += 2
-    assert store.held() == 0, "also where nobody asks for it"
+    assert store.waiting_bytes() == 0, "also where nobody asks for it"
     assert store.get(one.name, ME) is None
     two = store.put(b"y", ME)
     assert store.remove(two.name, ME)
@@ -643,7 +643,7 @@ async def test_captures_that_nobody_was_told_of_go_at_once(said, kept, library) 
 
     answer = await post(app, b'{"steercap": {"capture": true}}', library)  # type: ignore[arg-type]
     assert answer.status_code == 200
-    assert store.held() == 4 * kept
+    assert store.waiting_bytes() == 4 * kept
 
 
 async def test_a_client_that_goes_in_the_middle_of_its_body_asks_nothing(library) -> None:

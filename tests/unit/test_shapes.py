@@ -37,7 +37,7 @@ UNCHECKED = {
     [
         lambda: stray_rows(torch.zeros(3)),
         lambda: stray_rows(torch.zeros(3, 4, dtype=torch.int64)),
-        lambda: reference.Column(1, *[torch.zeros(2)] * 5),
+        lambda: reference.TokenEntries(1, *[torch.zeros(2)] * 5),
         lambda: reference.rows_at(torch.zeros(3), None, torch.zeros(1, dtype=torch.int64)),
     ],
     ids=["a row for rows", "whole numbers for rows", "floats for places", "a vector for several"],

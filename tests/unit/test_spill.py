@@ -223,7 +223,7 @@ def test_where_there_is_no_tmpfile_the_file_is_removed_at_once(tmp_path, monkeyp
             SteerModel("m", **ignored)
 
     def lacking(_folder: Path) -> int:
-        raise spill._Lacking
+        raise spill._NoTmpfile
 
     monkeypatch.setattr(spill, "_tmpfile", lacking)
     made = SpillFile(tmp_path, BLOCK_BYTES)
@@ -367,9 +367,9 @@ class Arena(Keeper):
         self.gate = asyncio.Event()
         self.gate.set()
         self.spilling = Spilling(
-            settings, self.admission.budget, BLOCK_BYTES, self.collect, self.flush, self.admission.look_again
+            settings, self.admission.budget, BLOCK_BYTES, self.collect, self.flush, self.admission.admit_waiting
         )
-        self.admission.relief = self.spilling
+        self.admission.spilling = self.spilling
 
     async def collect(self, wanted) -> list[Any]:
         self.collected += len(wanted)

@@ -62,25 +62,25 @@ class TracedCall:
         path: dotted path of the module in the layer.
         module: the module.
         begin, end: sequence numbers of the call's begin and end within a pass.
-        taken: rows of the module's input; () if it has not one row per token, likewise for `stream` and `given`.
-        stream: `taken` plus the residual passed beside it, if any.
-        given: rows of the module's (first) output.
+        inputs: rows of the module's input; () if it has not one row per token, likewise for `stream` and `outputs`.
+        stream: `inputs` plus the residual passed beside it, if any.
+        outputs: rows of the module's (first) output.
     """
 
     path: str
     module: nn.Module
     begin: int
     end: int
-    taken: Rows
+    inputs: Rows
     stream: Rows
-    given: Rows
+    outputs: Rows
 
     @property
     def linear(self) -> bool:
         """True if the module is one of vLLM's linear layers."""
         return hasattr(getattr(self.module, "base_layer", self.module), "input_size")
 
-    def holds(self, other: TracedCall) -> bool:
+    def covers(self, other: TracedCall) -> bool:
         """Check if another call was made during this one."""
         return self.begin < other.begin and other.end < self.end
 
@@ -92,7 +92,7 @@ class Traced:
     Args:
         before, after: residual stream at the layer's input and output.
         calls: calls of the layer's modules that were called once in each pass.
-        attended: calls of vLLM's attention modules; `given` are the heads' outputs.
+        attended: calls of vLLM's attention modules; `outputs` are the heads' outputs.
     """
 
     before: Rows
@@ -197,8 +197,8 @@ def reading_more(traced: Traced, layer: nn.Module, family: Family) -> dict[str, 
         family: the family with the paths of the blocks.
     """
     path = _located(layer, family.mlp_out)
-    heads = [call.taken for call in traced.attended]
-    added = [call.given for call in traced.calls if path and call.path == path]
+    heads = [call.inputs for call in traced.attended]
+    added = [call.outputs for call in traced.calls if path and call.path == path]
     wrong = {}
     for site, entry, made in (("attn_in", family.attn_in, heads), ("mlp_in", family.mlp_in, added)):
         if not entry or not _located(layer, entry):

@@ -104,7 +104,7 @@ def _written(node: Any) -> str:
 PATH: Final = Path(__file__).parent / "proved.json"
 
 
-class Same(msgspec.Struct, frozen=True):
+class Agreement(msgspec.Struct, frozen=True):
     """Agreement of a site's rows with transformers' rows, for the worst row.
 
     Args:
@@ -144,7 +144,7 @@ class ProvedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str = ""
     sites: tuple[str, ...] = ()
     lens: float = 0.0
-    rows: dict[str, Same] = {}
+    rows: dict[str, Agreement] = {}
     edits: dict[str, float] = {}
     refused: str = ""
 
@@ -154,12 +154,12 @@ class ProvedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return bool(self.rows)
 
     @property
-    def worst(self) -> Same | None:
+    def worst(self) -> Agreement | None:
         """Minimum cosine and maximum error over all sites; None if there was no comparison."""
         if not self.rows:
             return None
         found = self.rows.values()
-        return Same(min(record.cosine for record in found), max(record.error for record in found))
+        return Agreement(min(record.cosine for record in found), max(record.error for record in found))
 
 
 @cache

@@ -44,7 +44,7 @@ class AttentionInput(Site):
         attention: Any = layer.get_submodule(path)
         if self.per_key_head and attention.kv_sharing_target_layer_name is not None:
             raise AttributeError("it reads the keys and values of another layer, and computes none itself")
-        heads, head_dim = self.heads(attention)
+        heads, head_dim = self.head_shape(attention)
         total = int(
             getattr(layer.get_submodule(path.rpartition(".")[0]), "total_num_kv_heads", sizes.kv_heads)
         )  # layers of some models differ in it
@@ -58,7 +58,7 @@ class AttentionInput(Site):
         return RowShape((heads * shards, head_dim), shards)
 
     @abstractmethod
-    def heads(self, attention: Any) -> tuple[int, int]:
+    def head_shape(self, attention: Any) -> tuple[int, int]:
         """Return one rank's number of heads and the width of each, as vLLM's attention module states them."""
 
     def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:
@@ -143,7 +143,7 @@ class Q(AttentionInput):
     name: ClassVar[str] = "q"
     argument: ClassVar[int] = 0
 
-    def heads(self, attention: Any) -> tuple[int, int]:
+    def head_shape(self, attention: Any) -> tuple[int, int]:
         return int(attention.num_heads), int(attention.head_size)
 
 
@@ -155,7 +155,7 @@ class K(AttentionInput):
     before_keys: ClassVar[bool] = True
     per_key_head: ClassVar[bool] = True
 
-    def heads(self, attention: Any) -> tuple[int, int]:
+    def head_shape(self, attention: Any) -> tuple[int, int]:
         return int(attention.num_kv_heads), int(attention.head_size)
 
 
@@ -167,7 +167,7 @@ class V(AttentionInput):
     before_keys: ClassVar[bool] = True
     per_key_head: ClassVar[bool] = True
 
-    def heads(self, attention: Any) -> tuple[int, int]:
+    def head_shape(self, attention: Any) -> tuple[int, int]:
         return int(attention.num_kv_heads), int(attention.head_size_v)
 
 

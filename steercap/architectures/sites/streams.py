@@ -66,7 +66,7 @@ class Operator:
     arguments: Sequence[str]
     makes: bool
 
-    def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def named_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call of the operator, by name."""
         return {**dict(zip(self.arguments, args, strict=False)), **kwargs}
 
@@ -200,12 +200,12 @@ class Streams(OfBlock):
         """
 
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            arguments = operator.given(args, kwargs)
+            arguments = operator.named_arguments(args, kwargs)
             if arguments["fn"] is weights:
                 see(arguments["residual"])
 
         def after(_module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
-            arguments = operator.given(args, kwargs)
+            arguments = operator.named_arguments(args, kwargs)
             return _again(pre, arguments, outputs, see) if arguments["fn"] is weights else outputs
 
         if operator.makes:
@@ -269,7 +269,7 @@ class Coefficients(OfBlock):
         at = self.output + operator.makes
 
         def after(_module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
-            if operator.given(args, kwargs)["fn"] is weights:
+            if operator.named_arguments(args, kwargs)["fn"] is weights:
                 see(outputs[at])
 
         return operator.module.register_forward_hook(after, with_kwargs=True)

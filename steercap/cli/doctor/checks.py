@@ -244,7 +244,7 @@ def check_cores(facts: Facts) -> Check:
 
 
 def check_threads(facts: Facts) -> Check:
-    """Check that several CPU workers each get cores; vLLM binds them to NUMA nodes, see `adapters.hardware.bound`."""
+    """Check that several CPU workers get cores each; vLLM binds them to NUMA nodes: `adapters.hardware.cpu_binding`."""
     said = facts.environment.get(BIND, "")
     if facts.device != "cpu" or facts.workers == 1:
         return Check("CPU workers", "ok", said or ("one" if facts.device == "cpu" else "none"))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_INDEXED: Final = 1 << 16
 
 
-class Reading(Protocol):
+class RowEncoder(Protocol):
     """SAE encoder that is applied to rows before they are stored."""
 
     @property
@@ -36,7 +36,7 @@ class Reading(Protocol):
 
 
 @dataclass(frozen=True)
-class Alike:
+class PointTables:
     """Captured points with equal schemas, as tables on a device.
 
     Args:
@@ -44,14 +44,14 @@ class Alike:
         coding: encoding of their rows.
         points: line offset of each row in a raw record, and byte offset in the encoded record: int64 [points, 2].
         directions: bank rows of the vectors that each point's encoding needs, int64 [points, vectors]; None for none.
-        reads: SAE encoder that is applied to the rows first, or None.
+        encoder: SAE encoder that is applied to the rows first, or None.
     """
 
     schema: PointSchema
     coding: Coding
     points: torch.Tensor
     directions: torch.Tensor | None = None
-    reads: Reading | None = None
+    encoder: RowEncoder | None = None
 
 
 class Encoding(ABC):
@@ -115,7 +115,7 @@ class Encoding(ABC):
         del width, coding
         return None
 
-    def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, vectors: torch.Tensor) -> None:
+    def launch(self, ring: torch.Tensor, records: torch.Tensor, tables: PointTables, vectors: torch.Tensor) -> None:
         """Encode rows of the CUDA ring buffer, after the pass, into other lines of the ring.
 
         Not called for encodings that store rows unchanged.
@@ -123,9 +123,9 @@ class Encoding(ABC):
         Args:
             ring: the ring buffer, uint8 [lines, LINE_BYTES].
             records: first line of each token's raw record, and of its encoded record: int64 [records, 2].
-            alike: points whose rows to encode.
+            tables: tables of the points whose rows to encode.
             vectors: this rank's columns of the encoding's `matrix`, [k, shard width] in the rows' dtype; without a
-                matrix, the vector bank, float32 [vectors, shard width], into which `alike.directions` are indices.
+                matrix, the vector bank, float32 [vectors, shard width], into which `tables.directions` are indices.
         """
         raise NotImplementedError(f"{type(self).__name__} has no step on the device")
 
@@ -167,13 +167,13 @@ class Codec(Encoding):
         """Decode `parts`, with the shard's `constants` among them: float32 [rows, *shard shape], or [rows, k]."""
 
     @abstractmethod
-    def bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
+    def error_bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
         """Return an upper bound of the error of each element of `decoded`, apart from float32 rounding: float64.
 
         It has the shape of `decoded`. For codecs that project, it bounds the error of the projections.
         """
 
-    def damage(self, parts: Mapping[str, torch.Tensor], schema: PointSchema) -> str:
+    def invalid_reason(self, parts: Mapping[str, torch.Tensor], schema: PointSchema) -> str:
         """Return the reason why parts of valid shapes and dtypes, as read from a file, are invalid; "" if valid."""
         del parts, schema
         return ""

@@ -58,7 +58,7 @@ class CodedRows:
         return None if signs is None else signs * self.coding.k**-0.5
 
     @property
-    def is_read(self) -> bool:
+    def stores_features(self) -> bool:
         """True if SAE features of the rows are stored instead of their elements."""
         return self.codec == FEATURES
 
@@ -110,9 +110,11 @@ class CodedRows:
         """
         codec, bounds = self._codec, []
         for parts in self._by_shard():
-            bound = codec.bound(parts, self.schema, self.coding)
+            bound = codec.error_bound(parts, self.schema, self.coding)
             # activations of features are kept as they are
-            bounds.append(bound if self.is_read else bound + _half_ulp(codec.decoded(parts, self.schema, self.coding)))
+            bounds.append(
+                bound if self.stores_features else bound + _half_ulp(codec.decoded(parts, self.schema, self.coding))
+            )
         return codec.joined(bounds)
 
     def inner(self, other: CodedRows | torch.Tensor | None = None) -> torch.Tensor:
@@ -136,11 +138,11 @@ class CodedRows:
         if other is None and self._codec.seeded:
             # A row's own rounding does not cancel in its square; it is uniform within a step.
             shards = self._by_shard()
-            steps = [2 * self._codec.bound(parts, self.schema, self.coding) for parts in shards]
+            steps = [2 * self._codec.error_bound(parts, self.schema, self.coding) for parts in shards]
             found.diagonal().sub_(sum((step.square().sum(dim=1) / 12 for step in steps), start=found.new_zeros(())))
         return found
 
-    def damage(self, rows: int) -> str:
+    def invalid_reason(self, rows: int) -> str:
         """Return the reason why these are not `rows` valid rows of the codec, as read from a file; "" if they are."""
         import torch
 
@@ -164,7 +166,7 @@ class CodedRows:
                 return f"{name!r} must be {self.schema.width} numbers of float32"
             if not bool(constant.isfinite().all()):
                 return f"{name!r} holds NaN or infinity"
-        return codec.damage(self.parts, self.schema)
+        return codec.invalid_reason(self.parts, self.schema)
 
     @staticmethod
     def joined(shards: Sequence[CodedRows]) -> CodedRows:

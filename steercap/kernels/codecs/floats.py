@@ -9,8 +9,8 @@ import torch
 
 from steercap.core.schema import RAW, REDUCED
 from steercap.kernels.bits import FP8_HEAD, FP8_MOST, exact_products
-from steercap.kernels.codecs import Alike, Codec, Encoding, added, dtype_of, packed
-from steercap.kernels.codecs.uniform import floats, heads, restored, step_of
+from steercap.kernels.codecs import Codec, Encoding, PointTables, added, dtype_of, packed
+from steercap.kernels.codecs.uniform import floats, pack_scales, restored, step_of
 
 if TYPE_CHECKING:
     from steercap.core.schema import Coding, PointSchema
@@ -80,13 +80,13 @@ class ProjectionEncoding(Encoding):
         """Add up the shards' scalar products, which gives those of whole rows."""
         return added(shards)
 
-    def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, vectors: torch.Tensor) -> None:
+    def launch(self, ring: torch.Tensor, records: torch.Tensor, tables: PointTables, vectors: torch.Tensor) -> None:
         from steercap.kernels.triton_rp import launch_project
 
-        assert alike.directions is not None, "rows are projected on directions"
-        rows = ring.view(dtype_of(alike.schema))
-        width = alike.schema.shard_width
-        launch_project(rows, ring.view(torch.float32), records, alike.points, width, vectors, alike.directions)
+        assert tables.directions is not None, "rows are projected on directions"
+        rows = ring.view(dtype_of(tables.schema))
+        width = tables.schema.shard_width
+        launch_project(rows, ring.view(torch.float32), records, tables.points, width, vectors, tables.directions)
 
 
 #: Maximum relative rounding error of normal e4m3 numbers; and half of the smallest denormal number.
@@ -114,7 +114,7 @@ class FP8(Codec):
         scale = step_of(exact.abs().amax(dim=1), FP8_MOST)
         ratio = torch.where((scale > 0)[:, None], exact / scale.double()[:, None], 0.0)
         codes = ratio.float().to(torch.float8_e4m3fn)
-        return torch.cat([heads(scale), codes.view(torch.uint8)], dim=1)
+        return torch.cat([pack_scales(scale), codes.view(torch.uint8)], dim=1)
 
     def parts(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> dict[str, torch.Tensor]:
         codes = packed(stored[:, FP8_HEAD:]).view(torch.float8_e4m3fn)
@@ -123,16 +123,16 @@ class FP8(Codec):
     def decoded(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
         return restored(parts["q"].float(), parts["scale"][:, None]).view(-1, *schema.shard_shape)
 
-    def bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
+    def error_bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
         scale = parts["scale"].double()[:, None]
         # The true element may be the larger one of the two that round to the same.
         relative = parts["q"].double().abs() * scale * (_HALF_ULP / (1 - _HALF_ULP))
         return torch.maximum(relative, scale * _HALF_LEAST).view(-1, *schema.shard_shape)
 
-    def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, vectors: torch.Tensor) -> None:
+    def launch(self, ring: torch.Tensor, records: torch.Tensor, tables: PointTables, vectors: torch.Tensor) -> None:
         from steercap.kernels.triton_rp import launch_fp8
 
-        launch_fp8(ring.view(dtype_of(alike.schema)), ring, records, alike.points, alike.schema.shard_width)
+        launch_fp8(ring.view(dtype_of(tables.schema)), ring, records, tables.points, tables.schema.shard_width)
 
 
 _REDUCED = Reduced()

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from steercap.kernels.bits import GROUP, exact_products
-from steercap.kernels.codecs import Alike, Codec, added, dtype_of, packed
-from steercap.kernels.codecs.uniform import about_zero, floats, groups_of, heads, of_members, restored
+from steercap.kernels.codecs import Codec, PointTables, added, dtype_of, packed
+from steercap.kernels.codecs.uniform import about_zero, floats, groups_of, of_members, pack_scales, restored
 
 if TYPE_CHECKING:
     from steercap.core.schema import Coding, PointSchema
@@ -80,7 +80,7 @@ class RandomProjection(Codec):
             numbers = rows.float() @ vectors.T * coding.k**-0.5
         scale, codes = about_zero(groups_of(numbers, GROUP), self._steps)
         whole = codes.flatten(1)[:, : coding.k].to(self._dtype).contiguous()
-        return torch.cat([heads(scale), whole.view(torch.uint8)], dim=1)
+        return torch.cat([pack_scales(scale), whole.view(torch.uint8)], dim=1)
 
     def parts(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> dict[str, torch.Tensor]:
         groups = _groups(coding)
@@ -90,18 +90,18 @@ class RandomProjection(Codec):
     def decoded(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
         return restored(parts["q"], _of_numbers(parts["scale"], coding))
 
-    def bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
+    def error_bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
         return _of_numbers(parts["scale"], coding).double() / 2
 
     def joined(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """Add up the shards' projections, which gives those of whole rows."""
         return added(shards)
 
-    def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, vectors: torch.Tensor) -> None:
+    def launch(self, ring: torch.Tensor, records: torch.Tensor, tables: PointTables, vectors: torch.Tensor) -> None:
         from steercap.kernels.triton_rp import launch_rp
 
-        rows, codes = ring.view(dtype_of(alike.schema)), ring.view(self._dtype)
-        launch_rp(rows, codes, records, alike.points, vectors, self._steps)
+        rows, codes = ring.view(dtype_of(tables.schema)), ring.view(self._dtype)
+        launch_rp(rows, codes, records, tables.points, vectors, self._steps)
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -9,8 +9,8 @@ import torch
 
 from steercap.core.schema import LINE_BYTES
 from steercap.kernels.bits import FULL8_STEPS, TOPK8_HEAD
-from steercap.kernels.codecs import Alike, Codec, Reading, dtype_of, packed
-from steercap.kernels.codecs.uniform import columns_of, floats, from_least, heads, restored
+from steercap.kernels.codecs import Codec, PointTables, RowEncoder, dtype_of, packed
+from steercap.kernels.codecs.uniform import columns_of, floats, from_least, pack_scales, restored
 
 if TYPE_CHECKING:
     from steercap.core.schema import Coding, PointSchema
@@ -57,7 +57,7 @@ class Features(Codec):
         rows.scatter_add_(1, indices.clamp(min=0).long(), parts["q"].where(indices >= 0, 0.0))
         return rows.masked_fill_((parts["active"] < 0)[:, None], torch.nan).view(-1, *schema.shard_shape)
 
-    def bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
+    def error_bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
         most = parts["rest"].double()[:, None].repeat(1, schema.shard_width)
         kept = most.gather(1, parts["indices"].clamp(min=0).long())
         exact = kept.where(parts["indices"] < 0, 0.0)
@@ -65,7 +65,7 @@ class Features(Codec):
             -1, *schema.shard_shape
         )
 
-    def damage(self, parts: Mapping[str, torch.Tensor], schema: PointSchema) -> str:
+    def invalid_reason(self, parts: Mapping[str, torch.Tensor], schema: PointSchema) -> str:
         indices, values = parts["indices"].long(), parts["q"]
         found = indices.sort(dim=1).values
         twice = (found.diff(dim=1) == 0) & (found[:, 1:] >= 0)
@@ -75,28 +75,28 @@ class Features(Codec):
             return "'q' has values of no index"
         return ""
 
-    def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, vectors: torch.Tensor) -> None:
-        dtype, width = dtype_of(alike.schema), alike.schema.shard_width
+    def launch(self, ring: torch.Tensor, records: torch.Tensor, tables: PointTables, vectors: torch.Tensor) -> None:
+        dtype, width = dtype_of(tables.schema), tables.schema.shard_width
         lines = -(-width * dtype.itemsize // LINE_BYTES)
-        first = (records[:, :1] + alike.points[:, 0]).flatten()
-        size = self.row_bytes(alike.schema, alike.coding)
+        first = (records[:, :1] + tables.points[:, 0]).flatten()
+        size = self.row_bytes(tables.schema, tables.coding)
         words, at = ring.view(-1).view(torch.int64), torch.arange(size // 8, device=ring.device)
-        start = (records[:, 1:] * (LINE_BYTES // 8) + alike.points[:, 1] // 8).flatten()
+        start = (records[:, 1:] * (LINE_BYTES // 8) + tables.points[:, 1] // 8).flatten()
         of_row = torch.arange(lines, device=ring.device)
-        for own, to in zip(first.split(part := rows_at_once(alike.reads, width)), start.split(part), strict=True):
+        for own, to in zip(first.split(part := rows_at_once(tables.encoder, width)), start.split(part), strict=True):
             held = ring[own[:, None] + of_row].flatten(1)[:, : width * dtype.itemsize]
-            stored = read(held.contiguous().view(dtype), alike.reads, alike.coding.k)
+            stored = strongest_features(held.contiguous().view(dtype), tables.encoder, tables.coding.k)
             words[to[:, None] + at] = stored.view(torch.int64)
 
 
-def rows_at_once(reads: Reading | None, width: int) -> int:
+def rows_at_once(encoder: RowEncoder | None, width: int) -> int:
     """Return the maximum number of rows whose feature activations, or elements without an SAE, fit in `BLOCK_BYTES`."""
-    return max(1, BLOCK_BYTES // (4 * (width if reads is None else reads.d_sae)))
+    return max(1, BLOCK_BYTES // (4 * (width if encoder is None else encoder.d_sae)))
 
 
-def read(rows: torch.Tensor, reads: Reading | None, k: int) -> torch.Tensor:
-    """Encode the `k` strongest features of rows, or their elements if `reads` is None: uint8 [rows, row bytes]."""
-    return strongest(rows if reads is None else reads.activations(rows), k)
+def strongest_features(rows: torch.Tensor, encoder: RowEncoder | None, k: int) -> torch.Tensor:
+    """Encode the `k` strongest features of rows, or their elements if `encoder` is None: uint8 [rows, row bytes]."""
+    return strongest(rows if encoder is None else encoder.activations(rows), k)
 
 
 def strongest(rows: torch.Tensor, k: int) -> torch.Tensor:
@@ -148,7 +148,7 @@ class TopK8(Codec):
         scale[bad] = torch.nan
         rest = kept.float().abs().amin(dim=1)
         where = indices.to(torch.uint16).view(torch.uint8)
-        return torch.cat([heads(scale, zero, rest), where, codes.to(torch.uint8)], dim=1)
+        return torch.cat([pack_scales(scale, zero, rest), where, codes.to(torch.uint8)], dim=1)
 
     def parts(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> dict[str, torch.Tensor]:
         kept = self._kept(schema, coding)
@@ -168,16 +168,16 @@ class TopK8(Codec):
         rows.scatter_(1, parts["indices"].long(), values)
         return rows.view(-1, *schema.shard_shape)
 
-    def bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
+    def error_bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
         most = parts["rest"].double()[:, None].repeat(1, schema.shard_width)
         half = (parts["scale"].double() / 2)[:, None].expand(parts["indices"].shape)
         return most.scatter_(1, parts["indices"].long(), half).view(-1, *schema.shard_shape)
 
-    def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, vectors: torch.Tensor) -> None:
+    def launch(self, ring: torch.Tensor, records: torch.Tensor, tables: PointTables, vectors: torch.Tensor) -> None:
         from steercap.kernels.triton_uniform import launch_topk8
 
-        width, kept = alike.schema.shard_width, self._kept(alike.schema, alike.coding)
-        launch_topk8(ring.view(dtype_of(alike.schema)), ring, records, alike.points, width, kept)
+        width, kept = tables.schema.shard_width, self._kept(tables.schema, tables.coding)
+        launch_topk8(ring.view(dtype_of(tables.schema)), ring, records, tables.points, width, kept)
 
     @staticmethod
     def _kept(schema: PointSchema, coding: Coding) -> int:
@@ -236,14 +236,14 @@ class AttentionTargets(Codec):
         others = first[..., None], sink[..., None], parts["entropy"].float()[..., None]
         return torch.cat([targets, weights, *others], dim=-1)
 
-    def bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
+    def error_bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
         entropy = parts["entropy"].double()
         above = parts["entropy"].nextafter(parts["entropy"].new_tensor(torch.inf)).double()
         found = entropy.new_full((*entropy.shape, 2 * coding.k + 3), 0.5 / STEPS)
         found[..., : coding.k], found[..., -1] = 0.0, (above - entropy) / 2
         return found
 
-    def damage(self, parts: Mapping[str, torch.Tensor], schema: PointSchema) -> str:
+    def invalid_reason(self, parts: Mapping[str, torch.Tensor], schema: PointSchema) -> str:
         entropy = parts["entropy"]
         return "" if bool((entropy.isfinite() & (entropy >= 0)).all()) else "'entropy' must be finite, and not negative"
 

@@ -9,7 +9,7 @@ import torch
 
 from steercap.core.schema import LINE_BYTES
 from steercap.kernels.bits import FULL8_HEAD, FULL8_STEPS, GROUP, INT4_STEPS
-from steercap.kernels.codecs import Alike, Codec, dtype_of, packed
+from steercap.kernels.codecs import Codec, PointTables, dtype_of, packed
 
 if TYPE_CHECKING:
     from steercap.core.schema import Coding, PointSchema
@@ -97,7 +97,7 @@ def of_members(numbers: torch.Tensor, size: int, count: int) -> torch.Tensor:
     return numbers.repeat_interleave(size, dim=1)[:, :count].contiguous()
 
 
-def heads(*columns: torch.Tensor) -> torch.Tensor:
+def pack_scales(*columns: torch.Tensor) -> torch.Tensor:
     """Pack scales and zero points as float32 bytes, interleaved by group: uint8 [rows, bytes].
 
     Args:
@@ -147,7 +147,7 @@ class Int4(Codec):
         width = rows.shape[1]
         flat = codes.to(torch.uint8).flatten(1)[:, : width + width % 2]
         flat[:, width:] = 0
-        return torch.cat([heads(scale, zero), flat[:, ::2] + 16 * flat[:, 1::2]], dim=1)
+        return torch.cat([pack_scales(scale, zero), flat[:, ::2] + 16 * flat[:, 1::2]], dim=1)
 
     def parts(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> dict[str, torch.Tensor]:
         groups = _group_count(schema)
@@ -160,13 +160,13 @@ class Int4(Codec):
         rows = restored(codes, _of_elements(parts["scale"], schema), _of_elements(parts["zero"], schema))
         return rows.view(-1, *schema.shard_shape)
 
-    def bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
+    def error_bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
         return _of_elements(parts["scale"], schema).double().view(-1, *schema.shard_shape) / 2
 
-    def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, vectors: torch.Tensor) -> None:
+    def launch(self, ring: torch.Tensor, records: torch.Tensor, tables: PointTables, vectors: torch.Tensor) -> None:
         from steercap.kernels.triton_uniform import launch_int4
 
-        launch_int4(ring.view(dtype_of(alike.schema)), ring, records, alike.points, alike.schema.shard_width)
+        launch_int4(ring.view(dtype_of(tables.schema)), ring, records, tables.points, tables.schema.shard_width)
 
 
 def _group_count(schema: PointSchema) -> int:
@@ -193,7 +193,7 @@ class Full8(Codec):
         self, rows: torch.Tensor, schema: PointSchema, coding: Coding, vectors: torch.Tensor | None
     ) -> torch.Tensor:
         scale, zero, codes = from_least(rows, FULL8_STEPS)
-        return torch.cat([heads(scale, zero), codes.to(torch.uint8)], dim=1)
+        return torch.cat([pack_scales(scale, zero), codes.to(torch.uint8)], dim=1)
 
     def parts(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> dict[str, torch.Tensor]:
         scale, zero = columns_of(floats(stored, 0, 2))
@@ -203,15 +203,15 @@ class Full8(Codec):
         rows = restored(parts["q"], parts["scale"][:, None], parts["zero"][:, None])
         return rows.view(-1, *schema.shard_shape)
 
-    def bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
+    def error_bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
         half = parts["scale"].double()[:, None] / 2
         return half.expand(-1, schema.shard_width).reshape(-1, *schema.shard_shape)
 
-    def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, vectors: torch.Tensor) -> None:
+    def launch(self, ring: torch.Tensor, records: torch.Tensor, tables: PointTables, vectors: torch.Tensor) -> None:
         from steercap.kernels.triton_uniform import launch_full8
 
-        rows = ring.view(dtype_of(alike.schema))
-        launch_full8(rows, ring, records, alike.points, alike.schema.shard_width)
+        rows = ring.view(dtype_of(tables.schema))
+        launch_full8(rows, ring, records, tables.points, tables.schema.shard_width)
 
 
 #: Name of the encoding of calibrated rows, which `CaptureSpec(codec=)` does not accept.
@@ -246,17 +246,17 @@ class Calibrated8(Full8):
         )
         return rows.view(-1, *schema.shard_shape)
 
-    def bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
+    def error_bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
         scale, zero = parts["scale"].double(), parts["zero"].double()
         within = scale / 2 + ROUNDED * (zero.abs() + FULL8_STEPS * scale)
         return (within[:, None] * parts["reach"].double()).view(-1, *schema.shard_shape)
 
-    def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, vectors: torch.Tensor) -> None:
+    def launch(self, ring: torch.Tensor, records: torch.Tensor, tables: PointTables, vectors: torch.Tensor) -> None:
         from steercap.kernels.triton_uniform import launch_full8
 
-        assert alike.directions is not None, "rows are calibrated"
-        rows = ring.view(dtype_of(alike.schema))
-        launch_full8(rows, ring, records, alike.points, alike.schema.shard_width, vectors, alike.directions)
+        assert tables.directions is not None, "rows are calibrated"
+        rows = ring.view(dtype_of(tables.schema))
+        launch_full8(rows, ring, records, tables.points, tables.schema.shard_width, vectors, tables.directions)
 
 
 MEMBERS = {

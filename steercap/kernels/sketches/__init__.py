@@ -146,10 +146,10 @@ class Kind(ABC):
         squares = float(squares_of(rows))
         if reason := self.refusal(state.squares + squares):
             raise InvalidRequest(f"these rows cannot be taken into a sketch: {reason}")
-        self.take(state, rows)
+        self.add_rows(state, rows)
         state.squares += squares
 
-    def take(self, state: SketchState, rows: Float[torch.Tensor, "rows width"]) -> None:
+    def add_rows(self, state: SketchState, rows: Float[torch.Tensor, "rows width"]) -> None:
         """Add checked rows to a state, in place, updating `rows` but not `squares`."""
         for block in rows.split(BLOCK) if len(rows) else ():
             self.add(state, block.float())

@@ -147,7 +147,7 @@ class CudaTaps(Taps):
         pinned = self._reports.nbytes + sum(upload.nbytes for upload in self._uploads)
         return TableBytes(
             ring=self._rows.nbytes if self.installed.captures else 0,
-            ring_in_use=self._lines.taken * LINE_BYTES,
+            ring_in_use=self._lines.in_use * LINE_BYTES,
             bank=self._bank.nbytes,
             accumulators=self._sums.nbytes,
             pinned=pinned + self._sums.pinned_bytes + self._encoder.pinned_bytes,

@@ -20,7 +20,7 @@ from steercap.core.program import NONE
 from steercap.core.rows import Ints
 from steercap.core.schema import LINE_BYTES, REDUCED, Coding, PointSchema, RecordShape
 from steercap.kernels import triton_accumulate as kernel
-from steercap.kernels.codecs import ENCODINGS, Alike, dtype_of, record_of
+from steercap.kernels.codecs import ENCODINGS, PointTables, dtype_of, record_of
 from steercap.kernels.codecs.random_projection import Matrices
 from steercap.worker.accumulators import Accumulators, Updates
 from steercap.worker.arena import RecordLayout
@@ -117,7 +117,7 @@ class DeviceEncoder:
         self._records = torch.zeros((tokens, 2), dtype=torch.int64, device=transfers.device)
         self._uploads = [transfers.pinned(self._records.shape, torch.int64) for _ in range(ahead)]
         # Without the SAE encoders, which are freed with their layout.
-        self._known: dict[int, tuple[ref[RecordLayout], int, list[tuple[RowKind, Alike]]]] = {}
+        self._known: dict[int, tuple[ref[RecordLayout], int, list[tuple[RowKind, PointTables]]]] = {}
         self._matrices = Matrices()
 
     @property
@@ -149,8 +149,8 @@ class DeviceEncoder:
     def launch(self, ring: torch.Tensor, work: Sequence[tuple[RecordLayout, slice]]) -> None:
         """Launch the encoding of a pass's records in the ring; `work` is the result of `upload`."""
         for layout, records in work:
-            reads = [encoder for _, encoder in layout.form.reads]
-            self._launch(ring, self._records[records], self._alike(layout), reads)
+            encoders = [encoder for _, encoder in layout.form.reads]
+            self._launch(ring, self._records[records], self._point_tables(layout), encoders)
 
     def encode(self, ring: torch.Tensor, layout: RecordLayout, records: Ints, points: range) -> None:
         """Launch the encoding of the rows of some points in records of one layout.
@@ -162,14 +162,18 @@ class DeviceEncoder:
             points: indices of the points on this rank.
         """
         pairs = zip(layout.locals, layout.form.reads, strict=False)
-        reads = [encoder for local, (_, encoder) in pairs if local in points]
-        self._launch(ring, self._to_device(records), list(self._find_alike(layout, points)), reads)
+        encoders = [encoder for local, (_, encoder) in pairs if local in points]
+        self._launch(ring, self._to_device(records), list(self._find_point_tables(layout, points)), encoders)
 
     def _launch(
-        self, ring: torch.Tensor, records: torch.Tensor, alike: Sequence[tuple[RowKind, Alike]], reads: Sequence[Any]
+        self,
+        ring: torch.Tensor,
+        records: torch.Tensor,
+        tables: Sequence[tuple[RowKind, PointTables]],
+        encoders: Sequence[Any],
     ) -> None:
-        for number, (kind, known) in enumerate(alike):
-            found = replace(known, reads=reads[number]) if reads else known
+        for number, (kind, known) in enumerate(tables):
+            found = replace(known, encoder=encoders[number]) if encoders else known
             matrix = self._matrix(kind, found.coding)
             vectors = self._bank[:, kind.first : kind.first + kind.width] if matrix is None else matrix
             ENCODINGS[found.coding.encoding].launch(ring, records, found, vectors)
@@ -188,15 +192,15 @@ class DeviceEncoder:
 
         return self._matrices.get((kind, coding), make)
 
-    def _alike(self, layout: RecordLayout) -> list[tuple[RowKind, Alike]]:
+    def _point_tables(self, layout: RecordLayout) -> list[tuple[RowKind, PointTables]]:
         """Return the points of a layout, grouped by equal schemas, for the encoding kernels; cached."""
         known = self._known.get(layout.number)
         if known is None or known[0]() is not layout or known[1] != self._programs.written:
-            found = list(self._find_alike(layout, range(len(self._installed.points))))
+            found = list(self._find_point_tables(layout, range(len(self._installed.points))))
             known = self._known[layout.number] = ref(layout), self._programs.written, found
         return known[2]
 
-    def _find_alike(self, layout: RecordLayout, points: range) -> Iterator[tuple[RowKind, Alike]]:
+    def _find_point_tables(self, layout: RecordLayout, points: range) -> Iterator[tuple[RowKind, PointTables]]:
         if layout.form.reads:
             yield from self._find_read(layout, points)
             return
@@ -208,15 +212,15 @@ class DeviceEncoder:
             own = np.array([number for number, other in enumerate(kinds) if other == kind and wanted[number]])
             bank_rows = None if directions is None else self._to_device(directions[np.array(layout.locals)[own]])
             places = self._to_device(np.stack([raw[own], stored[own]], axis=1))
-            yield kind, Alike(kind.schema, layout.form.coding, places, bank_rows)
+            yield kind, PointTables(kind.schema, layout.form.coding, places, bank_rows)
 
-    def _find_read(self, layout: RecordLayout, points: range) -> Iterator[tuple[RowKind, Alike]]:
+    def _find_read(self, layout: RecordLayout, points: range) -> Iterator[tuple[RowKind, PointTables]]:
         """Yield the points of a layout whose rows SAEs read, each by itself, in the order of the SAEs."""
         found = zip(layout.locals, layout.raw.offsets, layout.stored.offsets, strict=True)
         for local, raw, stored in ((local, *both) for local, *both in found if local in points):
             schema = self._installed.schemas[local]
             at = self._to_device(np.array([[raw // LINE_BYTES, stored]], dtype=np.int64))
-            yield self._installed.kind_of(schema), Alike(schema, layout.form.coding, at)
+            yield self._installed.kind_of(schema), PointTables(schema, layout.form.coding, at)
 
     def _to_device(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
         return self._transfers.to_device(torch.from_numpy(np.ascontiguousarray(values)))

@@ -19,7 +19,7 @@ from steercap.core.rows import Ints, ends_of_runs
 from steercap.core.schema import RAW, PointSchema
 from steercap.kernels.bits import LAST, MAX, SUM, stray_rows
 from steercap.kernels.codecs import ENCODINGS, dtype_of
-from steercap.kernels.codecs.topk import read, rows_at_once
+from steercap.kernels.codecs.topk import rows_at_once, strongest_features
 from steercap.kernels.reference import rows_at
 from steercap.worker.accumulators import Updates
 from steercap.worker.arena import Arena, Layouts, RecordLayout
@@ -137,9 +137,9 @@ class KeepingEncoded(Keeping):
 
     def _stored(self, rows: torch.Tensor, point: int) -> torch.Tensor:
         """Return rows of a point, [rows, width], encoded: uint8 [rows, bytes]."""
-        if (reads := self._reads.get(point)) is not None:
-            blocks = rows.split(rows_at_once(reads, rows.shape[1]))
-            return torch.cat([read(block, reads, self._coding.k) for block in blocks])
+        if (encoder := self._reads.get(point)) is not None:
+            blocks = rows.split(rows_at_once(encoder, rows.shape[1]))
+            return torch.cat([strongest_features(block, encoder, self._coding.k) for block in blocks])
         kind, schema = self._kinds[point], self._schemas[point]
         vectors = self._encoding.matrix(schema.width, self._coding)
         if self._directions is not None:

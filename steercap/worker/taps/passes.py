@@ -48,7 +48,7 @@ class Pattern:
     def of(step: Step, num_tokens: int) -> Pattern:
         """Create the pattern of a step in a batch of `num_tokens` tokens, padding not counted."""
         raw, encoded = step.raw_lines, step.encoded
-        table = step.asked.T.astype(np.int32, order="C")
+        table = step.device_columns.T.astype(np.int32, order="C")
         places: Ints | slice = slice(num_tokens)
         table[:, REPORT] = np.arange(len(step))
         if len(step) < num_tokens:

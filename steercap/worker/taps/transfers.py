@@ -253,7 +253,7 @@ class Ring(Generic[Holder]):
         self._taken: deque[tuple[int, int, Holder]] = deque()  # first place, stop, and holder
 
     @property
-    def taken(self) -> int:
+    def in_use(self) -> int:
         """Number of places that holders keep."""
         return sum(stop - first for first, stop, _ in self._taken)
 
