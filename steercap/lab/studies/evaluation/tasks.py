@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from steercap.model import SteerModel
 
 Kind = TypeVar("Kind")
-#: The first log probability that vLLM gives is that of the second token.
+#: Minimum tokens before a scored text: vLLM gives no log probability for the first token of a prompt.
 FIRST_SCORED: Final = 1
 
 
@@ -49,19 +49,17 @@ class Item(NamedTuple):
 
 
 def first_of(items: Sequence[Item], first: int | None, what: str) -> Sequence[Item]:
-    """Return the first items of a task; `first=None` takes all. `what` is the task's name, for the message.
+    """Return the first `first` items of a task, all of them for None; `what` is the task's name, for the error.
 
     Raises:
-        InvalidSpec: there are not enough items.
+        InvalidSpec: `first` is not an integer from 1 to the number of items.
     """
     return items if first is None else items[: count_of(first, f"{what}: first", 1, len(items))]
 
 
 @functools.cache
 def read_shipped(name: str, kind: type[Kind]) -> Kind:
-    """Read texts that come with steercap, written for it and free of any data set, from
-    `evaluation/shipped/<name>.yaml`.
-    """
+    """Return `evaluation/shipped/<name>.yaml`, texts written for steercap, decoded as the type `kind`; cached."""
     with extra("experiments"):
         import yaml
 
@@ -77,7 +75,7 @@ class Task(ABC):
     generated them: those of tokens="generated" begin after the prompt.
     """
 
-    #: True if it is a factor, with a geometric mean and a logarithmic axis.
+    #: True if the value is a factor, such as perplexity, with a geometric mean and a logarithmic axis.
     log: ClassVar[bool] = False
     #: Axis label, with its unit.
     axis: ClassVar[str] = ""
@@ -100,7 +98,7 @@ class Task(ABC):
 
         Args:
             item: index of the item.
-            logprobs: natural log probability of each token of each of its texts: float64 [tokens] each.
+            logprobs: natural log probabilities of the tokens of each text of the item, in order: float64 [tokens] each.
         """
 
 
@@ -248,11 +246,12 @@ class PromptAndText(NamedTuple):
 
 
 def tokenized(tokenizer: Any, prompt: Any, item: Item) -> list[PromptAndText]:
-    """Tokenize an item: one result for each of its texts, after the prompt, a text or a conversation for the chat
-    template.
+    """Return token ids of the prompt, the item's lead and one of its texts, for each of its texts in order.
+
+    The prompt is text, or a conversation for the tokenizer's chat template; the item's own prompt is not used.
 
     Raises:
-        InvalidSpec: a text has no token.
+        InvalidSpec: a text has no token, or no token comes before it.
     """
     read = tokenizer.encode(prompt) if isinstance(prompt, str) else templated(tokenizer, prompt, {}, spans=False)[0]
     lead = tokenizer.encode(item.lead, add_special_tokens=False) if item.lead else []
@@ -267,7 +266,7 @@ async def logprobs_of(
 ) -> list[npt.NDArray[np.float64]]:
     """Return the natural log probability of each token of each text, given all before it: float64 [tokens] each.
 
-    The edits are those of a generation, moved to the corresponding tokens.
+    Edits of `spec` (None for no steering) apply where they would if the model had generated the text after the prompt.
 
     Raises:
         InvalidSpec: an edit cannot apply to a text that is read, see `over_read`; or a LogitBias reaches into it.
@@ -281,7 +280,7 @@ async def logprobs_of(
 
 
 def _scored(parts: PromptAndText, logprobs: Sequence[Mapping[int, float]] | None) -> npt.NDArray[np.float64]:
-    """Return the log probabilities of the text from an entry for each token that holds the token."""
+    """Return the log probabilities of the text's tokens; `logprobs` maps token ids to them, one mapping per token."""
     ids = parts.ids
     if logprobs is None or len(logprobs) != len(ids):
         got = "none" if logprobs is None else len(logprobs)
