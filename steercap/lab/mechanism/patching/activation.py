@@ -149,8 +149,7 @@ def _positions(pair: Pair, grid: Grid) -> list[int]:
     """Return a grid's positions in the patched prompt that have a counterpart in the other prompt, ascending.
 
     Raises:
-        EmptySelection: there is none.
-        InvalidSpec: the prompts have different lengths, and rows of a site depend on their positions.
+        EmptySelection, InvalidSpec: there is none; or lengths differ, and rows of a site depend on their positions.
     """
     if pair.shift and (held := sorted(ROTATED.intersection(grid.sites))):
         raise InvalidSpec(
