@@ -177,10 +177,7 @@ def _ridge(rows: Floats, labels: Floats) -> tuple[Floats, float, Floats]:
 
 
 def explained(sae: SAE, raw: Floats, kept: Floats) -> float:
-    """Return the share of the raw rows' variance explained by an SAE's reconstruction of the kept rows; 0 without any.
-
-    Both are [rows, width].
-    """
+    """Return the share of the raw rows' variance explained by an SAE given the kept rows; 0 if all are equal."""
     given = torch.from_numpy(kept).float()
     found = _floats(sae.decode(sae.encode(given), given))
     spread = float(np.square(raw - raw.mean(axis=0)).sum())

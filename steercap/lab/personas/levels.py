@@ -203,10 +203,7 @@ class _Draft:
         return "refusal" if math.isnan(self.scores[key]) else ""
 
     def put(self, level: str, used: Sequence[tuple[str, ...]], left_out: Counter[str], minimum: int) -> None:
-        """Add a level: the mean over the first keys of `used`, minus the mean over the second keys if it has pairs.
-
-        With fewer than `minimum` entries in `used`, they are counted in `left_out` instead.
-        """
+        """Add a level, the mean over first keys of `used` minus, for pairs, that over second keys, if not too few."""
         if 0 < len(used) < minimum:
             left_out[f"fewer than {minimum}"] += len(used)
         elif used:

@@ -88,10 +88,7 @@ class AttentionBlock:
         return self._shared(self._headed(rows, self.key, self.key_norm))
 
     def forward(self, rows: Float[torch.Tensor, "rows hidden"]) -> Float[torch.Tensor, "rows hidden"]:
-        """Return the block's output if each row attends to itself alone, with weight one: float32.
-
-        It has all heads, biases, norms and the factor.
-        """
+        """Return the block's output, biases, norms and factor applied, if each row attends to itself alone: float32."""
         values = self._shared(self._headed(rows, self.value, None)).flatten(1)
         return self.factor * _normed(self.post, _projected(values, self.output))
 

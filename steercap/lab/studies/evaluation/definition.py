@@ -34,14 +34,7 @@ class Condition(msgspec.Struct, frozen=True):
 
 
 class Conversation(NamedTuple):
-    """Conversation to run under a condition.
-
-    Args:
-        number: number of its first answer in the folder; the others follow turn by turn.
-        condition: condition under which to generate the answers.
-        question: index of the question.
-        sample: index of the conversation among those about this question.
-    """
+    """Conversation `sample` about a question, by index, to run; `number` is that of its first answer in the folder."""
 
     number: int
     condition: Condition
@@ -186,10 +179,7 @@ class Evaluation:
         return hashlib.sha256(msgspec.json.encode(said)).hexdigest()
 
     def conversations(self, places: Mapping[Condition, int]) -> Iterator[Conversation]:
-        """Yield all conversations, grouped by condition, so that few steering slots are in use at once.
-
-        `places` is the index of each condition among those of the folder, which numbers the answers.
-        """
+        """Yield all conversations, grouped by condition; `places` are the conditions' indices in the folder."""
         per = len(self.questions) * self.samples * self.turns
         for condition in self.conditions():
             for at, (question, sample) in enumerate(product(range(len(self.questions)), range(self.samples))):

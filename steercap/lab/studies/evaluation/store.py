@@ -21,7 +21,7 @@ class Answer(Answered, frozen=True, kw_only=True):
     Args:
         number: number of the answer in the folder.
         method, dose: condition of the answer, with the method's name at that time.
-        question, sample, turn: index of the question, of the conversation about it, and of the answer in that.
+        question, sample, turn: index of the question, of the conversation about it, and of the turn.
         finish_reason: vLLM's finish reason: "stop" or "length".
     """
 
@@ -43,8 +43,8 @@ class Folder(StudyFolder[Answer]):
         model: identity of the model; see `steercap.files.fingerprint`.
 
     Raises:
-        RunDiffers: it holds answers to other questions, of another model or sampled otherwise.
-        InvalidFile: its evaluation.json cannot be read.
+        RunDiffers: the folder has answers to other questions, of another model, or with other sampling.
+        InvalidFile: the folder's evaluation.json cannot be read.
     """
 
     def __init__(self, path: str | Path, evaluation: Evaluation, model: dict[str, str]) -> None:
@@ -58,7 +58,7 @@ class Folder(StudyFolder[Answer]):
                 digests.append(one.digest)
         if found is None or len(known) > len(found.conditions):
             FOLDER.write(path, msgspec.structs.replace(wanted, conditions=known))
-        #: The place of each condition of this evaluation.
+        #: Index of each condition of this evaluation among all conditions of the folder.
         self.places: dict[Condition, int] = {
             one: digests.index(digest.digest)
             for one, digest in zip(evaluation.conditions(), wanted.conditions, strict=True)
@@ -66,11 +66,11 @@ class Folder(StudyFolder[Answer]):
         super().__init__(path, Answer)
 
     def readings(self, task: Task) -> Table[Value]:
-        """Return the table of values of a task; one with other arguments has another table."""
+        """Return the table of a task's values; the same task with other arguments has another table."""
         return Table(self.path / "tasks" / folder_of(task.label, task), Value)
 
     def numbers(self, condition: Condition, task: Task) -> range:
-        """Return the numbers of a task's items under a condition."""
+        """Return the numbers, in the table of the task, of its items under a condition."""
         place, count = self.places[condition], len(task.items)
         return range(place * count, (place + 1) * count)
 
@@ -88,7 +88,7 @@ class Folder(StudyFolder[Answer]):
         return found
 
     def values_of(self, measure: Measure, answers: Sequence[Answer]) -> list[float]:
-        """Return the value of each answer by a measure.
+        """Return a measure's stored value of each answer, in the order of the answers.
 
         Raises:
             InvalidFile: a value is missing.
@@ -97,7 +97,7 @@ class Folder(StudyFolder[Answer]):
         return [self._stored_row(kept, one.number, measure).value for one in answers]
 
     def readings_of(self, task: Task, evaluation: Evaluation) -> dict[Condition, list[float]]:
-        """Return the value of each item of a task under each condition.
+        """Return the stored value of each item of a task, in order, under each condition of an evaluation.
 
         Raises:
             InvalidFile: a value is missing.
