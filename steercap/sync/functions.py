@@ -1176,8 +1176,8 @@ def try_layers(
         model: an open model.
         directions: a direction, or a set of them, made by `extract` or read from a file.
         prompts: str, or conversations of {"role", "content"} dicts.
-        name: name of the direction in the set; may be left out if there is only one.
-        layers: layers to try; by default some from the middle, and the one that `suggested_layer` gives.
+        name: name of the direction in the set; None if there is only one.
+        layers: layers to try; by default some from the middle, and the one that `suggested_layer` returns.
         scale: multiple of the vector to add, and to subtract.
         max_tokens: maximum tokens of a reply.
 

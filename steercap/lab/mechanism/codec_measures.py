@@ -56,7 +56,7 @@ class CheckedRows:
 
     @staticmethod
     def of(raw: torch.Tensor, coding: Coding) -> CheckedRows:
-        """Encode and decode raw rows, [rows, *shape of the point], which are flattened to [rows, width]."""
+        """Encode and decode raw rows, [rows, *shape of the point], by a codec, and flatten them to [rows, width]."""
         found = encoded(raw, coding)
         if isinstance(found, torch.Tensor):
             return CheckedRows(_floats(found.flatten(1)), found.nbytes // len(found))

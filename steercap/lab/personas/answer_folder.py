@@ -74,8 +74,8 @@ class RowsFile:
             rows: float32 [layers, hidden], on the CPU.
 
         Raises:
-            InvalidFile: a row is beyond the range of the stored dtype.
-            OSError: they cannot be written.
+            InvalidFile: an element of a row is beyond the range of the stored dtype.
+            OSError: the rows cannot be written.
         """
         assert rows.shape == self._shape, "each layer has a tap"
         stored = rows.to(self._dtype).contiguous()
@@ -222,7 +222,7 @@ class AnswersFolder:
         rows.path.unlink(missing_ok=True)
 
     def renew(self, files: PersonaFiles) -> PersonaReceipt:
-        """Return the receipt of a finished persona; recompute its levels if its scores or `minimum` have changed."""
+        """Return the receipt of a finished persona, after recomputing levels if scores or `minimum` have changed."""
         found = self.receipt(files)
         assert found is not None, "its answers are read first"
         self.part(files).unlink(missing_ok=True)  # a call that was killed may have left it
@@ -277,7 +277,7 @@ def _read_receipt(path: Path) -> PersonaReceipt | None:
 
 
 def means_of(plan: LevelPlan, rows: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return each level's weighted mean, float32 [layers, hidden] by level, of `rows`, (key, [layers, hidden])."""
+    """Return each level of a plan, float32 [layers, hidden] by name, from (key, mean row) of its answers."""
     means = LevelMeans(plan)
     for key, mean in rows:
         means.add(key, mean)

@@ -176,7 +176,7 @@ def write_levels(run: str | Path, out: str | Path, *, minimum: int | None = None
 
 
 def _key_of(response: Response) -> str:
-    """Return the key of an answer for `plan_levels`, "SAMPLE/pos_pP_qQ", in which the sample takes the file's place."""
+    """Return the key of an answer for `plan_levels`, "SAMPLE/pos_pP_qQ", with the sample in place of a file's name."""
     return f"{response.sample}/{_LABELS[response.sign]}_p{response.prompt}_q{response.question}"
 
 

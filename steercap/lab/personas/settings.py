@@ -63,7 +63,7 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         max_tokens: maximum tokens of an answer.
         temperature, top_p: sampling parameters.
         max_in_flight: maximum concurrent requests.
-        scorer: name in `steercap.lab.measures.scores.SCORERS`.
+        scorer: name in `steercap.lab.measures.scores.SCORERS` of the scorer of answers.
         scorer_args: arguments of the scorer; no API keys, since they are written to the run folder.
         threshold_high, threshold_low: minimum score of kept answers under a positive prompt, and maximum under a
             negative one.
@@ -72,8 +72,8 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         layers, site: layers and site of the captured rows; layers are "all", an index or several.
         read_system: True to put the system prompt before an answer when it is read to capture rows, as in the paper.
             The rows may then show the prompt rather than the answer; False reads each answer after its question alone.
-        method: name in `steercap.lab.directions.METHODS`.
-        held_out: share of the questions held out from the vector, to test it on.
+        method: name in `steercap.lab.directions.METHODS` of the method that computes directions from rows.
+        held_out: share of the questions, between 0 and 1, whose answers test the vector instead of making it.
 
     Raises:
         InvalidSetting, UnknownName: a value is not valid, or fewer answers are requested of a trait than `min_kept`.

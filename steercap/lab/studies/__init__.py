@@ -7,7 +7,7 @@ answers/00007-3f2a9c.parquet          answers, hundreds in a part; one part when
 values/repetition-5d41/...            values of one measure, by number of the answer
 tasks/choices-77ab/...                values of one task, by number of condition and item
 results.parquet                       answers and values in one table, when the study is complete
-methods.parquet, .md, .png            methods of an evaluation beside each other
+methods.parquet, .md, .png            summary of the methods of an evaluation
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class QuestionScore(msgspec.Struct, frozen=True, kw_only=True):
         question: text of the question, one line for each turn.
         count: number of answers with a score.
         mean, std, min, max: statistics of these scores, None without any; `std` is that of a population.
-        refusals, missing: number of answers that refuse, and of those without a score that do not.
+        refusals, missing: number of answers that refuse, and of answers that do not refuse but have no score.
     """
 
     dataset: str
@@ -167,7 +167,7 @@ def save_tables(
 
 
 def save_judge_scores(folder: Path, results: EvaluationResults, names: Names, rows: Sequence[JudgeRow]) -> Path:
-    """Write `judge_scores.parquet`, every answer with its judgement, and return its path; `rows` are in their order."""
+    """Write `judge_scores.parquet`, every answer with its row of `rows`, in order, and return the file's path."""
     scales = {variant: _scale(spec) for variant, spec in specs_of(results, names).items()}
     found = [
         JudgeScore(

@@ -48,7 +48,7 @@ def scree(
     random: int = 100,
     seed: int = 0,
 ) -> pa.Table:
-    """Compute the variance explained by each principal component, beside that of random vectors of equal norms.
+    """Compute the variance explained by each principal component, and by those of random vectors of equal norms.
 
     Args:
         vectors: vectors as for `cosines`, two at least.
@@ -148,7 +148,7 @@ def ends(vectors: Vectors, layer: int, *, count: int = 2, top: int = 3, **how: b
 def principal(vectors: Vectors, *, count: int = 1, centred: bool = True, unit: bool = False) -> DirectionSet:
     """Return the first principal components at every layer: unit vectors named "PC1", "PC2", ...
 
-    Signs are those of `scores`, layer by layer, so they may flip from one layer to the next.
+    Signs are as for `scores`, layer by layer, so a component may change sign from one layer to the next.
 
     Args:
         vectors, centred, unit: as for `scree`.
@@ -174,7 +174,7 @@ def principal(vectors: Vectors, *, count: int = 1, centred: bool = True, unit: b
 
 
 def principal_rows(given: LabelledRows, group: str, count: int) -> LabelledRows:
-    """Return the first principal components of rows, at most `count`, as unit rows "PC1", "PC2", ... of a group.
+    """Return the first principal components of the rows `given`, at most `count`, as unit rows "PC1", ... of a group.
 
     Raises:
         InvalidSpec: there are fewer than two rows, or all are the same.
@@ -188,7 +188,7 @@ def principal_rows(given: LabelledRows, group: str, count: int) -> LabelledRows:
 
 
 def explained_by(given: LabelledRows, axes: LabelledRows) -> dict[str, float | None]:
-    """Return the share of the rows' variance along each of `axes`, by name of the axis; None if rows do not vary."""
+    """Return the share of the variance of the rows `given` along each of `axes`, by name; None if they do not vary."""
     middle = given.rows.double() - given.rows.double().mean(0)
     if not middle.norm() > given.rows.double().norm() * ROUNDING:
         return dict.fromkeys(axes.names)

@@ -96,7 +96,7 @@ class LabelledRows:
         return LabelledRows(groups, names, self.rows[places])
 
     def sampled(self, per_group: int | None, seed: int) -> LabelledRows:
-        """Return `per_group` random rows of each group, group by group in their order; all rows if None."""
+        """Return `per_group` rows of each group, drawn by `seed`, group by group in their order; all rows for None."""
         kept, generator = list[int](), torch.Generator().manual_seed(seed)
         for group in dict.fromkeys(self.groups):
             places = [at for at, own in enumerate(self.groups) if own == group]
@@ -228,7 +228,7 @@ def random_units(count: int, width: int, seed: int) -> Float[torch.Tensor, "coun
 def random_pairs(
     count: int, width: int, seed: int
 ) -> tuple[Float[torch.Tensor, "count width"], Float[torch.Tensor, "count width"]]:
-    """Draw random unit vectors `first`, and for each an orthogonal one `across`, to span all angles to `first`.
+    """Draw random unit vectors, and for each an orthogonal unit vector; arguments as for `random_units`.
 
     Raises:
         InvalidSpec: as for `random_units`.

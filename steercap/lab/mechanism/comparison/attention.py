@@ -104,7 +104,7 @@ class RelationNull:
 def scores(
     queries: Float[torch.Tensor, "n heads head_dim"], keys: Float[torch.Tensor, "m heads head_dim"]
 ) -> Float[torch.Tensor, "n m"]:
-    """Return q · k / √head_dim of every query and key, averaged over heads."""
+    """Return q · k / √head_dim of every query and every key, averaged over heads: [queries, keys]."""
     heads, head_dim = queries.shape[1:]
     return queries.flatten(1) @ keys.flatten(1).T / (heads * math.sqrt(head_dim))
 

@@ -38,7 +38,7 @@ REINFORCED: Final = 5
 def susceptibility(pair: AttentionPair | FeedForwardPair, given: LabelledRows) -> pa.Table:
     """Measure the angle between two models' images of each vector under each matrix that reads the residual stream.
 
-    Each model norms a vector by its own input norm and applies its unfolded matrix, without bias.
+    Each model norms a vector of `given` by its own input norm and applies its unfolded matrix, without bias.
 
     Returns:
         Columns `group`, `name`, `layer`, `matrix` ("q", "k", "v", or "gate", "up"), `distance`: 1 − cosine of the two
@@ -62,7 +62,7 @@ def susceptibility(pair: AttentionPair | FeedForwardPair, given: LabelledRows) -
 
 
 def differences(pair: AttentionPair | FeedForwardPair) -> pa.Table:
-    """Compare the matrices of a layer that read the stream, in float64.
+    """Compare the matrices of one block that read the residual stream, base with instruct, in float64.
 
     Returns:
         Columns `layer`, `matrix`, `frobenius` (norm of the difference), `relative` (the same over the norm of the base

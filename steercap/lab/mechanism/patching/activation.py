@@ -44,7 +44,7 @@ class Given(NamedTuple):
     """Replacement rows for the places of one grid, for one pair of prompts.
 
     Args:
-        value: metric of the run that the rows come from; None if they come from no run.
+        value: metric of the run that the rows come from; None if rows come from no run.
         rows: function that returns the replacement rows of a place: [positions, width].
     """
 

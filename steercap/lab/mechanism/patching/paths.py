@@ -45,7 +45,7 @@ class Receiver:
         site: site of the heads, "q", "k" or "v". Heads of `k` and `v` are key heads, of which there may be fewer.
         heads: (layer, head) of each head.
         tokens: tokens of the prompt at which the heads are patched.
-        name: name in the column `receiver` of the table; by default made of the other arguments.
+        name: name in the column `receiver` of the table; "" for one built from site and heads.
 
     Raises:
         InvalidSpec, InvalidSelection: an argument is of the wrong type.
@@ -139,7 +139,7 @@ class Routes:
         return SteeringSpec(edits)
 
     def second_run(self, frozen: Frozen, receiver: Receiver, after: int, seen: PatchSource) -> SteeringSpec:
-        """Return the edits of the second run: a receiver's heads after layer `after` get their rows in `seen`."""
+        """Return the edits of the second run: a receiver's heads after layer `after` get their rows of the first."""
         assert isinstance(receiver.tokens, TokenSelection)
         positions = tuple(positions_of(receiver.tokens, len(frozen.pair.base)))
         edits = []

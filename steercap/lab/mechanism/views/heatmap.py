@@ -65,7 +65,7 @@ class TokenHeatmap:
         unit: unit of the values, for the legend.
 
     Raises:
-        InvalidRequest: no tokens, values of another shape, or a limit that is not a distance.
+        InvalidRequest: there are no tokens, values are not real numbers of this shape, or centre or limit is not valid.
     """
 
     tokens: Sequence[str]
@@ -184,7 +184,7 @@ class TokenHeatmap:
             path: file to write; its suffix sets the format.
 
         Raises:
-            InvalidRequest: more tokens than one picture can hold, 9,600.
+            InvalidRequest: there are more than 9,600 tokens, too many for one picture.
         """
         with extra("plots"):
             from matplotlib.figure import Figure

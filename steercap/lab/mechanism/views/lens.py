@@ -233,7 +233,7 @@ def tokenizer_of(model: Source) -> Any:
     """Return the tokenizer of a model.
 
     Raises:
-        ModelNotLoaded: there is no tokenizer beside the checkpoint.
+        ModelNotLoaded: the checkpoint has no tokenizer.
     """
     if not isinstance(model, (str, os.PathLike)):
         return model.tokenizer

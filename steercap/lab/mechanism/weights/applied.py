@@ -191,7 +191,7 @@ class FeedForward:
 
 @dataclass(frozen=True, eq=False)
 class RoutedExperts:
-    """Experts of one layer; on each call, the weights of those that a row is routed to are read one by one.
+    """Experts of one layer; on each call, the weights of the experts that rows are routed to are read one by one.
 
     Args:
         router: transformers' router with its weights: it returns logits [rows, experts], and the scores and indices of

@@ -134,7 +134,7 @@ class ModelWeights:
         """Tokenizer of the checkpoint, from transformers.
 
         Raises:
-            ModelNotLoaded: there is no tokenizer beside the checkpoint.
+            ModelNotLoaded: the checkpoint has no tokenizer.
         """
         return read_tokenizer(self.name, self._revision)
 

@@ -114,7 +114,7 @@ def described(settings: RoleSettings) -> dict[str, Any]:
 
 
 def settings_from(plain: Mapping[str, Any], names: tuple[str, ...]) -> RoleSettings:
-    """Return settings from `plain`, values as `described` returns them, with the roles of these names alone.
+    """Return settings from `plain`, a return value of `described`, with only the roles of these names, in their order.
 
     Raises:
         msgspec.ValidationError, LookupError: a value is missing or not valid.

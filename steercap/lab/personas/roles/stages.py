@@ -72,7 +72,7 @@ async def score(
     """Score a role's answers and write `scores.parquet`, or load the scores that an earlier run wrote.
 
     Returns:
-        A score of 0 to 100 for each answer, None where it could not be scored; None in place of the list if there is no
+        A score of 0 to 100 for each answer, None if it could not be scored; None in place of the list if there is no
         scorer or the role is the assistant.
 
     Raises:

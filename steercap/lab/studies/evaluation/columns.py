@@ -26,7 +26,7 @@ ROUNDING: Final = 1e-9
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Numbers of an evaluation; its arguments are those of `EvaluationResults`.
+    """Values of an evaluation by column, a measure or task; arguments as for `EvaluationResults`.
 
     A *line* is a method, or several pooled under one name. Numbers in a column of factors are logarithms.
     """

@@ -199,7 +199,7 @@ class Evaluation:
         return [*([{"role": "system", "content": system}] if system else []), *spoken]
 
     def sampling_of(self, question: int, sample: int, turn: int) -> dict[str, Any]:
-        """Return vLLM sampling parameters of one answer; its seed does not depend on the condition."""
+        """Return vLLM sampling parameters of the answer of these indices; the seed does not depend on the condition."""
         return {**self.sampling, "seed": derived_seed(f"{self.seed}/{question}/{sample}/{turn}")}
 
     def definition(self, model: Mapping[str, str]) -> EvaluationDefinition:

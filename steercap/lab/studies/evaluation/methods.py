@@ -98,7 +98,7 @@ class Method:
         """Return controls: the same edits with random vectors of the same norms, at the same doses.
 
         Args:
-            count: number of controls; they are pooled.
+            count: number of controls, which are pooled in tables and pictures.
             seed: seed of the draws.
 
         Raises:

@@ -160,7 +160,7 @@ class EvaluationResults:
     def reached_by_all(self, by: str = COST) -> float:
         """Return the highest cost that every method with doses reaches at one of them, controls aside.
 
-        Methods that never cost more than no steering are ignored: they would leave nothing to compare but dose 0.
+        Methods that never cost more than no steering are ignored: with these, all would be compared at dose 0.
 
         Args:
             by: measure or task of the cost.
@@ -252,7 +252,7 @@ class EvaluationResults:
         return tables.save(self.summary(), self.columns, Path(to))
 
     def plot(self, to: str | Path, *, columns: Sequence[str] | None = None, by: str = COST) -> Path:
-        """Draw each method's means by cost and dose; see `steercap.lab.studies.evaluation.plots.plot_methods`."""
+        """Draw methods' effects by cost, and return `to`; see `steercap.lab.studies.evaluation.plots.plot_methods`."""
         return plot_methods(self, to, columns=columns, by=by)
 
     def check(self, *columns: str) -> None:

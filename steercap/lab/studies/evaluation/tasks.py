@@ -110,13 +110,13 @@ class Passages(Task):
     the subject. A method that asks for another style makes plain prose less likely by design; that is part of its cost.
 
     Args:
-        texts: passages by the question that each answers; those that come with steercap by default: twelve of some 40
-            words, written for it, about things that everybody knows.
+        texts: passages by the question that each answers; by default twelve that come with steercap, written for it,
+            of some 40 words each, about common knowledge.
 
         first: number of passages to use, from the first; all by default.
 
     Raises:
-        InvalidSpec: there is no passage, an empty one, or fewer than `first`.
+        InvalidSpec: there is no passage, one is empty, or there are fewer than `first`.
     """
 
     log = True
@@ -185,8 +185,8 @@ class Choices(Task):
     probabilities count as wrong.
 
     Args:
-        questions: those that come with steercap by default: forty of everyday knowledge, written for it, each with
-            three wrong answers of about the same length; chance is 0.25.
+        questions: questions with answers; by default forty of everyday knowledge that come with steercap, written for
+            it, each with three wrong answers of about the same length, so that chance is 0.25.
 
         first: number of questions to use, from the first; all by default.
 
@@ -264,13 +264,13 @@ def tokenized(tokenizer: Any, prompt: Any, item: Item) -> list[PromptAndText]:
 async def logprobs_of(
     model: SteerModel, parts: Sequence[PromptAndText], spec: SteeringSpec | None
 ) -> list[npt.NDArray[np.float64]]:
-    """Return the natural log probability of each token of each text, given all before it: float64 [tokens] each.
+    """Return the natural log probability of each token of each text, given all tokens before it: float64 [tokens] each.
 
     Edits of `spec` (None for no steering) apply where they would if the model had generated the text after the prompt.
 
     Raises:
         InvalidSpec: an edit cannot apply to a text that is read, see `over_read`; or a LogitBias reaches into it.
-        WorkerFailure: vLLM gives no log probabilities.
+        WorkerFailure: vLLM returns no log probabilities.
         The errors of `SteerModel.generate`.
     """
     prompts = [{"prompt_token_ids": one.ids} for one in parts]

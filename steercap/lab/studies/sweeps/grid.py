@@ -97,13 +97,13 @@ class Sweep:
     of the negative texts to that of the positive ones. With `relative=True` it is the length of the added vector as a
     fraction of the row's norm. `OPERATIONS` documents its meaning for other operations.
 
-    Every sweep includes the prompts without steering, once: condition "none", which also stands for every scale that
-    changes nothing, such as 0 of "add".
+    Every sweep includes the prompts without steering, once: control "none", which also stands for every scale that
+    changes nothing, such as 0 for "add".
 
     Args:
         vectors: LayerVectors by name; a DirectionSet is such a mapping.
-        layers: layers to steer: `(10, 14)` is each layer alone, `[(10,), (10, 12, 14)]` one alone and three at once,
-            each with its own vector.
+        layers: layers to steer: `(10, 14)` is each layer by itself, `[(10,), (10, 12, 14)]` one by itself, and three
+            at once, each with its own vector.
         scales: numbers, NumPy's included; a negated one is another condition.
         operations: names in `OPERATIONS`.
         tokens: tokens to steer, as in every edit.

@@ -70,7 +70,7 @@ class SweepResults:
         ]
 
     def effects(self, measure: str) -> list[Effect]:
-        """Return the effect on one measure of every vector, operation, group of layers and scale, beside its controls.
+        """Return the effect on one measure of every vector, operation, group of layers and scale, with its controls.
 
         Raises:
             InvalidSpec: the measure was not taken.
