@@ -84,20 +84,20 @@ def ablate(
     concurrent: int = 256,
     progress: Callable[[int, int], None] | None = None,
 ) -> Effects:
-    """Ablate rows at each place of a grid, in a run of its own, and measure the effect.
+    """Ablate rows, each place of a grid in its own run, and measure the effects on a metric.
 
     Args:
         model: an open model, with the grid's points armed.
         prompts: one prompt or several: str, token ids, or `Exchange`.
         points: a `Grid`, or several.
         metric: metric of a run, as for `patch`.
-        to: replacement of rows: "zero"; "position_mean", the mean row of the reference texts at the same position, all
-            of them as long as the prompts; or "mean", the mean row of all their tokens.
-        reference: texts to take means over; the prompts themselves by default.
-        reference_tokens: tokens of them to average for "mean": by default all but the first, whose row in most models
-            is an attention sink, a hundred times as long as the others.
+        to: replacement of rows: "zero"; "position_mean", the mean row of the reference texts at the same position, for
+            texts all as long as the prompts; or "mean", the mean row of the `reference_tokens` of these texts.
+        reference: texts to average rows over; the prompts themselves by default.
+        reference_tokens: tokens of the reference texts to average for "mean": by default all but the first, whose row
+            in most models is an attention sink, a hundred times as long as the others.
         concurrent: maximum concurrent runs.
-        progress: function called with the number of finished changed runs, and of all.
+        progress: function called with the number of finished ablated runs, and of all.
 
     Returns:
         The effect of every place, for each prompt; `source` is None.
@@ -269,7 +269,7 @@ def calibrated_capping(
     percentile: float = 25.0,
     tokens: Tokens | TokenSelection = BUT_THE_FIRST,
 ) -> Capping:
-    """Build a capping with floors measured on the default assistant's answers of a run.
+    """Build a capping with floors measured on the default assistant's answers in a run.
 
     Args:
         model: an open model, the same as the run's.
@@ -411,23 +411,23 @@ def compare_steering(
     layers: Sequence[int] | None = None,
     scorer: str | None = "minilm",
 ) -> list[CapRecord]:
-    """Generate answers to cases without steering and under each of some specs, and measure the answers.
+    """Generate answers to cases without steering and under each steering spec, and measure the answers.
 
     Args:
         model: an open model.
         axis: axis to project rows on.
-        steering: specs by the name of the condition, such as `Capping.spec`, beside one along random vectors.
+        steering: specs by name of the condition, such as `Capping.spec` and a control along random vectors.
         cases: cases to answer, with the same seeds under every condition.
         settings: settings of sampling, concurrency and the scorer; its roles include those of the cases.
         layers: layers to project at; None for all layers of the axis.
         scorer: name of the scorer of role play; None for no scores.
 
     Returns:
-        A record for each condition, "plain" first, and case.
+        A record for each condition, "plain" (no steering) first, and each case, in order.
 
     Raises:
-        InvalidSpec: no cases, answers of one token, or a condition called "plain".
-        InvalidSetting: a scorer that needs something the roles do not have.
+        InvalidSpec: no cases, `settings.max_tokens` below 2, or a condition called "plain".
+        InvalidSetting: the scorer needs a field that a role lacks.
         The errors of `SteerModel.run`.
     """
     from steercap.lab.personas.roles import compare_steering as there
@@ -445,10 +445,10 @@ def evaluate(
     concurrent: int = 512,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> EvaluationResults:
-    """Have every question answered under every method at every dose, and measure answers and fixed texts.
+    """Generate answers to every question under every method at every dose, and measure answers and fixed texts.
 
-    All requests run in one engine, each with its own steering, and share its batches. An interrupted evaluation
-    resumes: run it again and only missing requests are made, also after methods, doses, measures or tasks were added.
+    All requests run in one engine, each with its own steering, and share batches. An interrupted evaluation is resumed
+    by another call, which makes only missing requests, also after methods, doses, measures or tasks were added.
 
     Args:
         model: an open model.
@@ -462,10 +462,10 @@ def evaluate(
 
     Raises:
         MissingExtra: the extra "evaluation" is not installed.
-        RunDiffers: the folder holds answers to other questions, of another model, or sampled otherwise.
+        RunDiffers: the folder has answers to other questions, of another model, or with other sampling.
         InvalidRequest: another call writes to the folder.
-        InvalidSpec: two measures or tasks have one label, or an edit cannot apply to a text that is read.
-        The errors of `SteerModel.generate`, before anything is answered where an edit does not fit the engine.
+        InvalidSpec: two measures or tasks have one label, or an edit cannot apply to a text of a task.
+        The errors of `SteerModel.generate`; with a task, before any answer if an edit does not fit the engine.
     """
     from steercap.lab.studies.evaluation import evaluate as there
 
@@ -559,10 +559,10 @@ def layer_sweep(
     concurrent: int = 256,
     progress: Callable[[int, int], None] | None = None,
 ) -> pa.Table:
-    """Measure the effect of adding each layer's vector at that layer, beside random vectors of equal norm.
+    """Measure the effect on a metric of adding each layer's vector at that layer, and of random vectors of equal norm.
 
-    Each layer is a run of its own; all share the engine's batches, and a run in which the vector was not added raises.
-    To measure whole answers, sweep layers with `steercap.lab.studies.sweeps.run_sweep`.
+    Each layer has its own run; all share the engine's batches, and a run in which the vector was not added raises. To
+    measure whole answers, sweep layers with `steercap.lab.studies.sweeps.run_sweep`.
 
     Args:
         model: an open model, with taps at the vectors' points.
@@ -570,8 +570,8 @@ def layer_sweep(
         prompts: one prompt or several: str, token ids, or `Exchange`.
         metric: metric of the token after the prompt, as for `steercap.lab.mechanism.patching.patch`.
         scale, relative: arguments as in `steercap.Add`.
-        layers: some of the vectors' layers; all by default.
-        tokens: tokens of the prompt to add it to, all in one run.
+        layers: layers of the vectors; all by default.
+        tokens: tokens of the prompt to add the vector to, all in one run.
         random: number of random vectors for each vector and layer, 0 for none.
         seed: seed of the random vectors.
         concurrent: maximum concurrent runs.
@@ -579,7 +579,8 @@ def layer_sweep(
 
     Returns:
         Columns `name`, `control` ("" for the vector, "random-03" for the fourth random one), `layer`, `prompt`,
-        `position` and `token` (null and ""), `value`, `base` (without it), `difference`: a row for each run.
+        `position` and `token` (null and ""), `value` and `base` (metric with and without the vector), `difference`
+        (`value - base`): a row for each run.
 
     Raises:
         InvalidSpec: the vectors, scale, prompts or metric are not valid.
@@ -656,7 +657,7 @@ def patch(
     concurrent: int = 256,
     progress: Callable[[int, int], None] | None = None,
 ) -> Effects:
-    """Patch rows of one run into another, at each place of a grid in a run of its own, and measure the effect.
+    """Patch rows of one run into another, each place of a grid in its own run, and measure the effects on a metric.
 
     All runs of all pairs share the engine's batches. Patched rows are bit-identical to those captured in the other run;
     a run in which a row was not patched raises.
@@ -669,8 +670,8 @@ def patch(
         metric: metric of a run: `LogitDifference`, `LogProbability`, `Measured`, or your own.
         direction: "denoise" puts clean rows into the corrupted run, to find places sufficient to restore the answer.
             "noise" puts corrupted rows into the clean run, to find places necessary for it.
-        align: "end" aligns prompts of different lengths by their last tokens; tokens of the run that is changed without
-            a counterpart are left out. Not for `q` and `k`, whose rows depend on their positions.
+        align: "end" aligns prompts of different lengths by their last tokens; tokens of the patched prompt without a
+            counterpart are left out. Not for `q` and `k`, whose rows depend on their positions.
         concurrent: maximum concurrent runs.
         progress: function called with the number of finished patched runs, and of all.
 
@@ -713,9 +714,9 @@ def path_patch(
     concurrent: int = 256,
     progress: Callable[[int, int], None] | None = None,
 ) -> Effects:
-    """Measure the direct effect of each head on other heads, or on the logits, with all heads between held.
+    """Measure the direct effect of each head on other heads, or on the logits, with all heads between frozen.
 
-    The `z` of one sender comes from the other run, and all heads in later layers are held at their unchanged outputs.
+    One sender's `z` comes from the other prompt, and all heads in later layers are frozen at their unpatched outputs.
     The resulting queries, keys or values of the receivers are patched in a second run, in which all else is computed.
 
     Args:
@@ -726,7 +727,7 @@ def path_patch(
         receivers: a `Receiver`, "logits", or several of them, each measured by itself.
         tokens: tokens of the prompt at which the senders' rows come from the other run.
         direction: "noise": the clean run is changed, and senders come from the corrupted run. "denoise": the reverse.
-        through_mlps: let feed-forward blocks carry the change; False holds them too, and needs `mlp_out` armed.
+        through_mlps: True if feed-forward blocks carry the change; False freezes them too, and needs `mlp_out` armed.
         concurrent: maximum concurrent senders.
         progress: function called with the number of finished senders, and of all.
 
@@ -772,7 +773,7 @@ def position_sweep(
     concurrent: int = 256,
     progress: Callable[[int, int], None] | None = None,
 ) -> pa.Table:
-    """Measure the effect of adding each layer's vector at that layer to one token alone, each token in its own run.
+    """Measure the effect of adding each layer's vector at that layer to a single token, each token in its own run.
 
     Args:
         model, vectors, prompts, metric, scale, relative, layers, tokens, random, seed, concurrent, progress: as for
@@ -810,7 +811,7 @@ def projections_by_text(
     *,
     layers: Sequence[int] | None = None,
 ) -> list[dict[int, Float[torch.Tensor, " tokens"]]]:
-    """Return projections of every token on the axis, by layer, for each text separately.
+    """Return projections on the axis of every token of each text's answer, float32 [tokens] by layer, text by text.
 
     Where prompt and answer fill the context, the answer's last token is left out: it had no row, and vLLM reads no
     sequence that leaves no room to go on.
@@ -843,7 +844,7 @@ def read_answers(
     suffix: str = "",
     progress: Report | None = None,
 ) -> AnswersRead:
-    """Read answers that exist with a model: the mean row of each answer, and means per persona and score level.
+    """Read existing answers with a model, and write mean rows of each answer and means per persona and score level.
 
     Args:
         model: an open model with taps at "resid_post" of all layers.
@@ -851,27 +852,27 @@ def read_answers(
         scores: folder of `NAME.json`: `LABEL_pP_qQ` to a number or "REFUSAL". Default files of roles need none.
         to: folder of the results: `response_activations/NAME.pt` (key to [layers, hidden]), `vectors/NAME.pt` (level
             to float32 [layers, hidden]) and, for roles, `default_vectors.pt`, the mean of the answers of all default
-            files that have been read, by earlier calls too. A call that was killed is resumed.
-            Where only scores or `minimum` differ, the levels alone are made again.
-        kind: "trait" or "role": how answers are scored, and the levels.
-        others: further open models, like the first and of its event loop: each answer goes to one that is free.
+            files that have been read, by earlier calls too. A call that was killed is resumed; if only scores or
+            `minimum` differ from an earlier call, only levels are computed again.
+        kind: "trait" or "role", which determines the scale of scores and the levels; see `plan_levels`.
+        others: further open models of the same checkpoint and event loop, which share the answers.
         names: names of personas; all by default.
         minimum: minimum number of answers of a level; see `plan_levels`.
-        stored: dtype of the means of answers on disk: float32, bfloat16 or float16. Levels are means of what is stored.
-        concurrency: answers under way at once in each model. With 1 the files are the same byte for byte, however
-            often a call was killed; with more, up to the rounding of batches.
+        stored: dtype of the means of answers on disk: float32, bfloat16 or float16. Levels are means of stored rows.
+        concurrency: maximum concurrent answers in each model. With 1 the files are bit-identical however often a call
+            was killed; with more they are equal up to the rounding of batches.
         chat_template_kwargs: further arguments of the chat template.
-        suffix: end of the names of the folders.
+        suffix: end of the names of the folder's subfolders and default file, such as "_vllm_bfloat16".
         progress: function called with a `Progress`, stage "read".
 
     Returns:
-        The folder, what each persona's levels are made of, and what was left out.
+        The folder, and for each persona the numbers of answers in its levels and left out.
 
     Raises:
-        InvalidFile: something is wrong with an answer or a score; the message names the file, the line and the key.
-        RunDiffers: the folder holds results of another model or other settings, or of answers that have changed.
+        InvalidFile: an answer or a score is not valid; the message names the file, the line and the key.
+        RunDiffers: the folder has results of another model or other settings, or of answers that have changed.
         InvalidPrompt: an answer does not fit the context.
-        InvalidSetting, UnknownName: a setting that does not fit.
+        InvalidSetting, UnknownName: an argument is not valid, or the models are of different checkpoints.
         PointNotArmed: a layer has no tap.
         The errors of `SteerModel.read`.
     """
@@ -898,25 +899,25 @@ def read_answers(
 def run_persona(
     model: SteerModel, settings: PersonaSettings, out: str | Path, *, progress: Report | None = None
 ) -> PersonaResult:
-    """Compute persona vectors of traits.
+    """Compute persona vectors of traits from a model's answers.
 
-    The model answers under contrasting system prompts; the answers are scored, filtered and read again, and their
-    mean rows are compared.
+    The model answers under contrasting system prompts; the answers are scored, filtered and read again by the model,
+    and their mean rows are compared.
 
     Args:
-        model: an open model, with a tap at the site and layers wanted, whose tokenizer has a chat template.
+        model: an open model, with taps at the site and layers of the settings, whose tokenizer has a chat template.
         settings: settings of the run.
-        out: the run's folder. An interrupted run resumes; a finished one is read. Where only later settings differ, the
-            stages that depend on them are repeated. Traits may be added, dropped and reordered: only missing answers
-            are requested, and the results of the others stay in the tables.
+        out: folder of the run. An interrupted run is resumed; a finished one is loaded. If only settings of later
+            stages differ, these stages are repeated. Traits may be added, dropped and reordered: only missing answers
+            are requested, and results of dropped traits stay in the tables.
         progress: function called with a `Progress`.
 
     Source: Chen et al., Persona Vectors: Monitoring and Controlling Character Traits in Language Models.
 
     Raises:
         MissingExtra: the extra "personas" is not installed.
-        RunDiffers: the folder holds answers of another model or run; the message names the difference.
-        InvalidFile: the folder holds something else.
+        RunDiffers: the folder has answers of another model or run; the message names the difference.
+        InvalidFile: the folder is not that of a run over traits, or cannot be read.
         InvalidRequest: another call writes to the folder.
         PointNotArmed, LayerOutOfRange: there is no tap at a point to read; raised before anything is generated.
         TooFewKept: for every trait, too few answers show it or its opposite.
@@ -928,24 +929,24 @@ def run_persona(
 
 
 def run_roles(model: SteerModel, settings: RoleSettings, out: str | Path, *, progress: Report | None = None) -> RoleRun:
-    """Have a model play roles, and compute the rows of each.
+    """Generate a model's answers in many roles, and compute the mean rows of each role.
 
     The model answers every question under every system prompt of each role, and of the default assistant; answers are
-    scored, if requested, and read again; their tokens' rows are averaged in the workers.
+    scored, if requested, and read again by the model; the rows of their tokens are averaged in the workers.
 
     Args:
-        model: an open model, with a tap at the site and layers wanted, whose tokenizer has a chat template.
+        model: an open model, with taps at the site and layers of the settings, whose tokenizer has a chat template.
         settings: settings of the run.
-        out: folder of the run. An interrupted run resumes: written answers are not requested again. Where only later
-            settings differ, the stages that depend on them are repeated; roles may be added and dropped.
+        out: folder of the run. An interrupted run is resumed: written answers are not requested again. If only settings
+            of later stages differ, these stages are repeated; roles may be added and dropped.
         progress: function called with a `Progress`; the stages are "generate" and "read".
 
     Source: Lu et al. 2026, The Assistant Axis (arXiv:2601.10387).
 
     Raises:
         MissingExtra: the extra "personas" is not installed.
-        RunDiffers: the folder holds answers of another model or run; the message names the difference.
-        InvalidFile: the folder holds something else.
+        RunDiffers: the folder has answers of another model or run; the message names the difference.
+        InvalidFile: the folder is not that of a run over roles, or cannot be read.
         PointNotArmed, LayerOutOfRange: there is no tap at a point to read; raised before anything is generated.
         TooFewKept: too few answers of the assistant, or of all roles but one.
         The errors of `SteerModel.run`, and of the scorer.
@@ -965,20 +966,20 @@ def run_rollouts(
     concurrent: int = 128,
     progress: Callable[[str, str, int, int], None] | None = None,
 ) -> list[RolloutSummary]:
-    """Have the questions of all data sets answered in one engine, and write the tables of each into its folder.
+    """Generate answers to the questions of all data sets in one engine, score them, and write tables for each set.
 
     Requests of several data sets share the engine's batches, each with its own steering. A data set is taken from
     `sets` when another is finished, so that no more than `at_once` of them are in memory if `sets` is a generator. An
-    interrupted call resumes: call it again, and only missing answers and judgements are made, also after methods, a
-    judge or other texts of the classifier were given. Processes may share `out`, each with other data sets.
+    interrupted call is resumed by another, which makes only missing answers and judgements, also if methods, a judge
+    or other texts of the classifier were added. Processes may share `out`, each with other data sets.
 
     Args:
         model: an open model.
         sets: data sets, in any number, each of another name.
         out: folder of the data sets' folders, created if needed.
-        judge: judge of all answers; then every data set needs a rubric.
+        judge: judge of all answers, for which every data set needs a rubric; None for no judge.
         at_once: maximum number of data sets in progress.
-        concurrent: maximum number of concurrent requests of each.
+        concurrent: maximum number of concurrent requests of each data set.
         progress: function called with the data set, the kind of work ("answers" or "judge"), and the numbers of
             answers done and in all.
 
@@ -990,9 +991,9 @@ def run_rollouts(
         InvalidSpec: there is no data set, or one is of another type, has the name of another, or lacks a rubric that a
             judge needs.
         InvalidRequest: another call writes to a data set's folder.
-        RunDiffers: a folder holds answers to other questions, of another model, or sampled otherwise.
-        JudgeFailed: the judge cannot be reached; what was judged until then is kept.
-        The errors of `SteerModel.generate`; what was answered until then is kept.
+        RunDiffers: a folder has answers to other questions, of another model, or with other sampling.
+        JudgeFailed: the judge cannot be reached; judgements until then stay in the folder.
+        The errors of `SteerModel.generate`; answers until then stay in the folder.
     """
     from steercap.lab.studies.rollouts import run_rollouts as there
 
@@ -1007,16 +1008,15 @@ def run_share(
     shard: tuple[int, int] = (0, 1),
     progress: Report | None = None,
 ) -> None:
-    """Do a share of a run's roles, so that several processes with an engine each can work in one folder.
+    """Run all stages for a share of the roles, so that several processes, each with an engine, can share a folder.
 
     Args:
         model, settings, out, progress: arguments as for `run`; the same for all shares.
-        shard: (index of the share, number of shares), from 0: role i belongs to share i mod n, the assistant being role
-            0.
+        shard: (index of the share, from 0, number of shares n): role i is in share i mod n; role 0 is the assistant.
 
     Raises:
         InvalidSetting: there is no such share.
-        As for `run`, `TooFewKept` aside.
+        The errors of `run`, except TooFewKept.
     """
     from steercap.lab.personas.roles import run_share as there
 
@@ -1032,26 +1032,26 @@ def run_sweep(
     concurrent: int = 512,
     progress: Callable[[int, int], None] | None = None,
 ) -> SweepResults:
-    """Have every prompt answered under every condition, and measure the answers.
+    """Generate answers to every prompt under every condition, and measure the answers.
 
-    All requests run in one engine, each with its own steering, and share its batches. An interrupted sweep resumes: run
-    it again and only missing requests are made. A killed process loses two seconds of work.
+    All requests run in one engine, each with its own steering, and share batches. An interrupted sweep is resumed by
+    the same call, which makes only missing requests. A killed process loses at most two seconds of work.
 
     Args:
         model: an open model.
         sweep: sweep to run.
         out: folder for answers and values, created if needed.
-        measures: names in `MEASURES`, or measure objects; you can add others in a later call.
+        measures: names in `MEASURES`, or measure objects; a later call can add others.
         concurrent: maximum concurrent requests.
         progress: function called with the number of answers so far, and of all answers.
 
     Raises:
         MissingExtra: the extra "experiments" is not installed.
-        RunDiffers: the folder holds another sweep, or that of another model: other weights are another model, whatever
-            their folder is called.
+        RunDiffers: the folder has another sweep, or a sweep of another model: one with other weights, whatever its
+            name.
         InvalidRequest: another call writes to the folder.
         PointNotArmed, InvalidVector: the vectors do not fit the engine; raised before anything runs.
-        The errors of `SteerModel.generate`; what was answered until then is kept.
+        The errors of `SteerModel.generate`; answers generated until then stay in the folder.
     """
     from steercap.lab.studies.sweeps import run_sweep as there
 
@@ -1093,25 +1093,25 @@ def shuffled(
 ) -> LayerVectors:
     """Extract a control direction from the same texts with half of the labels exchanged at random.
 
-    It shares the properties of any direction between such texts, but has as many texts of the trait on one side as on
-    the other, of each group within one; of an odd number of texts one is left out. Where all groups have one text of
-    each label, these stay on two sides. The control is scaled to the norm of the vector it is compared with; at its own
-    norm it would do less merely by being shorter.
+    It shares the properties of any direction between such texts, but each side has as many texts of the trait as the
+    other, in each group to within one; of an odd number of texts one is left out. If all groups have one text of each
+    label, the two stay on different sides. The control is scaled to the norms of `like`; at its own it would have less
+    effect merely by being shorter.
 
     Args:
         model: an open model.
         positive, negative: the texts that the vector was extracted from.
-        like: the vector; the control takes its layers, site and norms.
-        method, tokens, reduce, groups, negative_groups, add_special_tokens: arguments of its extraction, see
+        like: the vector; the control has the same layers, site and norms.
+        method, tokens, reduce, groups, negative_groups, add_special_tokens: arguments of the vector's extraction by
             `steercap.lab.directions.extract`.
-        seed: seed of the draw.
+        seed: seed of the random exchange.
 
     Returns:
         Vectors at the layers of `like`.
 
     Raises:
-        InvalidSpec: fewer than two texts of a label: nothing can be exchanged; or a method that compares pairs, for
-            which an exchange within a pair changes nothing.
+        InvalidSpec: fewer than two texts of a label, so that none can be exchanged; or a method that compares pairs,
+            where an exchange within a pair changes nothing.
         The errors of `steercap.lab.directions.extract`.
     """
     from steercap.lab.studies.evaluation import shuffled as there
@@ -1139,7 +1139,7 @@ def token_projections(
     *,
     layers: Sequence[int] | None = None,
 ) -> dict[int, Float[torch.Tensor, " tokens"]]:
-    """Return projections of every token of some answers on the axis, by layer, computed in the workers.
+    """Return projections on the axis of every token of some answers, by layer, computed in the workers.
 
     Args:
         model: an open model.
@@ -1148,7 +1148,7 @@ def token_projections(
         layers: layers of the axis; None for all.
 
     Returns:
-        float32 [tokens of all answers] for each layer, in the units of the stream.
+        By layer, float32 [tokens of all answers, in order], in the units of the residual stream.
 
     Raises:
         InvalidSpec: there are no texts.
@@ -1170,22 +1170,22 @@ def try_layers(
     scale: float = 2.0,
     max_tokens: int = 24,
 ) -> TriedLayers:
-    """Steer replies to prompts at a few layers, both ways, all in one batch, and measure them.
+    """Steer replies to prompts at a few layers, by a vector and its negative, all in one batch, and measure them.
 
-    Replies are greedy, and steered at the tokens they generate. A few prompts show which layers are worth a sweep; they
-    prove nothing, as no random vector is beside them: see `steercap.lab.studies.sweeps`.
+    Replies are greedy, and steered at generated tokens. A few prompts show which layers are worth a sweep; they prove
+    nothing, as there is no control with random vectors: see `steercap.lab.studies.sweeps`.
 
     Args:
         model: an open model.
         directions: a direction, or a set of them, made by `extract` or read from a file.
         prompts: str, or conversations of {"role", "content"} dicts.
-        name: name of the direction in the set; may be left out if there is only one.
-        layers: layers to try; by default some from the middle, and the one that `suggested_layer` gives.
+        name: name of the direction in the set; None if there is only one.
+        layers: layers to try; by default some from the middle, and the one that `suggested_layer` returns.
         scale: multiple of the vector to add, and to subtract.
         max_tokens: maximum tokens of a reply.
 
     Raises:
-        InvalidSpec: no prompts, a prompt that is none, a scale that is not a number above 0, or a direction of zeros.
+        InvalidSpec: there is no prompt, one is empty, the scale is not a number above 0, or the direction is zero.
         UnknownName: no such direction, or several and no name.
         LayerOutOfRange: the direction has no vector at a layer.
         The errors of `SteerModel.generate`.

@@ -1,4 +1,4 @@
-"""Check of codecs on one's own texts: the cheapest codec of each site that keeps what one asks of its rows."""
+"""Check of codecs on given texts: the cheapest codec of each site whose decoded rows pass measures against raw rows."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ CANDIDATES: Final = (
     *(f"rp8,k={k}" for k in (256, 512, 1024)),
     *(f"topk8,k={k}" for k in (32, 64, 128, 256)),
 )
-#: Texts of one call: their rows are raw, and those of neurons wide.
+#: Maximum texts of one call of the engine: their rows are raw, and rows of neurons are wide.
 CALL_TEXTS: Final = 8
 
 
 @dataclass(frozen=True)
 class CodecCheck:
-    """Result of judging codecs on one's own texts; made by `check_codecs`.
+    """Result of judging codecs on given texts; made by `check_codecs`.
 
     Args:
         measures: all measures, in the order of sites, layers and bytes.
-        model: model whose rows were judged.
-        rows, texts: numbers of rows of each point, and of texts that they are of.
-        notes: what was left out, and what makes the result doubtful, by what it is about.
+        model: name of the model whose rows were judged.
+        rows, texts: number of rows of each point, and of the texts with these rows.
+        notes: reasons why codecs or texts were left out, and warnings, by their subject, such as "rows".
     """
 
     measures: tuple[CodecMeasure, ...]
@@ -69,8 +69,8 @@ class CodecCheck:
     __repr__ = brief
 
     def table(self) -> list[dict[str, Any]]:
-        """Return a record for each site and codec, cheapest first: its worst value of each measure over layers, names
-        of concepts and directions, `failed`, the measures below their bars, and `chosen`.
+        """Return a record for each site and codec, cheapest first: `site`, `codec`, `bytes`, the worst value of each
+        measure, `failed`, the names of measures that missed their bars, and `chosen`.
         """
         groups: dict[tuple[str, str], list[CodecMeasure]] = {}
         for measure in self.measures:
@@ -88,21 +88,21 @@ class CodecCheck:
 
     @property
     def codecs(self) -> SiteCodecs:
-        """The cheapest codec of each site that passes."""
+        """The cheapest codec of each site that passes all measures."""
         return SiteCodecs.parse([f"{row['site']}={row['codec']}" for row in self.table() if row["chosen"]])
 
     def save(self, path: str | Path) -> Path:
         """Write the chosen codecs, with all measures, to a JSON file that `SiteCodecs.load` and the commands read.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         about = {"model": self.model, "rows": self.rows, "texts": self.texts, "notes": dict(self.notes)}
         return self.codecs.save(path, **about, measures=[msgspec.to_builtins(measure) for measure in self.measures])
 
 
 def _worst(measures: Sequence[CodecMeasure]) -> dict[str, float | None]:
-    """Return the worst value of each measure; None if one is None."""
+    """Return the worst value of each measure, by name; None if a value of the measure is None."""
     found: dict[str, float | None] = {}
     for name in dict.fromkeys(measure.measure for measure in measures):
         own = [measure for measure in measures if measure.measure == name]
@@ -112,10 +112,10 @@ def _worst(measures: Sequence[CodecMeasure]) -> dict[str, float | None]:
 
 
 def _labels_of(labels: Mapping[str, Sequence[float]] | None, texts: int) -> dict[str, Floats]:
-    """Return labels as arrays.
+    """Return labels as float64 [texts], by concept; `texts` is the number of texts.
 
     Raises:
-        InvalidSpec: they are not a finite number for each text, by name.
+        InvalidSpec: `labels` is not a mapping from names to a finite number for each text.
     """
     if not isinstance(labels or {}, Mapping):
         raise InvalidSpec(f"labels={shown(labels)}; give numbers by the name of a concept, {{'praise': [1, 0, ...]}}")
@@ -131,11 +131,11 @@ def _labels_of(labels: Mapping[str, Sequence[float]] | None, texts: int) -> dict
 def _layers_of(
     model: ReadingModel, layers: Layers | None, directions: DirectionSet | None, sae: SAE | None
 ) -> tuple[int, ...]:
-    """Return the layers to judge: by default three, at the quarters of those that there are, and the SAE's.
+    """Return the layers to judge: by default three, at quarters of the model's or directions' layers, and the SAE's.
 
     Raises:
-        InvalidSpec: directions or an SAE of another type.
-        LayerOutOfRange: a layer that the model does not have.
+        InvalidSpec: `directions` or `sae` is of another type.
+        LayerOutOfRange: the model does not have a layer.
     """
     for name, given, kind in (("directions", directions, DirectionSet), ("sae", sae, SAE)):
         if given is not None and not isinstance(given, kind):
@@ -148,10 +148,10 @@ def _layers_of(
 
 
 def codings_of(candidates: Sequence[str]) -> dict[str, Coding]:
-    """Return candidates by their texts, raw rows first.
+    """Parse codecs from texts such as "topk8,k=64"; return them by text, raw rows first.
 
     Raises:
-        InvalidSpec, UnknownName: one is no codec.
+        InvalidSpec, UnknownName: an entry is not a codec.
     """
     if isinstance(candidates, str) or not isinstance(candidates, Sequence):
         raise InvalidSpec(f"candidates={shown(candidates)}; give codecs in a list, such as ['topk8,k=64']")
@@ -174,35 +174,35 @@ async def check_codecs(
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> CodecCheck:
-    """Judge codecs by the rows of one's own texts, read raw, a layer at a time, and encoded here as one rank does.
+    """Judge codecs by the rows of given texts, captured raw, a layer at a time, and encoded here as one rank does.
 
-    A codec passes at a site if at all layers: `neuron_ranks`, Spearman's correlation of the mean absolute elements of
-    `neurons`, `concept`, Pearson's correlation of the scores that probes of the labels give rows of texts that they
-    were not fitted to, and `direction`, that of the rows' cosines with each direction, are at least `BAR`; and, of
-    projections, `cosine_error`, the root mean square error of rows' cosines, is at most 1 / sqrt(k), and `rounding`,
-    the least cosine with the projection before it is rounded, at least `ROUNDING_BAR`. Other measures are told.
+    A codec passes at a site if at all layers `neuron_ranks`, Spearman's correlation of the mean absolute elements of
+    `neurons`, `concept`, Pearson's correlation of cross-validated scores of rows by probes of the labels, and
+    `direction`, that of the rows' cosines with each direction, are at least `BAR`; and, for codecs that project rows,
+    `cosine_error`, the root mean square error of rows' cosines, is at most 1 / sqrt(k), and `rounding`, the least
+    cosine with the projection before rounding, at least `ROUNDING_BAR`. Other measures are only reported.
 
     Args:
         model: an open model with taps at these sites.
-        texts: str, token ids, or `Exchange(prompt, response)`, whose rows are the response's; of others all rows but
-            the first.
+        texts: str, token ids, or `Exchange(prompt, response)`. Rows are those of the response of an Exchange, and of
+            all tokens but the first of other texts.
         layers: layers to judge; by default three, at the quarters of the model or of the directions, and the SAE's.
         sites: sites to judge.
         candidates: codecs, such as "topk8,k=64"; raw rows are always judged.
-        labels: numbers of each concept, one for each text.
-        directions: named directions at one of the sites. Where neither these nor labels nor ranks ask anything of a
-            site's rows, their first `PRINCIPAL` principal directions do.
-        sae: SAE of one of the points, which is given decoded rows: `sae_explained` of raw rows' variance, and
-            `sae_probe_delta`, the change of the correlation of labels with a probe of its features.
+        labels: by name of a concept, a number for each text.
+        directions: named directions at one of the sites. A site without these, labels or ranks of neurons is judged by
+            the first `PRINCIPAL` principal directions of its rows.
+        sae: SAE of one of the points, which is applied to decoded rows: `sae_explained` is the share of raw rows'
+            variance, `sae_probe_delta` the change in the correlation of labels with a probe of its features.
         train_sae: also train a small SAE on raw rows and one on the rows of each topk8 codec: `trained_sae_explained`
-            of the variance of raw rows that it was not trained on, and `trained_sae_probe_delta`.
-        most_rows: rows of each point to judge by; later texts are left out.
-        seed: seed of the sample of pairs, and of training.
+            is the share of the variance of raw rows not trained on; and `trained_sae_probe_delta`.
+        most_rows: maximum rows of each point to judge by; later texts are left out.
+        seed: seed of the sample of rows, and of training.
         progress: function called with the number of points judged so far.
 
     Raises:
-        InvalidSpec, UnknownName: arguments that do not fit.
-        InvalidRequest: too few rows or labelled texts.
+        InvalidSpec, UnknownName: an argument is not valid.
+        InvalidRequest: there are too few rows or labelled texts.
         The errors of `SteerModel.read`.
     """
     check_texts(texts)
@@ -241,12 +241,12 @@ async def check_codecs(
 async def _read(
     model: ReadingModel, prompts: Sequence[Any], taken: Sequence[int], layer: int, check: CheckAsked
 ) -> dict[int, dict[str, torch.Tensor]]:
-    """Read texts until there are enough rows: rows by site, by the number of the text; texts without rows are left out.
+    """Capture texts until there are enough rows; return rows by index of the text and site, without texts of no rows.
 
     Args:
         model: model that reads.
-        prompts: token ids and selection of each text.
-        taken: numbers of the texts to read; all if there are none.
+        prompts: token ids and token selection of each text.
+        taken: indices of the texts to read; all if empty.
         layer: layer of the rows.
         check: arguments of the check.
     """
@@ -268,10 +268,10 @@ async def _read(
 def _groups(
     rows: Mapping[int, Mapping[str, torch.Tensor]], texts: int, check: CheckAsked, notes: dict[str, str]
 ) -> npt.NDArray[np.int64]:
-    """Return the number of each row's text, and note texts that were left out.
+    """Return the index of each row's text among those read, int64 [rows]; add a note on texts that were left out.
 
     Raises:
-        InvalidRequest: too few rows.
+        InvalidRequest: there are too few rows.
     """
     counts = [len(one[check.sites[0]]) for one in rows.values()]
     found = np.repeat(np.arange(len(counts)), counts)[: check.most_rows]
@@ -286,10 +286,10 @@ def _groups(
 
 
 def check_labels(labels: Mapping[str, Sequence[float] | Floats]) -> None:
-    """Check that probes of labels of so many texts can be fitted.
+    """Check that probes can be fitted to labels, a number for each text by concept.
 
     Raises:
-        InvalidRequest: too few texts, or labels that are all equal.
+        InvalidRequest: a concept has too few texts, or labels that are all equal.
     """
     for name, numbers in labels.items():
         if len(numbers) < 2 * FOLDS or np.ptp(numbers) == 0:

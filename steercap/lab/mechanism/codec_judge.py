@@ -1,4 +1,4 @@
-"""Judgement of codecs at one point: each measure of each codec, and the bar that it must reach."""
+"""Judgement of codecs at one point: measures of each codec, and the bars, thresholds that some must reach."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from steercap.lab.mechanism import codec_measures as measured
 from steercap.saes.sae import SAE
 from steercap.steering.directions import DirectionSet
 
-#: Least correlation with raw rows; least cosine of projections with those before rounding.
+#: Minimum correlation with raw rows; minimum cosine of projections with their values before rounding.
 BAR: Final = 0.95
 ROUNDING_BAR: Final = 0.99
-#: Measures that have a bar, some of them for projections alone; others are told.
+#: Names of the measures that have a bar, some only for codecs that project rows; others are only reported.
 BARRED: Final = ("neuron_ranks", "concept", "direction", "cosine_error", "rounding")
-#: Rows of neurons, whose elements are ranked.
+#: Site whose elements are ranked.
 NEURONS: Final = "neurons"
-#: Rows to judge by; fewer than the second say little, fewer than the third nothing.
+#: Default maximum of rows to judge by; number below which a judgement is weak; minimum, below which there is none.
 MOST_ROWS: Final = 2000
 FEW_ROWS: Final = 1000
 LEAST_ROWS: Final = 64
-#: Principal directions that stand for named ones where nothing else would be asked of a site's rows.
+#: Number of principal directions that are measured at a site without labels, directions or neurons.
 PRINCIPAL: Final = 8
 
 
 class CodecMeasure(msgspec.Struct, frozen=True, kw_only=True):
-    """One measure of one codec at one point.
+    """Value of one measure of one codec at one point.
 
     Args:
-        site, layer: the point.
-        codec: the codec, as `SiteCodecs.parse` reads it.
-        bytes: bytes of a row.
+        site, layer: site and layer of the point.
+        codec: the codec as text, in the form that `SiteCodecs.parse` accepts.
+        bytes: bytes of an encoded row.
         measure: name of the measure.
-        name: name of the concept or direction, "" for none.
-        value: the measured number; None if the codec's rows do not allow it.
-        bar: number that it must reach; None where it is only told.
-        at_most: True if the bar is an upper one.
+        name: name of the concept or direction that was measured, "" for none.
+        value: the measured number; None if the measure is not possible for the codec's rows.
+        bar: threshold for the value; None for a measure that is only reported.
+        at_most: True if the bar is a maximum, False if it is a minimum.
     """
 
     site: str
@@ -60,7 +60,7 @@ class CodecMeasure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def passes(self) -> bool:
-        """True if the bar is reached, or there is none."""
+        """True if the value meets the bar, or there is no bar."""
         if self.bar is None:
             return True
         return self.value is not None and (self.value <= self.bar if self.at_most else self.value >= self.bar)
@@ -68,12 +68,12 @@ class CodecMeasure(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, eq=False)
 class CheckAsked:
-    """Arguments of a check, checked.
+    """Validated arguments of `check_codecs`.
 
     Args:
-        layers, sites: points to judge.
-        codings: candidates by their texts, raw rows first.
-        labels: numbers by concept, one for each text.
+        layers, sites: layers and sites of the points to judge.
+        codings: candidate codecs by their texts, raw rows first.
+        labels: labels by concept, a number for each text, float64 [texts].
         directions, sae, train_sae, most_rows, seed: arguments of `check_codecs`.
     """
 
@@ -116,7 +116,7 @@ class CodecJudge:
         point: the point.
         rows: raw rows, [rows, *shape of the point], in the model's dtype.
         texts: index of each row's text, ascending from 0.
-        labels: labels of these texts, by concept.
+        labels: labels by concept, a number for each of these texts.
         asked: arguments of `check_codecs`.
     """
 
@@ -127,11 +127,11 @@ class CodecJudge:
     asked: CheckAsked
 
     def measures(self, notes: dict[str, str]) -> list[CodecMeasure]:
-        """Measure every codec; add to `notes` the reason why one is left out.
+        """Measure every codec at the point; for one left out, add the reason to `notes` by codec and site.
 
         Raises:
             InvalidRequest: all rows are equal, so that any codec would pass.
-            InvalidSpec: directions of another width.
+            InvalidSpec: the directions have another width than the rows.
         """
         raw = measured.CheckedRows.of(self.rows, RAW)
         if not np.ptp(raw.rows, axis=0).any():
@@ -164,7 +164,7 @@ class CodecJudge:
         return found
 
     def _kept(self, coding: Coding, raw: measured.CheckedRows) -> measured.CheckedRows | str:
-        """Return the rows, encoded and decoded; or the reason why captures refuse the codec there."""
+        """Return the rows, encoded and decoded, or, as text, the reason why captures refuse the codec at the point."""
         if coding.k > raw.rows.shape[1]:
             return f"k is above the {raw.rows.shape[1]:,} elements of a row"
         kept = measured.CheckedRows.of(self.rows, coding)
@@ -188,7 +188,7 @@ class CodecJudge:
         directions: Mapping[str, measured.Floats],
         coding: Coding,
     ) -> Iterator[tuple[str, str, float | None, float | None]]:
-        """Yield measures that have a bar: name, name of its concept, value, bar."""
+        """Yield (measure, concept or direction, value, bar) of measures that may have a bar, None for none."""
         if self.point.site == NEURONS:
             yield "neuron_ranks", "", measured.neuron_ranks(raw, kept), BAR
         for name, labels in self.labels.items():
@@ -208,7 +208,7 @@ class CodecJudge:
     def _reported(
         self, raw: measured.CheckedRows, kept: measured.CheckedRows, coding: Coding
     ) -> Iterator[tuple[str, str, float | None, float | None]]:
-        """Yield measures without a bar. Deltas are of the raw rows' values, which are subtracted by the caller."""
+        """Yield measures without a bar as `_judged` does; the caller makes deltas, by subtracting raw rows' values."""
         for name, labels in self.labels.items():
             yield "concept_fit", name, _fit(kept.rows, self.texts, labels), None
         sae = self.asked.sae

@@ -1,7 +1,7 @@
-"""Measures of rows that a codec kept against the raw rows: ranks of neurons, probes, directions, cosines, SAEs.
+"""Measures that compare rows decoded from a codec with raw rows: ranks of neurons, probes, directions, cosines, SAEs.
 
-Everything is float64 on the host. Rows that are projected are compared in the space of the projection: directions and
-probes are projected too. A measure that a codec's rows do not allow is None.
+Everything is float64 on the CPU. Rows of a random projection are compared in the space of the projection: directions
+and probes are projected too. A measure that is not possible for a codec's rows is None.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from steercap.saes.sae import SAE
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 
-#: Rows whose pairs give the error of a cosine, and the folds of texts of a probe.
+#: Maximum rows whose pairs give the error of cosines; number of cross-validation folds, of texts, for a probe.
 PAIRED: Final = 256
 FOLDS: Final = 4
-#: Ridge of a probe, as a share of the mean square of its centred texts.
+#: Ridge penalty of a probe, as a share of the mean squared norm of the centred mean rows of texts.
 RIDGE: Final = 0.1
-#: Share of the greatest variance below which a principal direction is rounding alone.
+#: Share of the greatest variance below which a principal direction is only rounding error.
 MINOR: Final = 1e-9
-#: Greatest code of 8 bits with a sign.
+#: Greatest code of a signed 8-bit integer.
 CODES: Final = 127
-#: Features, active features, steps and rows of a step of an SAE that is trained for a check.
+#: Number of features, active features, training steps, and rows per step of the SAE that a check trains.
 FEATURES: Final = 512
 ACTIVE: Final = 16
 STEPS: Final = 300
@@ -45,9 +45,9 @@ class CheckedRows:
     """Rows of one point, encoded by a codec and decoded.
 
     Args:
-        rows: decoded rows, [rows, width], or [rows, k] if they are projected.
-        bytes: bytes of a row in the codec.
-        matrix: matrix of the projection, [k, width]; None if elements are kept.
+        rows: decoded rows, [rows, width], or [rows, k] if the codec projects them.
+        bytes: bytes of an encoded row.
+        matrix: matrix of the projection, [k, width]; None if the codec keeps all elements.
     """
 
     rows: Floats
@@ -56,7 +56,7 @@ class CheckedRows:
 
     @staticmethod
     def of(raw: torch.Tensor, coding: Coding) -> CheckedRows:
-        """Encode and decode raw rows, [rows, *shape of the point]."""
+        """Encode and decode raw rows, [rows, *shape of the point], by a codec, and flatten them to [rows, width]."""
         found = encoded(raw, coding)
         if isinstance(found, torch.Tensor):
             return CheckedRows(_floats(found.flatten(1)), found.nbytes // len(found))
@@ -64,7 +64,7 @@ class CheckedRows:
         return CheckedRows(_floats(found.decoded().flatten(1)), found.nbytes // len(found), matrix)
 
     def into(self, vectors: Floats) -> Floats:
-        """Return vectors, [n, width], in the space of the rows."""
+        """Return vectors, [n, width], in the space of the rows: projected to [n, k] if the rows are."""
         return vectors if self.matrix is None else vectors @ self.matrix.T
 
 
@@ -73,7 +73,7 @@ def _floats(tensor: torch.Tensor) -> Floats:
 
 
 def correlation(ours: Floats, theirs: Floats) -> float:
-    """Return Pearson's correlation; of numbers that are all equal, 1 if the others are the same numbers, else 0."""
+    """Return Pearson's correlation of two arrays [n]; if one is constant, 1 if both are equal, else 0."""
     if np.array_equal(ours, theirs):
         return 1.0
     mine, other = ours - ours.mean(), theirs - theirs.mean()
@@ -82,21 +82,21 @@ def correlation(ours: Floats, theirs: Floats) -> float:
 
 
 def ranks(values: Floats) -> Floats:
-    """Return the ranks of numbers, [n], from 0; equal numbers share the mean of their ranks."""
+    """Return the ranks of numbers, float64 [n], from 0 for the least; equal numbers share the mean of their ranks."""
     _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = counts.cumsum()
     return (ends - (counts + 1) / 2)[which]
 
 
 def neuron_ranks(raw: CheckedRows, kept: CheckedRows) -> float | None:
-    """Return Spearman's correlation of the mean absolute elements; None if elements are not kept."""
+    """Return Spearman's correlation of each element's mean absolute value, raw and kept; None for projected rows."""
     if kept.matrix is not None:
         return None
     return correlation(ranks(np.abs(raw.rows).mean(axis=0)), ranks(np.abs(kept.rows).mean(axis=0)))
 
 
 def cosines_with(rows: CheckedRows, directions: Floats) -> Floats:
-    """Return the cosine of each row with each direction, [directions, width]: [rows, directions]; 0 for a row of 0."""
+    """Return the cosines, [rows, directions], of rows and `directions`, [directions, width]; 0 for a row of zeros."""
     return _unit(rows.rows) @ _unit(rows.into(directions)).T
 
 
@@ -106,7 +106,7 @@ def _unit(rows: Floats) -> Floats:
 
 
 def cosine_error(raw: CheckedRows, kept: CheckedRows, seed: int) -> float:
-    """Return the root mean square error of the cosines of all pairs of at most `PAIRED` rows."""
+    """Return the root mean square error of the cosines of all pairs among at most `PAIRED` rows, drawn by `seed`."""
     count = len(raw.rows)
     drawn = np.random.default_rng(seed).permutation(count)[:PAIRED]
     ours, theirs = _unit(raw.rows[drawn]), _unit(kept.rows[drawn])
@@ -115,13 +115,13 @@ def cosine_error(raw: CheckedRows, kept: CheckedRows, seed: int) -> float:
 
 
 def rounding(raw: CheckedRows, kept: CheckedRows) -> tuple[float, float]:
-    """Compare projections with those before rounding, and with a step of each number in place of one of each group.
+    """Compare projections with their values before rounding, as kept, and rounded by a fixed step for each element.
 
-    Steps of each number are frozen from the first half of the rows; both codes are compared on the second half, where
-    numbers beyond the steps are clipped. The first number is of all rows.
+    The fixed steps are from the first half of the rows, with whose least cosine the second half is compared; elements
+    beyond 127 steps are clipped. The kept projections, rounded by a step per group, are compared on all rows.
 
     Returns:
-        The least cosine of a row, as it is kept and with a step for each number.
+        The least cosine of a row with itself before rounding: as kept, and with the fixed steps.
     """
     assert kept.matrix is not None, "rows are projected"
     exact = raw.rows @ kept.matrix.T
@@ -137,22 +137,22 @@ def _least_cosine(ours: Floats, theirs: Floats) -> float:
 
 
 def text_means(rows: Floats, texts: npt.NDArray[np.int64]) -> Floats:
-    """Return the mean row of each text, [texts, width], by the number of each row's text, ascending from 0."""
+    """Return the mean row of each text, [texts, width]; `texts` is the index of each row's text, ascending from 0."""
     starts = np.searchsorted(texts, np.arange(texts[-1] + 1))
     sums = np.add.reduceat(rows, starts, axis=0)
     return sums / np.bincount(texts)[:, None]
 
 
 def concept_scores(rows: Floats, texts: npt.NDArray[np.int64], labels: Floats) -> tuple[Floats, Floats]:
-    """Score rows by a probe of texts that it was not fitted to: ridge regression of labels on the texts' mean rows.
+    """Score rows by cross-validated probes: ridge regressions of labels on the mean rows of the other folds' texts.
 
     Args:
-        rows: [rows, width].
-        texts: number of each row's text, ascending from 0.
-        labels: one number for each text.
+        rows: rows, [rows, width].
+        texts: index of each row's text, ascending from 0.
+        labels: one number for each text, [texts].
 
     Returns:
-        Scores, [rows], and those of the texts' means, [texts].
+        Scores of the rows, [rows], and of the texts' mean rows, [texts].
     """
     centres = text_means(rows, texts)
     fold = np.empty(len(labels), dtype=np.int64)
@@ -168,7 +168,7 @@ def concept_scores(rows: Floats, texts: npt.NDArray[np.int64], labels: Floats) -
 
 
 def _ridge(rows: Floats, labels: Floats) -> tuple[Floats, float, Floats]:
-    """Fit a ridge regression; return centre, offset and weights."""
+    """Fit a ridge regression of labels [n] on rows [n, width]; return centre [width], offset and weights [width]."""
     centre, offset = rows.mean(axis=0), float(labels.mean())
     gram = (rows - centre) @ (rows - centre).T
     penalty = RIDGE * np.trace(gram) / len(gram)
@@ -177,7 +177,7 @@ def _ridge(rows: Floats, labels: Floats) -> tuple[Floats, float, Floats]:
 
 
 def explained(sae: SAE, raw: Floats, kept: Floats) -> float:
-    """Return the share of the raw rows' variance that an SAE explains from the kept rows; 0 if they do not vary."""
+    """Return the share of the raw rows' variance explained by an SAE given the kept rows; 0 if all are equal."""
     given = torch.from_numpy(kept).float()
     found = _floats(sae.decode(sae.encode(given), given))
     spread = float(np.square(raw - raw.mean(axis=0)).sum())
@@ -185,16 +185,16 @@ def explained(sae: SAE, raw: Floats, kept: Floats) -> float:
 
 
 def features_of(sae: SAE, rows: Floats, texts: npt.NDArray[np.int64]) -> Floats:
-    """Return the mean activations of each text, [texts, d_sae], a text at a time."""
+    """Return each text's mean feature activations, [texts, d_sae]; `texts` is each row's text index, ascending."""
     starts = [*np.searchsorted(texts, np.arange(texts[-1] + 1)), len(texts)]
     parts = (torch.from_numpy(rows[first:last]).float() for first, last in pairwise(starts))
     return np.stack([_floats(sae.encode(part)).mean(axis=0) for part in parts])
 
 
 def trained_sae(rows: Floats, point: Point, seed: int) -> SAE:
-    """Train a small top-k SAE on rows, [rows, width], deterministically for a seed on one machine.
+    """Train a small top-k SAE on rows, [rows, width], of a point; deterministic for a seed on one machine.
 
-    Rows that are all equal train nothing.
+    If all rows are equal, it is returned untrained.
     """
     whole = torch.from_numpy(rows).float()
     centre = whole.mean(dim=0)
@@ -214,7 +214,7 @@ def trained_sae(rows: Floats, point: Point, seed: int) -> SAE:
 
 
 def principal(rows: Floats, count: int) -> Mapping[str, Floats]:
-    """Return the first principal directions of rows by name, pc1 first: unit vectors, [width]."""
+    """Return the first principal directions of rows, at most `count`, by name, pc1 first: unit vectors, [width]."""
     centred = rows - rows.mean(axis=0)
     gram = centred @ centred.T if len(rows) < rows.shape[1] else centred.T @ centred
     values, vectors = np.linalg.eigh(gram)

@@ -1,4 +1,4 @@
-"""Personas: from the description of a trait to its vector; answers that exist, read by a model."""
+"""Personas: vectors of traits from descriptions, and from existing answers read by a model."""
 
 from steercap.lab.measures.scores import Trait, load_trait, traits
 from steercap.lab.personas.answers import AnswersRead, read_answers, read_answers_by_dtype

@@ -1,4 +1,4 @@
-"""Reader of answers that exist, as people keep them: `responses/NAME.jsonl`, and `extract_scores/NAME.json` beside it.
+"""Reader of files of existing answers and scores: `responses/NAME.jsonl` and `extract_scores/NAME.json`.
 
 A line of the first is an object with `conversation`, a list of {"role", "content"} whose last turn is the assistant's,
 `label`, `prompt_index` and `question_index`; the second maps `LABEL_pP_qQ` to a number or "REFUSAL".
@@ -25,13 +25,13 @@ from steercap.lab.personas.levels import LEVELS, REFUSAL, PersonaKind, plan_leve
 if TYPE_CHECKING:
     from steercap.model import SteerModel
 
-#: Number of keys that an error lists.
+#: Maximum number of keys that an error lists.
 _SHOWN: Final = 3
 _Index: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _AnswerLine(msgspec.Struct, frozen=True):
-    """Line of a file of answers; further fields are people's own."""
+    """Line of a file of answers; other fields are ignored."""
 
     conversation: list[dict[str, Any]]
     label: Literal["pos", "neg", "default"]
@@ -43,8 +43,8 @@ class ExistingAnswer(NamedTuple):
     """Answer in a file.
 
     Args:
-        key: `LABEL_pP_qQ`.
-        line: number of its line, from 1.
+        key: key of the answer, `LABEL_pP_qQ`, of label, prompt index and question index.
+        line: number of the answer's line in the file, from 1.
         conversation: messages, the last of which is the answer.
     """
 
@@ -58,9 +58,9 @@ class PersonaFiles:
     """Files of one persona, checked.
 
     Args:
-        name: name of the persona: that of its files.
-        responses: file of answers.
-        scores: score of each key that has one; None for a role's default answers, which are not scored.
+        name: name of the persona, the stem of its files' names.
+        responses: path of the file of answers.
+        scores: score of each scored answer by key; None for a role's default answers, which are not scored.
         keys: keys of the answers, in the order of the file.
         digest: SHA-256 of the file of answers, in hexadecimal.
     """
@@ -73,7 +73,7 @@ class PersonaFiles:
 
     @property
     def is_default(self) -> bool:
-        """True for a file of default answers alone."""
+        """True if all answers are default answers."""
         return only_default(self.keys)
 
     @property
@@ -83,7 +83,7 @@ class PersonaFiles:
 
 
 def only_default(keys: Iterable[str]) -> bool:
-    """Check that all answers are default answers."""
+    """Return True if all keys are of default answers."""
     return all(key.startswith("default_") for key in keys)
 
 
@@ -95,12 +95,12 @@ def read_personas(
     Args:
         responses: folder of `NAME.jsonl`.
         scores: folder of `NAME.json`.
-        kind: "trait" or "role". A role's file that holds answers labelled "default" alone needs no scores.
+        kind: "trait" or "role". A role's file with only answers labelled "default" needs no scores.
         names: names of the personas; all that have answers by default.
 
     Raises:
-        UnknownName: another kind, or a persona of a name that has no answers.
-        InvalidFile: the folder holds no answers; a file is wrong, is missing, or does not fit the other one.
+        UnknownName: `kind` is neither, or there is no file of answers of a name.
+        InvalidFile: the folder has no files of answers; or a file is not valid, is missing, or does not fit the other.
     """
     if kind not in LEVELS:
         raise UnknownName(f"kind={shown(kind)}; {choices(kind, LEVELS)}")
@@ -132,11 +132,11 @@ def _persona(path: Path, scores: Path, kind: PersonaKind) -> PersonaFiles:
 
 
 def read_answers_file(path: Path) -> list[ExistingAnswer]:
-    """Read a file of answers.
+    """Read a file of answers, and return them in order.
 
     Raises:
-        InvalidFile: missing, or a line is no answer, is cut off, has the key of another, or an answer without text; the
-            message names the file, the line and the key.
+        InvalidFile: the file is missing or empty, or a line is not valid, is cut off, has the key of another line, or
+            has an answer without text; the message names the file, the line and the key.
     """
     require_file(path)
     content, lines = path.read_bytes(), dict[str, int]()
@@ -164,7 +164,7 @@ def read_answers_file(path: Path) -> list[ExistingAnswer]:
 
 
 def _check_conversation(conversation: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Check that messages are texts and that the last is an answer that is not empty."""
+    """Check that all messages have text, and that the last is a non-empty answer of the assistant."""
     for index, message in enumerate(conversation):
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise InvalidFile(f"{where}: message {index} is {shown(message)}; expected role and content, both text")
@@ -176,10 +176,12 @@ def _check_conversation(conversation: Sequence[Mapping[str, Any]], where: str) -
 
 
 def read_scores(path: Path, keys: Sequence[str], responses: Path) -> dict[str, float | str]:
-    """Read the scores of the answers in a file.
+    """Read a file of scores: by key of the answer, a number or "REFUSAL".
+
+    `keys` are the keys of the answers in the file `responses`.
 
     Raises:
-        InvalidFile: missing, no such file, a key twice or without an answer, or a score that is no finite number.
+        InvalidFile: the file is missing or not valid, a key is given twice or has no answer, or a score is neither.
     """
     require_file(path)
     try:
@@ -213,17 +215,17 @@ def _once(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
 def placed_in(
     model: SteerModel, path: Path, answer: ExistingAnswer, template: Mapping[str, Any]
 ) -> tuple[list[int], int]:
-    """Return the token ids of a conversation to the end of its answer, and the position where that begins.
+    """Return the token ids of a conversation up to the end of its answer, and the position of the answer's first token.
 
     Args:
-        model: the model that will read it.
-        path: file of the answer, for messages.
+        model: the model that will read the conversation.
+        path: file of the answer, for error messages.
         answer: the answer.
         template: further arguments of the chat template.
 
     Raises:
-        InvalidFile: the chat template does not show the answer, or not once.
-        InvalidPrompt: it is too long.
+        InvalidFile: the chat template does not render the answer exactly once.
+        InvalidPrompt: the conversation is too long for the context.
     """
     where, index = f"{path}, line {answer.line}, {answer.key}", len(answer.conversation) - 1
     arguments = {"add_generation_prompt": False, **template}

@@ -1,10 +1,10 @@
-"""Folder of a model's rows of existing answers: what is done, and the rows of personas that are being read.
+"""Folder of a model's mean rows of existing answers: results and receipts of personas, and rows still being read.
 
-Those are in a file for each persona, so that neither memory nor a kill matters. It has a record for each answer, in
-their order: 16 bytes (a mark, the CRC-32 of the rows), then the rows. The head is written after the rows, so a record
-that was cut short by a kill has no mark, and one that a crash of the machine tore has another checksum; such answers
-are read again. 2,400 answers of 64 layers × 5,120 float32 take 3.1 GB, none of which is kept in memory: pages of the
-file are mapped when they are needed, and the kernel may drop them.
+While a persona's answers are read, their rows are in a file of its own, with a record for each answer, in order: a
+header of 16 bytes (a mark and the CRC-32 of the rows), then the rows. The header is written last, so a record that a
+kill cut short has no mark, and one damaged by a crash of the machine fails the checksum; such answers are read again.
+2,400 answers of 64 layers × 5,120 float32 take 3.1 GB, none of which is kept in memory: the file is mapped, and the
+kernel may drop its pages.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from steercap.lab.personas.levels import LevelMeans, LevelPlan, PersonaKind, pla
 
 _MARK: Final = int.from_bytes(b"rows", "little")
 _HEAD: Final = struct.Struct("<II8x")
-#: Level of a role's default answers.
+#: Name of the level of a role's default answers.
 DEFAULT: Final = "default_1"
-#: Names of the dtypes in which rows can be stored.
+#: Dtypes in which rows can be stored, by name.
 STORED: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class RowsFile:
-    """File of the rows of one persona's answers, written in any order. Close it when done.
+    """File of the mean rows of one persona's answers, which can be written in any order. Close it when done.
 
     Args:
         path: the file; created if it is missing, else resumed.
         keys: keys of the answers, in the order of their records.
-        shape: (layers, hidden).
+        shape: shape of an answer's rows, (layers, hidden).
         dtype: dtype of the stored rows.
 
     Attributes:
-        missing: indices of the answers whose rows are not there, ascending.
+        missing: indices of the answers whose rows were not in the file when it was opened, ascending.
 
     Raises:
-        OSError: it cannot be opened, or there is no room for it.
+        OSError: the file cannot be opened or created.
     """
 
     def __init__(self, path: Path, keys: Sequence[str], shape: tuple[int, int], dtype: torch.dtype) -> None:
@@ -67,15 +67,15 @@ class RowsFile:
         return bool(checksum == zlib.crc32(data))
 
     def put(self, index: int, rows: torch.Tensor) -> None:
-        """Write the rows of an answer, rounded to the stored dtype; a kill at any moment loses at most these.
+        """Write the rows of an answer, rounded to the stored dtype; if the process is killed, only these can be lost.
 
         Args:
             index: index of the answer.
             rows: float32 [layers, hidden], on the CPU.
 
         Raises:
-            InvalidFile: a row is beyond the range of the stored dtype.
-            OSError: they cannot be written.
+            InvalidFile: an element of a row is beyond the range of the stored dtype.
+            OSError: the rows cannot be written.
         """
         assert rows.shape == self._shape, "each layer has a tap"
         stored = rows.to(self._dtype).contiguous()
@@ -87,14 +87,14 @@ class RowsFile:
         _write(self._file, memoryview(_HEAD.pack(_MARK, zlib.crc32(data))), start)
 
     def rows(self) -> dict[str, torch.Tensor]:
-        """Return the rows of all answers, each [layers, hidden] with a storage of its own, mapped from the file."""
+        """Return the rows of each answer by key: [layers, hidden], stored dtype, own storage, mapped from the file."""
         mapped = mmap.mmap(self._file, 0, access=mmap.ACCESS_COPY)
         starts = range(_HEAD.size, len(mapped), self._size)
         flat = (torch.frombuffer(mapped, dtype=self._dtype, count=math.prod(self._shape), offset=at) for at in starts)
         return {key: rows.view(self._shape) for key, rows in zip(self._keys, flat, strict=True)}
 
     def close(self) -> None:
-        """Close the file, which stays to be resumed; `rows` that were mapped stay readable."""
+        """Close the file, without removing it; tensors returned by `rows` stay readable."""
         os.close(self._file)
 
 
@@ -107,7 +107,7 @@ def _write(file: int, data: memoryview, start: int) -> None:
 def save_pt(path: Path, content: Mapping[str, Any]) -> None:
     """Write a dict of tensors as a `.pt`, atomically; equal tensors give equal bytes.
 
-    Given the name of a file, `torch.save` would write that of the temporary one into it.
+    `torch.save` is given an open file: given a path, it would store the temporary file's name in the archive.
 
     Raises:
         OSError: it cannot be written.
@@ -117,11 +117,11 @@ def save_pt(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def load_rows_pt(path: Path, keys: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Map the file of the rows of answers.
+    """Load the mean rows of a persona's answers from a `.pt`, memory-mapped.
 
     Args:
         path: the file.
-        keys: keys that it must hold, in their order.
+        keys: keys that the file must contain, in this order.
 
     Returns:
         Mean row [layers, hidden] of each answer, by key.
@@ -136,15 +136,15 @@ def load_rows_pt(path: Path, keys: Sequence[str]) -> dict[str, torch.Tensor]:
 
 
 class PersonaReceipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Receipt of a finished persona.
+    """Receipt of a finished persona, stored as JSON: its inputs, and counts of the results.
 
     Args:
         responses, scores: SHA-256 of the answers' file and of the scores, in hexadecimal.
-        minimum: as given to `read_answers`.
-        answers: number of answers, each of which has its mean.
-        levels: number of answers that each level is made of.
-        left_out: number of answers, or pairs, that a level could have had, by level and reason.
-        unused: number of answers that no level is made of, by reason.
+        minimum: minimum number of answers of a level, as given to `read_answers`.
+        answers: number of answers, each with a mean row per layer.
+        levels: number of answers averaged in each level, by level.
+        left_out: number of candidate answers, or pairs of them, left out of each level, by level and reason.
+        unused: number of answers in no level, by reason.
     """
 
     responses: str
@@ -158,13 +158,13 @@ class PersonaReceipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class AnswersFolder:
-    """Folder of the results, with the names of its files.
+    """Folder of results of `read_answers`: paths of its files, and methods that write them.
 
     Args:
         path: the folder.
         suffix: end of the names of its subfolders, such as "_vllm_bfloat16".
         kind: "trait" or "role".
-        minimum: minimum number of answers of a level, None for the kind's own.
+        minimum: minimum number of answers of a level, None for the kind's default.
     """
 
     path: Path
@@ -173,27 +173,27 @@ class AnswersFolder:
     minimum: int | None
 
     def activations(self, name: str) -> Path:
-        """Return the file of a persona's answers: `LABEL_pP_qQ` to the mean [layers, hidden]."""
+        """Return the path of a persona's mean rows: a `.pt`, answer key `LABEL_pP_qQ` to [layers, hidden]."""
         return self.path / f"response_activations{self.suffix}" / f"{name}.pt"
 
     def vectors(self, name: str) -> Path:
-        """Return the file of a persona's levels: level to float32 [layers, hidden]."""
+        """Return the path of a persona's levels: a `.pt`, name of the level to float32 [layers, hidden]."""
         return self.path / f"vectors{self.suffix}" / f"{name}.pt"
 
     @property
     def default_vectors(self) -> Path:
-        """File of `default_1`, the mean of all answers of a role's default files."""
+        """Path of the `.pt` with `default_1`, the mean of all answers of the default files of roles."""
         return self.path / f"default_vectors{self.suffix}.pt"
 
     def part(self, files: PersonaFiles) -> Path:
-        """Return the path of the file of the rows of a persona that is not finished."""
+        """Return the path of the `RowsFile` of a persona whose answers are still being read."""
         return self.path / f"parts{self.suffix}" / f"{files.name}-{files.digest[:16]}.rows"
 
     def receipt(self, files: PersonaFiles) -> PersonaReceipt | None:
-        """Return the receipt of a persona, None if its rows are not there.
+        """Return the receipt of a persona, None if it is not finished.
 
         Raises:
-            RunDiffers: its answers have changed since they were read.
+            RunDiffers: the file of the persona's answers has changed since it was read.
             InvalidFile: the receipt cannot be read.
         """
         path = self._receipt(files.name)
@@ -207,7 +207,7 @@ class AnswersFolder:
         return found if self.activations(files.name).exists() else None
 
     def perhaps_default(self) -> list[str]:
-        """Return the names of the personas that were read and have no levels but that of default answers."""
+        """Return the names of finished personas with no level other than that of default answers, `default_1`."""
         receipts = {path.stem: _read_receipt(path) for path in self._receipt("*").parent.glob("*.json")}
         return [name for name, found in receipts.items() if found is not None and not found.levels.keys() - {DEFAULT}]
 
@@ -215,14 +215,14 @@ class AnswersFolder:
         return self.path / f"receipts{self.suffix}" / f"{name}.json"
 
     def finish(self, files: PersonaFiles, rows: RowsFile) -> None:
-        """Write the files of a persona from the rows of all its answers, and remove the file of `part`."""
+        """Write a persona's mean rows, levels and receipt from the rows of all its answers; remove the file `rows`."""
         found = rows.rows()
         save_pt(self.activations(files.name), found)
         self._save_levels(files, found)
         rows.path.unlink(missing_ok=True)
 
     def renew(self, files: PersonaFiles) -> PersonaReceipt:
-        """Return the receipt of a finished persona; recompute its levels if its scores or `minimum` have changed."""
+        """Return the receipt of a finished persona, after recomputing levels if scores or `minimum` have changed."""
         found = self.receipt(files)
         assert found is not None, "its answers are read first"
         self.part(files).unlink(missing_ok=True)  # a call that was killed may have left it
@@ -232,10 +232,10 @@ class AnswersFolder:
         return self._save_levels(files, load_rows_pt(self.activations(files.name), files.keys))
 
     def _save_levels(self, files: PersonaFiles, rows: Mapping[str, torch.Tensor]) -> PersonaReceipt:
-        """Write a persona's receipt and levels.
+        """Compute a persona's levels from its rows, write them and the receipt, and return the receipt.
 
-        Levels without their receipt would pass for those of the receipt before, once its scores are given again. So
-        the former ones are removed first, and the new ones, which are made again if they are missing, come last.
+        Old levels are removed first and new ones written last, so that a killed process leaves no levels beside the
+        receipt of others; missing levels are computed again by `renew`.
         """
         plan = plan_levels(self.kind, files.keys, files.scores or {}, minimum=self.minimum)
         means = means_of(plan, rows.items()) if plan.weights else {}
@@ -251,7 +251,10 @@ class AnswersFolder:
         return receipt
 
     def save_default(self, files: Sequence[PersonaFiles]) -> int:
-        """Write the mean of all answers of finished default files, unscored, and return their number."""
+        """Write the mean of all answers of the given finished default files to `default_vectors`; return their number.
+
+        Scores are ignored; without an answer, nothing is written.
+        """
         rows = (
             (f"{one.name}/{key}", mean)
             for one in files
@@ -274,7 +277,7 @@ def _read_receipt(path: Path) -> PersonaReceipt | None:
 
 
 def means_of(plan: LevelPlan, rows: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return the weighted mean of the answers' rows [layers, hidden] for each level: float32, by level."""
+    """Return each level of a plan, float32 [layers, hidden] by name, from (key, mean row) of its answers."""
     means = LevelMeans(plan)
     for key, mean in rows:
         means.add(key, mean)

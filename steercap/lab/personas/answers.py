@@ -1,7 +1,7 @@
-"""Answers that exist, read by a model: the mean of each answer's rows, and means per persona and score level.
+"""Reader of existing answers with a model: the mean of each answer's rows, and means per persona and score level.
 
-Nothing is generated: each conversation runs once through the engine, as far as its answer, and the rows of the answer's
-tokens are reduced to their mean in the workers.
+Nothing is generated: each conversation runs once through the engine, up to the end of its answer, and the rows of the
+answer's tokens are averaged in the workers.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from steercap.lab.personas.levels import PersonaKind
 if TYPE_CHECKING:
     from steercap.model import SteerModel
 
-#: Answers of one call: fetched together, and written when all are there.
+#: Maximum answers of one call of the engine, whose means are fetched and written together.
 CALL_ANSWERS: Final = 16
-#: Answers under way in each engine: at 64 layers × 5,120 their means take 170 MB.
+#: Default concurrent answers in each engine: with 64 layers × 5,120 their means take 170 MB.
 CONCURRENCY: Final = 128
 #: Dtypes of `read_answers_by_dtype`.
 DTYPES: Final = ("float32", "bfloat16", "float16")
@@ -47,12 +47,12 @@ DTYPES: Final = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class AnswersRead:
-    """Result of reading answers.
+    """Result of `read_answers`.
 
     Args:
-        folder: folder of the results, with the names of its files.
-        personas: receipt of each persona: what its levels are made of, and what is left out.
-        default: number of default answers in `default_vectors.pt`, 0 without one.
+        folder: folder of the results, with the paths of its files.
+        personas: receipt of each persona, by name: numbers of answers in its levels, and left out.
+        default: number of default answers averaged in `default_vectors.pt`, 0 if it was not written.
     """
 
     folder: AnswersFolder
@@ -78,7 +78,7 @@ async def read_answers(
     suffix: str = "",
     progress: Report | None = None,
 ) -> AnswersRead:
-    """Read answers that exist with a model: the mean row of each answer, and means per persona and score level.
+    """Read existing answers with a model, and write mean rows of each answer and means per persona and score level.
 
     Args:
         model: an open model with taps at "resid_post" of all layers.
@@ -86,27 +86,27 @@ async def read_answers(
         scores: folder of `NAME.json`: `LABEL_pP_qQ` to a number or "REFUSAL". Default files of roles need none.
         to: folder of the results: `response_activations/NAME.pt` (key to [layers, hidden]), `vectors/NAME.pt` (level
             to float32 [layers, hidden]) and, for roles, `default_vectors.pt`, the mean of the answers of all default
-            files that have been read, by earlier calls too. A call that was killed is resumed.
-            Where only scores or `minimum` differ, the levels alone are made again.
-        kind: "trait" or "role": how answers are scored, and the levels.
-        others: further open models, like the first and of its event loop: each answer goes to one that is free.
+            files that have been read, by earlier calls too. A call that was killed is resumed; if only scores or
+            `minimum` differ from an earlier call, only levels are computed again.
+        kind: "trait" or "role", which determines the scale of scores and the levels; see `plan_levels`.
+        others: further open models of the same checkpoint and event loop, which share the answers.
         names: names of personas; all by default.
         minimum: minimum number of answers of a level; see `plan_levels`.
-        stored: dtype of the means of answers on disk: float32, bfloat16 or float16. Levels are means of what is stored.
-        concurrency: answers under way at once in each model. With 1 the files are the same byte for byte, however
-            often a call was killed; with more, up to the rounding of batches.
+        stored: dtype of the means of answers on disk: float32, bfloat16 or float16. Levels are means of stored rows.
+        concurrency: maximum concurrent answers in each model. With 1 the files are bit-identical however often a call
+            was killed; with more they are equal up to the rounding of batches.
         chat_template_kwargs: further arguments of the chat template.
-        suffix: end of the names of the folders.
+        suffix: end of the names of the folder's subfolders and default file, such as "_vllm_bfloat16".
         progress: function called with a `Progress`, stage "read".
 
     Returns:
-        The folder, what each persona's levels are made of, and what was left out.
+        The folder, and for each persona the numbers of answers in its levels and left out.
 
     Raises:
-        InvalidFile: something is wrong with an answer or a score; the message names the file, the line and the key.
-        RunDiffers: the folder holds results of another model or other settings, or of answers that have changed.
+        InvalidFile: an answer or a score is not valid; the message names the file, the line and the key.
+        RunDiffers: the folder has results of another model or other settings, or of answers that have changed.
         InvalidPrompt: an answer does not fit the context.
-        InvalidSetting, UnknownName: a setting that does not fit.
+        InvalidSetting, UnknownName: an argument is not valid, or the models are of different checkpoints.
         PointNotArmed: a layer has no tap.
         The errors of `SteerModel.read`.
     """
@@ -137,15 +137,15 @@ async def read_answers_by_dtype(
     dtypes: Sequence[str] = DTYPES,
     **settings: Any,
 ) -> tuple[dict[str, AnswersRead], dict[str, str]]:
-    """Read answers that exist in several dtypes, with one engine after another.
+    """Read existing answers with a model in several dtypes, one engine after another, as `read_answers` does.
 
     Args:
-        opening: function of a dtype that returns a model, not started: `lambda dtype: SteerModel("...", dtype=dtype)`.
+        opening: function from a dtype to a model not yet started: `lambda dtype: SteerModel("...", dtype=dtype)`.
         responses, scores, to, kind, names, settings: as for `read_answers`; subfolders of `to` end in `_vllm_DTYPE`.
         dtypes: dtypes of the model.
 
     Returns:
-        Results by dtype; and, by dtype, why one was refused: its model does not fit into memory.
+        Results by dtype; and, by dtype, the error message of each model that does not fit in memory.
 
     Raises:
         UnknownName: an unknown dtype.
@@ -175,14 +175,14 @@ async def read_answers_by_dtype(
 
 
 def _settings(kind: str, stored: str, template: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the settings that rows depend on, checked."""
+    """Return the checked settings that rows depend on, as they are stored in the folder."""
     if stored not in STORED:
         raise UnknownName(f"stored={shown(stored)}; {choices(stored, STORED)}")
     return {"kind": kind, "stored": stored, "chat_template_kwargs": template_arguments(template)}
 
 
 def _open(folder: AnswersFolder, models: Sequence[SteerModel], settings: dict[str, Any]) -> None:
-    """Open the folder for these models, which must be alike, and have all taps."""
+    """Open the folder to resume it, created if needed, and check that all models are the same and have all taps."""
     every = CaptureSpec(layers=range(models[0].num_layers))
     for model in models:
         if model.identity() != models[0].identity():
@@ -199,7 +199,7 @@ def _open(folder: AnswersFolder, models: Sequence[SteerModel], settings: dict[st
 def _defaults(
     folder: AnswersFolder, responses: str | Path, scores: str | Path, personas: Sequence[PersonaFiles]
 ) -> list[PersonaFiles]:
-    """Return the default files of a role: of the personas to read, and of those that were read before."""
+    """Return the default files of roles, by name: of the personas to read, and of those that were read before."""
     if folder.kind != "role":
         return []
     names = {files.name for files in personas}
@@ -216,7 +216,7 @@ def _defaults(
 
 @dataclass(eq=False)
 class _PersonaUnderWay:
-    """Persona under way: its answers, and the number of them whose rows are still missing (`left`)."""
+    """Persona whose answers are being read: its answers, and the number whose rows are still missing (`left`)."""
 
     files: PersonaFiles
     answers: list[ExistingAnswer]
@@ -225,7 +225,7 @@ class _PersonaUnderWay:
 
 
 class _AnswersReading:
-    """Reading of the personas that are not done; arguments as for `read_answers`, and a counter of answers."""
+    """Reader of the unfinished personas of a folder; arguments as for `read_answers`, and a counter of answers."""
 
     def __init__(
         self,
@@ -242,7 +242,7 @@ class _AnswersReading:
         self._open: set[RowsFile] = set()
 
     async def run(self, todo: Sequence[PersonaFiles]) -> None:
-        """Read all answers whose rows are missing, and finish each persona once they are there."""
+        """Read all answers whose rows are missing, and write the results of each persona once it is complete."""
         for model in [*self._models] * self._calls:
             self._free.put_nowait(model)
         try:
@@ -252,7 +252,7 @@ class _AnswersReading:
                 rows.close()
 
     def _calls_of(self, todo: Sequence[PersonaFiles]) -> Iterator[tuple[_PersonaUnderWay, list[int]]]:
-        """Yield the answers of each call; a persona is opened when its first answers are due."""
+        """Yield (persona, indices of the answers) of each call; a persona's file is opened when its first is due."""
         shape, dtype = (self._models[0].num_layers, self._models[0].hidden_size), STORED[self._settings["stored"]]
         for files in todo:
             rows = RowsFile(self._folder.part(files), files.keys, shape, dtype)
@@ -282,7 +282,7 @@ class _AnswersReading:
         self._count.add(len(indices))
 
     async def _means(self, model: SteerModel, persona: _PersonaUnderWay, indices: Sequence[int]) -> list[torch.Tensor]:
-        """Return the mean of the rows of each answer, float32 [layers, hidden]."""
+        """Read answers of a persona, by index, in one batch; return the mean row of each, float32 [layers, hidden]."""
         path, answers = persona.files.responses, [persona.answers[index] for index in indices]
         template = self._settings["chat_template_kwargs"]
         placed = [placed_in(model, path, answer, template) for answer in answers]

@@ -1,7 +1,7 @@
-"""Stages "capture" and "vectors".
+"""Stages "capture" and "vectors" of a run over traits.
 
-"capture" keeps one row per answer and layer, the mean over the answer's tokens, reduced in the workers; "vectors" makes
-directions of the rows of kept answers, tested on held-out questions.
+"capture" writes one row per answer and layer, the mean over the answer's tokens, averaged in the workers; "vectors"
+computes directions from the rows of kept answers, and tests them on held-out questions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ VERSION: Final = 1
 
 
 class RowsHeader(msgspec.Struct, frozen=True):
-    """Start of the header of a file of rows: the version of the file."""
+    """Base of the headers of files of rows; `version` is the version of the file format."""
 
     version: int
 
@@ -46,10 +46,10 @@ AnyHeader = TypeVar("AnyHeader", bound=RowsHeader)
 
 
 class AnswerRowsHeader(RowsHeader, frozen=True):
-    """Header of a file of rows of a trait's answers.
+    """Header of a file with the mean rows of a trait's answers.
 
     Args:
-        layers: layers along the second axis of the tensor `rows`, float32 [answers, layers, hidden].
+        layers: layer indices along the second axis of the tensor `rows`, float32 [answers, layers, hidden].
         ids: ids of the answers, in the order of the rows.
         prompts: SHA-256 of the token ids read for each answer, in hexadecimal.
     """
@@ -71,13 +71,13 @@ async def capture(
     """Read the kept answers with the model, and write their rows to `rows/<trait>.safetensors`.
 
     As in Chen et al., Persona Vectors: prompt and answer are read once more, and the rows of the answer's tokens are
-    averaged. Rows that the folder holds are not read again; those of answers that are no longer kept stay there.
+    averaged. Answers whose rows are in the folder are not read again; rows of answers no longer kept stay there.
 
     Args:
         model, settings, folder: model, settings and folder of the run.
         records: all answers, and the kept ones, whose rows are needed.
         room: number of tokens of each answer to read, by id; see `room_of`.
-        report: receiver of progress reports.
+        report: callback for progress reports, None for none.
 
     Raises:
         The errors of `SteerModel.read`.
@@ -104,10 +104,10 @@ def room_of(
     settings: RunSettings,
     responses: Sequence[Response | RoleResponse],
 ) -> dict[str, int]:
-    """Return the number of tokens of each answer that can be read after its prompt, by id; 0 for none.
+    """Return the number of tokens of each answer that can be read after its prompt, by id of the answer; 0 for none.
 
-    To read, a model must generate one token too, so prompt and answer are shorter than the context. An answer may have
-    filled it, and then lacks its last token.
+    A model that reads must generate one token too, so prompt and answer must be shorter than `max_model_len`. An answer
+    that filled the context is read without its last token.
     """
     lengths: dict[tuple[str, str], int] = {}
     found = {}
@@ -120,7 +120,7 @@ def room_of(
 
 
 def prompt_of(settings: RunSettings, response: Response | RoleResponse) -> list[dict[str, str]]:
-    """Return the messages that precede an answer when the model reads it; with the system prompt if `read_system`."""
+    """Return the chat messages before an answer when it is read; with the system prompt if `settings.read_system`."""
     return messages_of(response.system_prompt if settings.read_system else "", response.question_text)
 
 
@@ -130,7 +130,7 @@ async def answer_rows(
     responses: Sequence[Response | RoleResponse],
     room: Mapping[str, int],
 ) -> Rows:
-    """Read answers with the model, in one batch, and return one row per answer and layer.
+    """Read answers with the model, in one batch, and return their mean rows, one per answer and layer.
 
     `room` is the number of tokens of each answer to read, by id; see `room_of`.
 
@@ -142,7 +142,7 @@ async def answer_rows(
 
 
 def read_rows(path: Path, kind: type[AnyHeader], *, tensors: bool = True) -> tuple[AnyHeader, dict[str, torch.Tensor]]:
-    """Read the header of a file of rows, and its tensors if they are wanted.
+    """Read the header of a file of rows, as the type `kind`, and its tensors by name; none if `tensors` is False.
 
     Raises:
         InvalidFile: the file is missing, its header is of another kind, or it is of another version.
@@ -158,10 +158,10 @@ def read_rows(path: Path, kind: type[AnyHeader], *, tensors: bool = True) -> tup
 
 
 def load_rows(path: str | Path) -> tuple[AnswerRowsHeader, torch.Tensor]:
-    """Read a file of rows of a trait's answers.
+    """Read a file with the mean rows of a trait's answers.
 
     Returns:
-        Its header, and the rows, float32 [answers, layers, hidden].
+        The header, and the rows, float32 [answers, layers, hidden].
 
     Raises:
         InvalidFile: as for `read_rows`.
@@ -174,7 +174,7 @@ def load_rows(path: str | Path) -> tuple[AnswerRowsHeader, torch.Tensor]:
 
 
 def rows_file(folder: StageFolder, trait: str) -> Path:
-    """Return the path of a trait's rows; one file for each trait, since all of them may not fit in memory."""
+    """Return the path of a trait's file of rows; each trait has a file, since all rows may not fit in memory."""
     return folder.path / "rows" / f"{trait}.safetensors"
 
 
@@ -209,7 +209,7 @@ async def _read(
 
 
 def _join(folder: StageFolder, order: Sequence[str]) -> None:
-    """Write the rows of each trait as one file, in the order of the answers."""
+    """Join the rows of each trait's parts and file in one file, with answers in `order`, a list of all ids."""
     ranks = {name: rank for rank, name in enumerate(order)}
     for trait in folder.traits:
         parts, path = _parts(folder, trait), rows_file(folder, trait)
@@ -236,12 +236,13 @@ def _ids(paths: Sequence[Path]) -> set[str]:
 def vectors(
     model: SteerModel, settings: PersonaSettings, folder: StageFolder, records: Records, report: Report | None
 ) -> DirectionSet:
-    """Return the directions of all traits that have kept answers, with their provenance.
+    """Compute the directions of all traits with kept answers, with provenance, write and return them.
 
-    Groups are questions, so `provenance.auc` is computed on answers to held-out questions.
+    Held-out answers are those to held-out questions, so `provenance.auc` is computed on these. A finished stage is
+    read from `directions.safetensors`.
 
     Raises:
-        InvalidSpec: too few questions have answers of both kinds.
+        InvalidSpec: too few questions have kept answers of both signs.
         InvalidFile: rows cannot be read.
     """
     path, names = folder.path / "directions.safetensors", list(dict.fromkeys(one.trait for one in records.kept))

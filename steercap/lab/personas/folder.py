@@ -1,11 +1,11 @@
-"""Folders of runs: finished stages, known by the SHA-256 of their inputs, and partial results of the others; progress.
+"""Folders of runs: finished stages, marked by the SHA-256 of their inputs, and parts of unfinished ones; progress.
 
-Every file appears whole or not at all. Finished records of a stage go to small part files; when all are there they
-become one file, the stage is marked as done, and the parts go. So a process that is killed loses the last records
-alone, and the next one goes on from what is there.
+Every file appears whole or not at all. Finished records of a stage are written to small part files; when all exist,
+they are joined in one file, the stage is marked as done, and the parts are removed. A killed process thus loses only
+its last records, and the next one resumes.
 
-Traits are marked one by one, and no trait's records depend on another's. What was found of a trait that is no longer
-asked for stays where it is, in the tables too, and is used again when it is asked for again.
+Traits are marked one by one, and no trait's records depend on another's. Results of a trait that is no longer
+requested stay, in the tables too, and are used when it is requested again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from steercap.lab.personas.settings import (
 )
 
 VERSION: Final = 1
-#: Digits of a SHA-256 that a folder of parts is named by.
+#: Hexadecimal digits of a SHA-256 in the name of a folder of parts.
 _SHORT: Final = 16
 
 
@@ -49,26 +49,26 @@ class Progress:
     total: int
 
 
-#: Receiver of reports; called in the event loop, so it should be quick.
+#: Callback for progress reports; it is called in the event loop, so it should be quick.
 Report: TypeAlias = Callable[[Progress], None]
 
 
 class Count:
-    """Counter of a stage's finished work, which reports it."""
+    """Counter of a stage's finished work out of `total`, from `done` on, which calls `report` at each change."""
 
     def __init__(self, stage: str, total: int, done: int, report: Report | None) -> None:
         self._stage, self._total, self._done, self._report = stage, total, done, report
         self.add(0)
 
     def add(self, count: int = 1) -> None:
-        """Add to the finished work and report it."""
+        """Add `count` to the finished work and report the progress."""
         self._done += count
         if self._report is not None:
             self._report(Progress(self._stage, self._done, self._total))
 
 
 class RunDefinition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Start of `settings.json`.
+    """Contents of `settings.json` that runs over traits and over roles share.
 
     Args:
         version: version of the folder layout.
@@ -89,8 +89,7 @@ class _State(RunDefinition, frozen=True):
     """Contents of `settings.json` of a run over traits.
 
     Args:
-        done: finished work, "stage/trait" or "stage" for stages of all traits, with the SHA-256 of the inputs it
-            depended on.
+        done: SHA-256 of the inputs of finished work, by "stage/trait", or by "stage" for stages over all traits.
     """
 
     done: dict[str, str] = {}
@@ -103,8 +102,8 @@ class StageFolder:
         path: the folder; parts of unfinished stages are in its subfolder `parts`.
         digests: SHA-256 of the current inputs, by "stage", or by "stage/trait" for stages whose traits are marked one
             by one; in the order of the stages.
-        load: function that returns the marks: the SHA-256 of the inputs of finished work.
-        store: function that writes marks, and what else `finish` is given.
+        load: function that returns the marks: the SHA-256 of the inputs of finished work, by the same keys.
+        store: function that writes the marks, a mapping, and the keyword arguments of `finish`.
     """
 
     def __init__(
@@ -119,20 +118,19 @@ class StageFolder:
         self.traits = tuple(dict.fromkeys(trait for key in digests if (trait := key.partition("/")[2])))
 
     def is_done(self, stage: str) -> bool:
-        """Return True if a stage's results exist for every requested trait, for its current inputs."""
+        """Return True if a stage is marked as done for every requested trait, with its current inputs."""
         done = self._load()
         return all(done.get(key) == self._digests[key] for key in self._keys(stage))
 
     def traits_of(self, stage: str) -> set[str]:
-        """Return the traits whose records of a stage are complete; after `begin`, for its current inputs."""
+        """Return the names of traits whose records of a stage are complete; after `begin`, for its current inputs."""
         return {key.partition("/")[2] for key in self._load() if key.startswith(f"{stage}/")}
 
     def begin(self, stage: str) -> None:
-        """Mark a stage as unfinished, and remove marks and parts made from other inputs than the current ones.
+        """Mark a stage as unfinished, and remove parts and marks, of later stages too, that are of other inputs.
 
-        Marks of later stages, and of single traits, are removed only if their inputs differ.
-
-        Results of traits that are not requested now stay.
+        A stage that is marked trait by trait keeps the marks of traits with the current inputs, and of traits that are
+        not requested now.
         """
         done, keys = self._load(), list(self._digests)
         later = keys[keys.index(self._keys(stage)[0]) :]
@@ -144,7 +142,7 @@ class StageFolder:
                 shutil.rmtree(folder)
 
     def finish(self, stage: str, **further: Any) -> None:
-        """Mark a stage as finished, for every requested trait, and remove its parts."""
+        """Mark a stage as done for every requested trait, and remove its parts; `further` is passed to `store`."""
         self._store({**self._load(), **{key: self._digests[key] for key in self._keys(stage)}}, **further)
         for folder in self._parts_of(stage):
             shutil.rmtree(folder)
@@ -171,12 +169,12 @@ class StageFolder:
 
 
 def open_folder(path: str | Path, model: Mapping[str, str], settings: PersonaSettings) -> StageFolder:
-    """Open the folder of a run to resume it, creating it if needed.
+    """Open the folder of a run over traits to resume it, creating it if needed; `model` is the model's identity.
 
     Raises:
-        RunDiffers: the folder holds answers of another model or of settings under which they would be others. Where
-            later settings differ, the stages that depend on them are done again.
-        InvalidFile: the folder is of another version, or its settings cannot be read or lack something.
+        RunDiffers: the folder has answers of another model, or of other settings that change answers. If only settings
+            of later stages differ, these stages are repeated.
+        InvalidFile: the folder is of another version, or its settings cannot be read or lack a field.
     """
     wanted = _State(VERSION, dict(model), described(settings))
     found = RUN.open(path, wanted)
@@ -198,7 +196,7 @@ def open_folder(path: str | Path, model: Mapping[str, str], settings: PersonaSet
 
 
 def check_same(path: str | Path, settings: PersonaSettings) -> None:
-    """Check that a folder, which need not exist, holds no answers of other settings; the model is not compared.
+    """Check that a folder, which need not exist, has no answers of other settings; the model is not compared.
 
     Raises:
         RunDiffers, InvalidFile: as for `open_folder`.
@@ -207,7 +205,7 @@ def check_same(path: str | Path, settings: PersonaSettings) -> None:
 
 
 def _differing(stored: _State, expected: _State) -> list[str]:
-    """Return the differences that affect answers; where only later settings differ, later stages are repeated."""
+    """Return descriptions of the differences that change answers: in the model, or settings of the first stage."""
     (common, mine), (others, theirs) = (stage_settings(one.settings, "generate") for one in (expected, stored))
     shared = [name for name in mine if name in theirs]
     return differences(
@@ -216,5 +214,5 @@ def _differing(stored: _State, expected: _State) -> list[str]:
     )
 
 
-#: Folders of runs of personas.
+#: Kind of folder of runs over traits.
 RUN: Final = FolderKind("settings.json", _State, "run", _differing)

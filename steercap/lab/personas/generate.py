@@ -34,11 +34,11 @@ class Ends(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class AnswerGroup(Generic[AnyResponse]):
-    """Requests whose answers are stored together: those of one trait or role.
+    """Requests of one trait or role, whose answers are stored together.
 
     Args:
         requests: all requests, in the order of the answers.
-        parts: writer of the answers; those in its folder are not generated again.
+        parts: writer of the answers; answers already in its folder are not generated again.
         finish: function called once, with all answers in order.
     """
 
@@ -50,7 +50,7 @@ class AnswerGroup(Generic[AnyResponse]):
 async def generate(
     model: SteerModel, settings: PersonaSettings, folder: StageFolder, report: Report | None
 ) -> list[Response]:
-    """Return the answers to all requests, in order; those in the folder are not generated again.
+    """Generate the answers to all requests that the folder lacks, store them, and return all answers in order.
 
     Raises:
         The errors of `SteerModel.run`.
@@ -90,10 +90,10 @@ async def answer_groups(
     kind: type[AnyResponse],
     count: Count,
 ) -> None:
-    """Generate the missing answers of some groups, and finish each group once all of its answers are there.
+    """Generate the missing answers of some groups, as records of the type `kind`, and finish each complete group.
 
-    Requests of all groups run concurrently. A group is taken when its first request is due; its answers go to its
-    parts, and are read back when all are there.
+    Requests of all groups run concurrently. A group is taken from the iterable when its first request is due; its
+    answers are written to its parts, and read back when all are generated. `count` counts answers.
 
     Raises:
         The errors of `SteerModel.run`.
@@ -142,10 +142,10 @@ def _finish(group: AnswerGroup[AnyResponse]) -> None:
 
 
 def answer_ids(token_ids: Sequence[int], ends: Ends, finish: str, stop_reason: object) -> tuple[int, ...]:
-    """Strip the end-of-turn token and trailing special tokens from an answer.
+    """Return an answer's token ids without the end-of-turn token and trailing special tokens.
 
-    That token is not part of an answer, and in the paper its row is not part of the mean. It ended the answer where
-    `finish` is "stop"; a stop reason of vLLM that is an int is the token.
+    As in the paper, these tokens' rows are not part of an answer's mean. The end-of-turn token is stripped if `finish`,
+    vLLM's finish reason, is "stop"; a `stop_reason` that is an int is the id of the token that ended the answer.
     """
     ids = list(token_ids)
     # Words of the vocabulary, as some models end a turn with, are cut where they did end it, and only there.
@@ -158,27 +158,25 @@ def answer_ids(token_ids: Sequence[int], ends: Ends, finish: str, stop_reason: o
 
 
 def ends_of(generation_config: Mapping[str, Any], special: Iterable[int]) -> Ends:
-    """Return the tokens that end a turn; `eos_token_id` of a generation configuration is one token, several, or
-    missing.
-    """
+    """Return the end tokens from `eos_token_id` of a generation configuration, if any, and special token ids."""
     eos = generation_config.get("eos_token_id")
     turn = [] if eos is None else [eos] if isinstance(eos, int) else eos
     return Ends(frozenset(turn), frozenset(special))
 
 
 def ends_in(model: SteerModel) -> Ends:
-    """Return the tokens that end a turn of an open model."""
+    """Return the end-of-turn and special tokens of an open model."""
     return ends_of(model.generation_config, model.tokenizer.all_special_ids)
 
 
 def messages_of(system_prompt: str, question: str) -> list[dict[str, str]]:
-    """Return a question as a conversation, under a system prompt; "" for none."""
+    """Return chat messages with a question of the user, after the system prompt unless that is ""."""
     asked = {"role": "user", "content": question}
     return [{"role": "system", "content": system_prompt}, asked] if system_prompt else [asked]
 
 
 def sampling_of(settings: RunSettings, seed: int) -> dict[str, Any]:
-    """Return sampling parameters for `SteerModel.run`."""
+    """Return vLLM sampling parameters from the settings of a run, with a seed."""
     return {
         "max_tokens": settings.max_tokens,
         "temperature": settings.temperature,

@@ -1,7 +1,7 @@
-"""Levels of personas: the answers whose means make a persona's vectors, by score, and those means.
+"""Levels of personas, vectors that are means of the rows of answers chosen by score, or differences of such means.
 
-A role's answers are scored 0 to 3, a trait's 0 to 100; each answer is known by a key `LABEL_pPROMPT_qQUESTION`, label
-"pos", "neg" or "default". `plan_levels` decides from keys and scores alone; `LevelMeans` adds up rows as they come.
+A role's answers are scored 0 to 3, a trait's 0 to 100; each answer has a key `LABEL_pPROMPT_qQUESTION`, label "pos",
+"neg" or "default". `plan_levels` chooses by keys and scores alone; `LevelMeans` adds up rows one answer at a time.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from steercap.errors import InvalidSpec, UnknownName
 
 #: Kind of a persona.
 PersonaKind: TypeAlias = Literal["role", "trait"]
-#: Levels of each kind, in the order of files.
+#: Names of the levels of each kind of persona, in the order in which files have them.
 LEVELS: Final[Mapping[str, tuple[str, ...]]] = {
     "role": ("pos_0", "pos_1", "pos_2", "pos_3", "pos_all", "default_1"),
     "trait": ("pos_neg", "pos_default", "pos_neg_50", "pos_default_50", "pos_70", "pos_40_70"),
 }
-#: Minimum number of answers of a scored level of a role, or of pairs or answers of a trait's level.
+#: Default minimum number of answers of a scored level of a role, or of pairs or answers of a trait's level, by kind.
 MINIMUM: Final[Mapping[str, int]] = {"role": 50, "trait": 1}
-#: Score of an answer that refuses.
+#: Score of an answer that refuses to answer.
 REFUSAL: Final = "REFUSAL"
 #: Maximum number of keys that an error lists.
 _SHOWN: Final = 5
@@ -44,16 +44,15 @@ _APART: Final = 50
 
 @dataclass(frozen=True)
 class LevelPlan:
-    """Answers of one persona that make its levels.
+    """Choice of the answers whose rows are averaged in each level of one persona.
 
     Args:
         kind: "role" or "trait".
         answers: keys of all answers.
         weights: weight of each used answer, by level and key; a level is the weighted sum of the answers' rows. Levels
             without answers, or with fewer than the minimum, are absent.
-        left_out: number of answers, or pairs where a level is made of pairs, that a level could have had and has not,
-            by level and reason.
-        unused: number of answers and scores that no level is made of, by reason.
+        left_out: number of candidate answers, or pairs in levels of pairs, left out of each level, by level and reason.
+        unused: number of answers, and of scores, that are in no level, by reason.
     """
 
     kind: PersonaKind
@@ -75,26 +74,26 @@ def plan_levels(
     *,
     minimum: int | None = None,
 ) -> LevelPlan:
-    """Decide which answers make each level of a persona.
+    """Choose the answers that are averaged in each level of a persona.
 
     Roles: `pos_0` to `pos_3` are means of the positive answers of that score, `pos_all` of all that are scored;
     `default_1` of all default answers, whatever their number and scores. Traits: answers to one prompt and question
     are a pair. `pos_neg` and `pos_default` are differences of means over pairs of which both are scored,
-    `pos_neg_50` and `pos_default_50` over those whose positive answer scores more than 50 above the other. `pos_70`
+    `pos_neg_50` and `pos_default_50` over pairs whose positive answer scores more than 50 above the other. `pos_70`
     and `pos_40_70` are means of positive answers that score 70 or more, or 40 to below 70. Refusals are left out.
 
     Args:
         kind: "role" or "trait".
-        keys: keys of the answers, such as "pos_p0_q12". Those of several files have the file's name in front:
-            "0_default/default_p0_q12"; a pair is of one file.
+        keys: keys of the answers, such as "pos_p0_q12". Keys of several files have the file's name in front:
+            "0_default/default_p0_q12"; both answers of a pair are of one file.
         scores: score of each answer by key: a number, or "REFUSAL"; absent or None if it was not scored.
         minimum: minimum number of answers of a role's scored level, or of pairs or answers of a trait's level; None
             for 50 and 1.
 
     Raises:
-        UnknownName: another kind.
-        InvalidSpec: a key of another form, a key that is there twice, a score of another kind or out of range, or no
-            minimum.
+        UnknownName: `kind` is neither.
+        InvalidSpec: a key has another form or is given twice, a score is not valid for the kind, or `minimum` is not a
+            positive integer.
     """
     if kind not in LEVELS:
         raise UnknownName(f"unknown kind {shown(kind)}; {choices(kind, LEVELS)}")
@@ -118,10 +117,10 @@ def plan_levels(
 
 
 class LevelMeans:
-    """Means of a plan's levels, added up in float64 from answers in any order.
+    """Accumulator of a plan's levels, in float64, to which answers' rows are added in any order.
 
     Args:
-        plan: the plan.
+        plan: plan of the levels of one persona.
     """
 
     def __init__(self, plan: LevelPlan) -> None:
@@ -131,11 +130,11 @@ class LevelMeans:
         self._shape: torch.Size | None = None
 
     def add(self, key: str, mean: Float[torch.Tensor, "layers hidden"]) -> None:
-        """Add one answer; rows of answers that no level needs are checked and not used.
+        """Add the mean row of one answer; for an answer that no level needs, the row is only checked.
 
         Args:
             key: key of the answer in the plan.
-            mean: mean of the answer's rows, any floating dtype and device.
+            mean: mean of the answer's rows over its tokens, [layers, hidden], any floating dtype and device.
 
         Raises:
             UnknownName: the plan has no such answer.
@@ -154,10 +153,10 @@ class LevelMeans:
                 total.add_(rows, alpha=weights[key])
 
     def means(self) -> dict[str, Float[torch.Tensor, "layers hidden"]]:
-        """Return the levels that the plan has, float32 [layers, hidden], in the order of `LEVELS`.
+        """Return the plan's levels by name, float32 [layers, hidden], in the order of `LEVELS`.
 
         Raises:
-            InvalidSpec: answers that the plan needs were not added, or float32 cannot hold a level.
+            InvalidSpec: answers that the plan needs were not added, or a level is beyond the range of float32.
         """
         if missing := sorted(self._plan.needed - self._added):
             more = " ..." if len(missing) > _SHOWN else ""
@@ -180,7 +179,7 @@ class LevelMeans:
 
 
 class _Draft:
-    """Plan in the making.
+    """Plan of levels while it is built; `put` and `put_scored` add levels.
 
     Args:
         answers: matches of all keys, by key.
@@ -194,17 +193,17 @@ class _Draft:
         self.left_out: dict[str, Counter[str]] = {}
 
     def of(self, label: str) -> dict[str, str]:
-        """Return the keys of a label's answers, by file, prompt and question."""
+        """Return the keys of a label's answers, by their file, prompt and question as one text, such as "p0_q12"."""
         return {match["file"] + match["place"]: key for key, match in self.answers.items() if match["label"] == label}
 
     def lack(self, key: str) -> str:
-        """Return the reason why an answer has no number, "" if it has one."""
+        """Return the reason why an answer has no numeric score, "" if it has one."""
         if key not in self.scores:
             return "not scored"
         return "refusal" if math.isnan(self.scores[key]) else ""
 
     def put(self, level: str, used: Sequence[tuple[str, ...]], left_out: Counter[str], minimum: int) -> None:
-        """Add a level: the mean of the first answers of `used` minus, for pairs, the mean of the second."""
+        """Add a level, the mean over first keys of `used` minus, for pairs, that over second keys, if not too few."""
         if 0 < len(used) < minimum:
             left_out[f"fewer than {minimum}"] += len(used)
         elif used:
@@ -213,7 +212,7 @@ class _Draft:
         self.left_out[level] = left_out
 
     def put_scored(self, level: str, fits: Callable[[float], bool]) -> None:
-        """Add the mean of positive answers by score."""
+        """Add a level, the mean of the positive answers for whose score `fits` returns True."""
         used, left_out = [], Counter[str]()
         for key in self.of("pos").values():
             if reason := self.lack(key) or ("" if fits(self.scores[key]) else "another score"):
@@ -233,7 +232,7 @@ def _add_role_levels(draft: _Draft) -> None:
 
 
 def _add_trait_levels(draft: _Draft) -> None:
-    """Add the levels of a trait to the draft."""
+    """Add the levels of a trait to a draft."""
     for name, least in (("", None), (f"_{_APART}", _APART)):
         for label in ("neg", "default"):
             _pairs(draft, f"pos_{label}{name}", label, least)
@@ -242,7 +241,7 @@ def _add_trait_levels(draft: _Draft) -> None:
 
 
 def _pairs(draft: _Draft, level: str, label: str, apart: float | None) -> None:
-    """Add the difference of means over pairs, of which the positive answer scores more than `apart` higher."""
+    """Add a level of positive minus `label` answers, over pairs whose scores differ by more than `apart`, if given."""
     first, second = draft.of("pos"), draft.of(label)
     used, left_out = [], Counter({"no partner": len(first.keys() ^ second.keys())}) + Counter[str]()
     for place in (place for place in first if place in second):

@@ -1,4 +1,4 @@
-"""Pictures of a report, and the canvas that all pictures of personas are drawn on."""
+"""Pictures of a report on a run over traits, and the canvas of all pictures of personas."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from steercap.steering.directions import DirectionSet
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-#: Colours of traits, by their place.
+#: Colours of traits, in order; they repeat for more traits.
 TRAITS: Final = (*COLOURS, "#000000")
 MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
 POSITIVE, NEGATIVE = COLOURS[0], COLOURS[1]
 #: Dots per inch: sharp on a page, and small files.
 DPI: Final = 110
-#: Panels side by side.
+#: Maximum panels side by side.
 COLUMNS: Final = 3
 
 
 def draw_auc(directions: DirectionSet, path: Path) -> None:
-    """Draw the AUC of every trait by layer, and the 95 % chance range of all layers."""
+    """Draw the AUC of every trait by layer, and the 95 % chance range over all layers, to a file."""
     with canvas(path, (9, 4.8)) as axes:
         for place, (name, auc) in enumerate(directions.provenance.auc.items()):
             axes.plot(
@@ -57,7 +57,7 @@ def draw_auc(directions: DirectionSet, path: Path) -> None:
 
 
 def draw_scores(settings: PersonaSettings, records: Records, path: Path) -> None:
-    """Draw histograms of the scores under positive and negative system prompts, a panel for each trait."""
+    """Draw histograms of the scores under positive and negative system prompts, a panel for each trait, to a file."""
     names = [trait.name for trait in settings.resolved()]
     columns = min(COLUMNS, len(names))
     rows = math.ceil(len(names) / columns)
@@ -85,7 +85,7 @@ def draw_scores(settings: PersonaSettings, records: Records, path: Path) -> None
 
 
 def draw_cosines(directions: DirectionSet, layer: int, path: Path) -> None:
-    """Draw the cosine of every two vectors at one layer."""
+    """Draw the cosines of every two traits' vectors at one layer, to a file."""
     names, values = list(directions), directions.cosines(layer).tolist()
     side = 1.2 + 0.75 * len(names)
     with canvas(path, (max(side + 1.4, 4.6), max(side, 3.6))) as axes:
@@ -107,7 +107,7 @@ def draw_all(
     records: Records,
     layer: int,
 ) -> Mapping[str, Path]:
-    """Draw every picture of a report; return paths by name."""
+    """Draw every picture of a report into a folder; return paths by name: "auc", "scores" and "cosines"."""
     paths = {name: folder / f"{name}.png" for name in ("auc", "scores", "cosines")}
     draw_auc(directions, paths["auc"])
     draw_scores(settings, records, paths["scores"])
@@ -124,7 +124,7 @@ def canvas(
     Args:
         to: file to write, whose suffix sets the format, or matplotlib axes.
         size: width and height of a new figure, in inches.
-        rows, columns: number of panels of a new figure, which share their horizontal axis; more than one are an array.
+        rows, columns: number of panels of a new figure, with a common horizontal axis; several are yielded as an array.
         dpi: dots per inch of the file.
     """
     if not isinstance(to, (str, Path)):

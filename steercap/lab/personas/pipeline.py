@@ -37,14 +37,14 @@ _LABELS: Final = {"positive": "pos", "negative": "neg"}
 
 @dataclass(frozen=True)
 class PersonaResult:
-    """Result of a run.
+    """Result of a run over traits.
 
     Args:
-        directions: directions of all traits but those left out, with their provenance: their sources, and the AUC by
-            layer on questions held out.
-        outcomes: outcome of each trait, in numbers; the reason, if it was left out.
+        directions: directions of all traits but those left out, with provenance: sources, and the AUC by layer on
+            held-out questions.
+        outcomes: outcome of each trait, in numbers, or the reason why it was left out.
         folder: folder of the run.
-        report: the report, Markdown with pictures beside it.
+        report: path of the report, Markdown with pictures in the same folder.
     """
 
     directions: DirectionSet
@@ -58,25 +58,25 @@ class PersonaResult:
 async def run(
     model: SteerModel, settings: PersonaSettings, out: str | Path, *, progress: Report | None = None
 ) -> PersonaResult:
-    """Compute persona vectors of traits.
+    """Compute persona vectors of traits from a model's answers.
 
-    The model answers under contrasting system prompts; the answers are scored, filtered and read again, and their
-    mean rows are compared.
+    The model answers under contrasting system prompts; the answers are scored, filtered and read again by the model,
+    and their mean rows are compared.
 
     Args:
-        model: an open model, with a tap at the site and layers wanted, whose tokenizer has a chat template.
+        model: an open model, with taps at the site and layers of the settings, whose tokenizer has a chat template.
         settings: settings of the run.
-        out: the run's folder. An interrupted run resumes; a finished one is read. Where only later settings differ, the
-            stages that depend on them are repeated. Traits may be added, dropped and reordered: only missing answers
-            are requested, and the results of the others stay in the tables.
+        out: folder of the run. An interrupted run is resumed; a finished one is loaded. If only settings of later
+            stages differ, these stages are repeated. Traits may be added, dropped and reordered: only missing answers
+            are requested, and results of dropped traits stay in the tables.
         progress: function called with a `Progress`.
 
     Source: Chen et al., Persona Vectors: Monitoring and Controlling Character Traits in Language Models.
 
     Raises:
         MissingExtra: the extra "personas" is not installed.
-        RunDiffers: the folder holds answers of another model or run; the message names the difference.
-        InvalidFile: the folder holds something else.
+        RunDiffers: the folder has answers of another model or run; the message names the difference.
+        InvalidFile: the folder is not that of a run over traits, or cannot be read.
         InvalidRequest: another call writes to the folder.
         PointNotArmed, LayerOutOfRange: there is no tap at a point to read; raised before anything is generated.
         TooFewKept: for every trait, too few answers show it or its opposite.
@@ -105,7 +105,7 @@ async def run(
 
 
 def check(model: SteerModel, settings: RunSettings) -> None:
-    """Check that rows can be read at the points of a run.
+    """Check that the model has taps at the layers and the site of a run.
 
     Raises:
         PointNotArmed, LayerOutOfRange: a point has no tap.
@@ -118,9 +118,9 @@ class WrittenLevels:
     """Files of levels; written by `write_levels`.
 
     Args:
-        files: file of each trait that has a level.
-        used: number of answers of each level, by trait.
-        left_out: reasons why levels are absent or answers are not used, with numbers of answers, by trait and level.
+        files: path of the file of each trait with a level.
+        used: number of answers averaged in each level, by trait and level.
+        left_out: number of answers left out, by trait, level and reason.
     """
 
     files: Mapping[str, Path]
@@ -133,19 +133,19 @@ class WrittenLevels:
 def write_levels(run: str | Path, out: str | Path, *, minimum: int | None = None) -> WrittenLevels:
     """Write the vectors by level of a finished run's traits, `NAME.pt` in one folder, without a model.
 
-    A run reads the answers that it keeps. A level is written if all its answers were kept, else it is absent: with
-    the default thresholds `pos_neg_50` and `pos_70` are there; `pos_neg` needs threshold_high=0 and threshold_low=100.
-    There are no default answers, so no `pos_default`. Rows are read one answer at a time.
+    Only kept answers have rows. A level is written if all its answers were kept, else it is absent: with the default
+    thresholds there are `pos_neg_50` and `pos_70`; `pos_neg` needs threshold_high=0 and threshold_low=100. There are no
+    default answers, so no `pos_default`. Rows are loaded one answer at a time.
 
     Args:
-        run: folder of `run`, of rows at `resid_post` of all layers from 0 on.
-        out: folder of the files, such as `vectors`.
+        run: folder of a run over traits, with rows at `resid_post` of all layers.
+        out: folder to write the files to, created if needed.
         minimum: minimum number of pairs or answers of a level; see `plan_levels`.
 
     Raises:
-        RunUnfinished: of no trait all answers are scored and read.
+        RunUnfinished: there is no trait whose answers are all scored and read.
         InvalidSpec: the rows are of another site or of some layers only.
-        InvalidFile: it is no folder of a run over traits, or damaged.
+        InvalidFile: the folder is not that of a run over traits, or is damaged.
     """
     run, definition = Path(run), RUN.read(run)
     settings, hashes = definition.settings, trait_hashes(definition.settings, definition.model)
@@ -176,14 +176,14 @@ def write_levels(run: str | Path, out: str | Path, *, minimum: int | None = None
 
 
 def _key_of(response: Response) -> str:
-    """Return the key of an answer; answers to one question and prompt are told apart, and paired, by their sample."""
+    """Return the key of an answer for `plan_levels`, "SAMPLE/pos_pP_qQ", with the sample in place of a file's name."""
     return f"{response.sample}/{_LABELS[response.sign]}_p{response.prompt}_q{response.question}"
 
 
 def _level_means(
     path: Path, keys: Mapping[str, Response], scores: Mapping[str, float | None], minimum: int | None
 ) -> tuple[LevelPlan, dict[str, torch.Tensor]]:
-    """Return the levels of one trait whose answers all have rows, and their means."""
+    """Return the plan of the levels of one trait whose answers all have rows in `path`, and these levels by name."""
     header = read_rows(path, AnswerRowsHeader, tensors=False)[0] if path.exists() else AnswerRowsHeader(1, (), (), ())
     if list(header.layers) != list(range(len(header.layers))):
         raise InvalidSpec(f"{path} has rows of layers {list(header.layers)}; files of levels have all from 0 on")

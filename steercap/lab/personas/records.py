@@ -17,7 +17,7 @@ SIGNS: Final[tuple[Sign, Sign]] = ("positive", "negative")
 
 
 class RunSettings(Protocol):
-    """Settings that runs over traits and over roles share; `PersonaSettings` and `RoleSettings` say what they are."""
+    """Interface of the settings that `PersonaSettings`, of runs over traits, and `RoleSettings` share."""
 
     @property
     def max_tokens(self) -> int:
@@ -29,7 +29,7 @@ class RunSettings(Protocol):
 
     @property
     def top_p(self) -> float:
-        """Share of the probability mass to sample from."""
+        """Share of the probability mass to sample from, in (0, 1]."""
 
     @property
     def max_in_flight(self) -> int:
@@ -37,27 +37,27 @@ class RunSettings(Protocol):
 
     @property
     def layers(self) -> int | tuple[int, ...] | Literal["all"]:
-        """Layers of the rows."""
+        """Layers whose rows are captured: an index, several, or "all"."""
 
     @property
     def site(self) -> str:
-        """Site of the rows."""
+        """Site whose rows are captured, such as "resid_post"."""
 
     @property
     def read_system(self) -> bool:
-        """True if the system prompt comes before an answer when it is read again."""
+        """True if the system prompt comes before an answer when the answer is read to capture rows."""
 
 
 class TraitRequest(msgspec.Struct, frozen=True):
-    """Request to a model for one answer.
+    """Request to a model for one answer to a question, under a system prompt for a trait or against it.
 
     Args:
         id: "trait/sign/prompt/question/sample", unique in a run.
         trait: name of the trait.
-        sign: kind of the system prompt.
-        prompt: index of the system prompt among its kind.
+        sign: "positive" if the system prompt asks for the trait, "negative" if for its opposite.
+        prompt: index of the system prompt among those of this sign.
         question: index of the question.
-        sample: index among several answers.
+        sample: index of the answer among several to one prompt and question.
         seed: sampling seed, derived from the run's seed and the id.
         system_prompt, question_text: texts of the prompt and the question.
     """
@@ -80,7 +80,7 @@ class TraitRequest(msgspec.Struct, frozen=True):
 
 
 class Response(TraitRequest, frozen=True):
-    """Request with its answer.
+    """Request of a run over traits, with the model's answer.
 
     Args:
         answer: the text.
@@ -94,14 +94,14 @@ class Response(TraitRequest, frozen=True):
 
 
 class RoleRequest(msgspec.Struct, frozen=True):
-    """Request to a model for one answer.
+    """Request to a model for one answer to a question, under the system prompt of a role.
 
     Args:
         id: "role/prompt/question/sample", unique in a run.
         role: name of the role, or "assistant".
         prompt: index of the system prompt.
         question: index of the question.
-        sample: index among several answers.
+        sample: index of the answer among several to one prompt and question.
         seed: sampling seed, derived from the run's seed and the id.
         system_prompt, question_text: texts of the prompt ("" for none) and the question.
     """
@@ -117,7 +117,7 @@ class RoleRequest(msgspec.Struct, frozen=True):
 
 
 class RoleResponse(RoleRequest, frozen=True):
-    """Request with its answer.
+    """Request of a run over roles, with the model's answer.
 
     Args:
         answer: the text.
@@ -130,24 +130,24 @@ class RoleResponse(RoleRequest, frozen=True):
     finish: str
 
 
-#: Answer of a run to a request.
+#: Type of answers: `Response` in runs over traits, `RoleResponse` in runs over roles.
 AnyResponse = TypeVar("AnyResponse", Response, RoleResponse)
 
 
 class Score(msgspec.Struct, frozen=True):
-    """Score of an answer for its trait or role: 0 to 100, None if it could not be scored."""
+    """Score of the answer to the request `id`, for its trait or role: 0 to 100, None if it could not be scored."""
 
     id: str
     score: float | None
 
     @property
     def trait(self) -> str:
-        """Name of the trait."""
+        """Name of the trait (or role), the first part of the id."""
         return self.id.partition("/")[0]
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """Answer that is used for the vector."""
+    """Answer that passed the filter and is used for its trait's vector; fields as in `Response` and `Score`."""
 
     id: str
     trait: str
@@ -158,11 +158,11 @@ class Kept(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Records:
-    """Records of a run; responses and scores are in the same order.
+    """Records of a run over traits; responses and scores are in the same order.
 
     Args:
         responses, scores: answers to all requests, and their scores.
-        kept: answers that are used.
+        kept: answers that are used for the vectors.
     """
 
     responses: Sequence[Response]
@@ -170,7 +170,7 @@ class Records:
     kept: Sequence[Kept]
 
     def of(self, trait: str, sign: Sign) -> list[tuple[Response, float | None]]:
-        """Return the answers of a trait under one kind of prompt, with their scores."""
+        """Return the answers of a trait under prompts of one sign, with their scores, in the order of the run."""
         return [
             (response, score.score)
             for response, score in zip(self.responses, self.scores, strict=True)
@@ -178,7 +178,7 @@ class Records:
         ]
 
     def kept_of(self, trait: str, sign: Sign) -> list[Kept]:
-        """Return the kept answers of a trait under one kind of prompt."""
+        """Return the kept answers of a trait under prompts of one sign."""
         return [one for one in self.kept if (one.trait, one.sign) == (trait, sign)]
 
 
@@ -196,5 +196,5 @@ def all_requests(settings: PersonaSettings) -> Iterator[TraitRequest]:
 
 
 def seed_of(seed: int, name: str) -> int:
-    """Derive a 31-bit seed from the run's seed and the request's name alone, whatever ran before it."""
+    """Return a 31-bit sampling seed that depends only on the run's seed and the request's id, `name`."""
     return int.from_bytes(hashlib.sha256(f"{seed}\0{name}".encode()).digest()[:4]) >> 1

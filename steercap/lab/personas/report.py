@@ -1,4 +1,4 @@
-"""Outcome of a run for each trait, in numbers, and the run's report: Markdown, with pictures beside it."""
+"""Outcome of a run for each trait, in numbers, and the run's report, Markdown with pictures in the same folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from steercap.lab.personas.records import SIGNS, Records
 from steercap.lab.personas.settings import PersonaSettings
 from steercap.steering.directions import DirectionSet
 
-#: Number of answers shown of each end, and maximum characters of each.
+#: Number of answers with the highest, and the lowest, scores in a report; maximum characters of each.
 SHOWN, LENGTH = 2, 400
 _LIMITS: Final = """
 - **The AUC is of held-out questions, but of the same system prompts.** {reading}
@@ -52,20 +52,20 @@ _SCORERS: Final = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of one trait. Pairs are for answers under positive and under negative system prompts.
+    """Outcome of one trait in numbers; pairs are for answers under (positive, negative) system prompts.
 
     A trait that was left out has no vector: its `best_layer`, `auc` and `relative_norm` are None.
 
     Args:
         responses: number of answers.
         unscored: number of answers that the scorer could not score.
-        kept: number of answers used.
+        kept: number of answers used for the vector.
         mean_scores: mean over all answers with a score, 0 to 100; NaN if none has one.
         best_layer: layer with the highest AUC; for ties see `steercap.lab.directions.methods`.
         auc: AUC at that layer on held-out questions; 0.5 is chance. It is optimistic, as the layer was chosen on the
             same answers.
-        held_out: number of answers of the AUC.
-        relative_norm: norm of the vector at that layer, as a share of the rows' mean norm.
+        held_out: number of answers from which the AUC was computed.
+        relative_norm: norm of the vector at that layer, as a share of the mean norm of the answers' mean rows.
         left_out: reason why there is no vector, "" if there is one.
     """
 
@@ -83,7 +83,7 @@ class Outcome:
 def outcomes(
     directions: DirectionSet, records: Records, left_out: Mapping[str, str] = MappingProxyType({})
 ) -> Mapping[str, Outcome]:
-    """Return the outcome of each trait that has a direction or was left out, in the order of the answers."""
+    """Return the outcome of each trait with a direction or a reason in `left_out`, in the order of the answers."""
     names = [
         name for name in dict.fromkeys(one.trait for one in records.responses) if {name} & {*directions, *left_out}
     ]
@@ -91,7 +91,7 @@ def outcomes(
 
 
 def relative_norms(directions: DirectionSet, name: str) -> dict[int, float]:
-    """Return the norm of a direction by layer, as a share of the mean norm of its answers' mean rows there."""
+    """Return a direction's norm by layer, as a share of the mean norm of its answers' mean rows at that layer."""
     rows = directions.provenance.row_norms[name]
     return {layer: norm / rows[layer] for layer, norm in directions[name].norms().items()}
 
@@ -128,11 +128,7 @@ def write_report(
     results: Mapping[str, Outcome],
     records: Records,
 ) -> Path:
-    """Write `report.md` and its pictures.
-
-    Returns:
-        The path of the report.
-    """
+    """Write `report.md` and its pictures into a folder, and return the path of the report."""
     layer = common_layer(directions)
     pictures = draw_all(folder, settings, directions, records, layer)
     parts = [
@@ -162,7 +158,7 @@ def write_report(
 
 
 def common_layer(directions: DirectionSet) -> int:
-    """Return the layer of the highest mean AUC over the traits; for ties see `steercap.lab.directions.methods`."""
+    """Return the layer with the highest mean AUC over traits; for ties see `steercap.lab.directions.methods`."""
     auc = directions.provenance.auc
     return middle_of_best({layer: sum(found[layer] for found in auc.values()) for layer in directions.layers})
 

@@ -1,4 +1,4 @@
-"""Stages "score" and "filter": scores of how strongly each answer shows its trait or role, and selection by them."""
+"""Stages "score" and "filter": scores of how strongly each answer shows its trait or role, and selection by scores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ async def score(
 ) -> list[Score]:
     """Score all answers that are not scored yet, write `scores.parquet`, and return all scores in the order of answers.
 
-    An answer without a token or a word has the score None.
+    An answer without a token or without text has the score None.
 
     Raises:
         The errors of the scorer.
@@ -54,8 +54,9 @@ async def scored(
     known: Mapping[str, Score],
     count: Count,
 ) -> dict[str, Score]:
-    """Score the answers of one trait or role that are not among the `known` scores, by id, and write the scores to
-    parts.
+    """Score the answers of one trait or role, except chunks with all ids in `known`; return the new scores by id.
+
+    Scores are written to `parts`, and counted by `count`.
 
     Raises:
         The errors of the scorer.
@@ -90,10 +91,10 @@ def keep(
     are dropped. None is no limit.
 
     Returns:
-        The kept answers of traits with enough of them; and the reasons for the others, by name.
+        The kept answers of traits with enough of them; and the reasons why other traits are left out, by name.
 
     Raises:
-        TooFewKept: every trait has fewer than `min_kept` of a kind, or fewer than two questions with both kinds.
+        TooFewKept: every trait has fewer than `min_kept` of a sign, or fewer than two questions with both signs.
     """
     said = {item.id: item.score for item in scores}
     shown = {response.id for response in responses if _shown(settings, response, said[response.id])}

@@ -1,4 +1,4 @@
-"""Settings of a run from traits to vectors."""
+"""Settings of a run from traits to vectors, and the digests of each stage's inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from steercap.errors import InvalidSetting, InvalidSpec
 from steercap.lab.directions import METHODS
 from steercap.lab.measures.scores import SCORERS, Trait, make_scorer, traits
 
-#: Settings that each stage depends on, besides earlier stages; "filter" selects rows and does not change them.
+#: Names of the settings that each stage depends on, besides earlier stages; "filter" selects rows, not changing them.
 DEPENDS: Final[Mapping[str, tuple[str, ...]]] = {
     "generate": (
         "traits.name",
@@ -42,17 +42,17 @@ _AFTER: Final[Mapping[str, tuple[str, ...]]] = {
     "capture": ("generate",),
     "vectors": ("filter", "capture"),
 }
-#: Stages whose results are of all traits together; those of the others are of one trait each.
+#: Stages whose results are of all traits together; results of the other stages are of one trait each.
 JOINT: Final = ("filter", "vectors")
 #: The stages, in their order.
 STAGES: Final = tuple(DEPENDS)
 
 
 class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Settings of `run`.
+    """Settings of a run over traits, see `run`.
 
-    The defaults are the sizes and thresholds of Chen et al., Persona Vectors. They judge by a large model, keep pairs
-    (`paired`), and keep only answers that are judged coherent, which no scorer here does; their answers are longer.
+    The defaults are the sizes and thresholds of Chen et al., Persona Vectors. In the paper a large model judges,
+    answers are longer and kept in pairs (`paired`), and only if judged coherent, which no scorer here does.
 
     Args:
         traits: names of shipped traits, or `Trait`s; one at least.
@@ -63,17 +63,17 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         max_tokens: maximum tokens of an answer.
         temperature, top_p: sampling parameters.
         max_in_flight: maximum concurrent requests.
-        scorer: name in `steercap.lab.measures.scores.SCORERS`.
+        scorer: name in `steercap.lab.measures.scores.SCORERS` of the scorer of answers.
         scorer_args: arguments of the scorer; no API keys, since they are written to the run folder.
         threshold_high, threshold_low: minimum score of kept answers under a positive prompt, and maximum under a
             negative one.
         paired: keep an answer only with its counterpart, which has the same question, sample and prompt index.
         min_kept: minimum number of kept answers of each kind; a trait with fewer is left out.
-        layers, site: layers and site of the rows: "all", an index or several; several become a tuple.
-        read_system: put the system prompt before an answer when it is read again, as in the paper. The rows may then
-            show the prompt rather than the answer; False reads each answer after its question alone.
-        method: name in `steercap.lab.directions.METHODS`.
-        held_out: share of the questions held out from the vector, to test it on.
+        layers, site: layers and site of the captured rows; layers are "all", an index or several.
+        read_system: True to put the system prompt before an answer when it is read to capture rows, as in the paper.
+            The rows may then show the prompt rather than the answer; False reads each answer after its question alone.
+        method: name in `steercap.lab.directions.METHODS` of the method that computes directions from rows.
+        held_out: share of the questions, between 0 and 1, whose answers test the vector instead of making it.
 
     Raises:
         InvalidSetting, UnknownName: a value is not valid, or fewer answers are requested of a trait than `min_kept`.
@@ -118,7 +118,7 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             self._check_size(trait)
 
     def _check_size(self, trait: Trait) -> None:
-        """Check that the requested answers of a trait suffice for a vector."""
+        """Check that a trait has two questions, and `min_kept` requested answers of each sign; else InvalidSetting."""
         questions = len(trait.questions[: self.n_questions])
         if questions < 2:
             raise InvalidSetting(
@@ -134,23 +134,23 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     @classmethod
     def small(cls, *traits: str | Trait, **changes: Any) -> PersonaSettings:
-        """Return sizes for a small model on a CPU: minutes, not hours.
+        """Return settings for a small model on a CPU: a run of minutes, not hours.
 
-        One answer to each of twelve questions under each prompt, forty tokens long; at temperature 0.7, since at 1 a
-        model of some hundred million parameters rambles.
+        They are one answer to each of twelve questions under each prompt, forty tokens long; at temperature 0.7, since
+        at 1 a model of some hundred million parameters rambles.
 
         Args:
-            traits: the traits.
-            changes: other settings.
+            traits: names of shipped traits, or `Trait`s.
+            changes: settings by name, in place of these or the defaults.
         """
         sizes = {"n_samples": 1, "n_questions": 12, "max_tokens": 40, "temperature": 0.7, "max_in_flight": 64}
         return cls(traits=traits, **{**sizes, **changes})
 
     def resolved(self) -> tuple[Trait, ...]:
-        """Return the traits, with names replaced by the shipped ones.
+        """Return the traits in order, with names replaced by the shipped traits.
 
         Raises:
-            InvalidSetting: no shipped trait has a name.
+            InvalidSetting: no shipped trait has a given name.
         """
         shipped = traits()
         if missing := [trait for trait in self.traits if isinstance(trait, str) and trait not in shipped]:
@@ -165,12 +165,12 @@ def check_fields(
     flags: Sequence[str],
     names: Sequence[str],
 ) -> None:
-    """Check the fields that are alike in settings of traits and of roles, and normalise `layers`.
+    """Check the fields that settings of traits and of roles share, and normalise `layers` in place.
 
     Args:
         settings: settings to check.
-        least: minimum of each size.
-        numbers, flags, names: fields that hold a number, True or False, and text.
+        least: minimum of each integer field, by name.
+        numbers, flags, names: names of the fields that are a number, a boolean, and text.
 
     Raises:
         InvalidSetting, UnknownName: a value is not valid.
@@ -205,7 +205,7 @@ def check_fields(
 
 
 def described(settings: PersonaSettings) -> dict[str, Any]:
-    """Return the settings as plain values, traits in full, by name."""
+    """Return the settings as JSON-compatible values, with traits as a mapping by name, all their fields included."""
     plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(settings))
     traits = {trait.name: trait for trait in settings.resolved()}
     return {**plain, "traits": msgspec.json.decode(msgspec.json.encode(traits))}
@@ -227,15 +227,15 @@ def scorer_args_of(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict
 
 
 def stage_hashes(plain: Mapping[str, Any], model: Mapping[str, str]) -> dict[str, str]:
-    """Return the SHA-256 of each stage's inputs, for all traits in order, from settings as `described` returns them."""
+    """Return the SHA-256 of each stage's inputs over all traits, by stage; arguments as for `trait_hashes`."""
     return {stage: digest_of(list(found.items())) for stage, found in trait_hashes(plain, model).items()}
 
 
 def trait_hashes(plain: Mapping[str, Any], model: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Return the SHA-256, in hexadecimal, of all that each stage depends on, by stage and trait.
+    """Return the SHA-256, in hexadecimal, of each stage's inputs, earlier stages' included, by stage and trait.
 
     Args:
-        plain: settings as `described` gives them.
+        plain: settings as `described` returns them.
         model: facts that identify the model.
     """
     found: dict[str, dict[str, str]] = {}
@@ -260,12 +260,12 @@ def stage_settings(plain: Mapping[str, Any], stage: str) -> tuple[dict[str, Any]
 
 
 def digest_of(value: Any) -> str:
-    """Return the SHA-256 of plain values, in hexadecimal."""
+    """Return the SHA-256 of a JSON-compatible value, in hexadecimal; the order of keys does not matter."""
     return hashlib.sha256(msgspec.json.encode(value, order="deterministic")).hexdigest()
 
 
 def layers_of(layers: Any) -> str | int | tuple[int, ...]:
-    """Normalise a layer selection: "all", an index, or indices as a tuple; other integer types become int."""
+    """Return a layer selection as "all", an int, or a tuple of ints; raise InvalidSetting if it is none of these."""
     if isinstance(layers, str) and layers == "all":
         return layers
     if (index := index_of(layers)) is not None:

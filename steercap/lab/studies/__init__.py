@@ -1,13 +1,13 @@
-"""Studies of steering on many prompts, dose sweeps and comparisons of methods: their shared settings, and their folder.
+"""Studies of steering on many prompts, dose sweeps and comparisons of methods: shared settings and folder.
 
-The folder holds answers by number, and values, in Parquet parts.
+The folder has answers by number, and values of measures and tasks, in Parquet parts.
 
-sweep.json, evaluation.json           inputs of the answers
-answers/00007-3f2a9c.parquet          answers, some hundreds a part; one part when all are there
-values/repetition-5d41/...            numbers of one measure, by the number of the answer
-tasks/choices-77ab/...                numbers of one task, by the number of condition and item
+sweep.json, evaluation.json           definition, the inputs of the answers
+answers/00007-3f2a9c.parquet          answers, hundreds in a part; one part when complete
+values/repetition-5d41/...            values of one measure, by number of the answer
+tasks/choices-77ab/...                values of one task, by number of condition and item
 results.parquet                       answers and values in one table, when the study is complete
-methods.parquet, .md, .png            methods of an evaluation beside each other
+methods.parquet, .md, .png            summary of the methods of an evaluation
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from steercap.errors import InvalidSpec
 from steercap.files.tables import TableWriter
 from steercap.lab.measures import Measure
 
-#: Seconds between parts, the most that a killed process loses. A part takes some milliseconds to write.
+#: Seconds between parts, the most work that a killed process loses. A part takes some milliseconds to write.
 FLUSH_SECONDS: Final = 2.0
-#: Rows of a part at most.
+#: Maximum rows of a part.
 PART_RECORDS: Final = 1024
 
 
@@ -35,7 +35,7 @@ class Value(msgspec.Struct, frozen=True, kw_only=True):
     """Value of a measure for one answer, or of a task for one item under one condition.
 
     Args:
-        number: number of the answer, or of condition and item.
+        number: number of the answer, or of the condition and item.
         value: measured value, NaN if nothing could be measured.
     """
 
@@ -49,19 +49,19 @@ Row = TypeVar("Row", bound=msgspec.Struct)
 Definition = TypeVar("Definition", bound=msgspec.Struct)
 
 
-#: Key of a row.
+#: Function that returns the number of a row, its key.
 NUMBER: Final[Callable[[Any], int]] = attrgetter("number")
 
 
 class Table(Generic[Row]):
-    """Table of rows by number: those stored in a folder and those added; a number is kept once.
+    """Table of rows by number, stored in the Parquet parts of a folder; the attribute `rows` maps numbers to rows.
 
     Args:
-        folder: folder of their parts.
+        folder: folder of the parts.
         kind: type of the rows, with a field `number`.
 
     Raises:
-        InvalidFile: a part holds something else.
+        InvalidFile: a part does not contain such rows.
     """
 
     def __init__(self, folder: Path, kind: type[Row]) -> None:
@@ -69,7 +69,7 @@ class Table(Generic[Row]):
         self.rows: dict[int, Row] = {NUMBER(row): row for row in self._parts.read()}
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Add rows; they are written to the folder later, or by `flush`."""
+        """Add rows, in place of those of equal number; they are written to the folder later, or by `flush`."""
         for row in rows:
             self.rows[NUMBER(row)] = row
             self._parts.add(row)
@@ -79,7 +79,7 @@ class Table(Generic[Row]):
         self._parts.flush()
 
     def join(self) -> None:
-        """Flush, and rewrite all files in the folder as one, in the order of the rows' numbers."""
+        """Flush, and rewrite all files in the folder as one, with rows by ascending number."""
         self.flush()
         self._parts.replace([self.rows[number] for number in sorted(self.rows)])
 
@@ -89,10 +89,10 @@ class StudyFolder(Generic[Row]):
 
     Args:
         path: folder that was opened for the study; see `FolderKind.open`.
-        kind: type of its answers, with a field `number`.
+        kind: type of the study's answers, with a field `number`.
 
     Raises:
-        InvalidFile: a part of the answers holds something else.
+        InvalidFile: a part of the answers does not contain such answers.
     """
 
     def __init__(self, path: str | Path, kind: type[Row]) -> None:
@@ -107,7 +107,7 @@ class StudyFolder(Generic[Row]):
 
 
 def folder_of(label: str, made: object) -> str:
-    """Return the name of the folder for the values of a measure or task.
+    """Return the name of the subfolder for the values of a measure or task.
 
     Args:
         label: label of the measure or task.
@@ -122,11 +122,11 @@ def _hashed(label: str, said: str) -> str:
 
 
 def settle(study: Any, *, whole: Sequence[str], flags: Sequence[str]) -> None:
-    """Check a study's numbers, truth values and sampling, and convert them to plain ones, in place.
+    """Check a study's integers, booleans and sampling parameters, and convert them to plain types, in place.
 
     Args:
-        study: frozen data class with fields `sampling` and `samples`; messages begin with the name of its class.
-        whole, flags: names of its fields that are whole numbers, and of those that are truth values.
+        study: frozen data class with fields `sampling` and `samples`; errors begin with the name of its class.
+        whole, flags: names of the fields that are integers, and of those that are booleans.
 
     Raises:
         InvalidSpec: a field is of another type, `samples` is below 1, the sampling sets `n` or `seed`, or all samples
@@ -157,7 +157,7 @@ def settle(study: Any, *, whole: Sequence[str], flags: Sequence[str]) -> None:
 
 
 def as_stored(study: Any, definition: Definition) -> Definition:
-    """Return the definition of a study as it is read from its folder.
+    """Return the definition of a study as it is when written to its folder and read again.
 
     Raises:
         InvalidSpec: a prompt or sampling parameter is not JSON-compatible.

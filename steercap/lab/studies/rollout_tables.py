@@ -1,4 +1,4 @@
-"""Tables of a rollout: scores of a variant on each question and over all, and a judge's replies."""
+"""Tables of a rollout: scores of each variant, a method at a dose, by question and over all; a judge's replies."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from steercap.lab.studies.evaluation.results import EvaluationResults
 from steercap.steering.edits.add import Add
 from steercap.steering.spec import SteeringSpec
 
-#: Names of variants, by method and dose.
+#: Name of each variant, by name of the method and dose.
 Names = Mapping[tuple[str, float], str]
 
 
 class Verdict(NamedTuple):
-    """Score of an answer, None without one; and whether the answer refuses."""
+    """Score of an answer, None if it has none; `refused` is True if the answer refuses."""
 
     score: float | None
     refused: bool
 
 
 class JudgeRow(msgspec.Struct, frozen=True):
-    """Judgement of one answer, by the answer's number; see `steercap.lab.measures.scores.judge.Judgement`."""
+    """Judgement of the answer of a number in the evaluation; fields as in `lab.measures.scores.judge.Judgement`."""
 
     number: int
     score: float | None
@@ -43,11 +43,11 @@ class JudgeScore(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         dataset: name of the data set.
-        variant: name of method and dose.
+        variant: name of the method at a dose.
         question_index, rollout_index, turn: index of the question, of the conversation about it, and of the answer.
         steering_scale: scale of the edits, the length that was learned for `..._scale_learned`; None for no steering,
             and for edits of several scales.
-        question, response: text that was asked, and the model's answer.
+        question, response: text of the prompt, and of the model's answer.
         judge_score: judge's score, 0 to 100; None if the answer refuses or the reply has no score.
         judge_refusal: True if the judge says that the answer refuses.
         judge_response: text of the judge's reply.
@@ -67,16 +67,16 @@ class JudgeScore(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QuestionScore(msgspec.Struct, frozen=True, kw_only=True):
-    """Answers to one question under one variant, a row of `..._per_question.parquet`.
+    """Scores of the answers to one question under one variant, a row of `..._per_question.parquet`.
 
     Args:
         dataset: name of the data set.
-        variant: name of method and dose.
+        variant: name of the method at a dose.
         question_index: index of the question.
-        question: text of the question, several turns one a line.
+        question: text of the question, one line for each turn.
         count: number of answers with a score.
-        mean, std, min, max: of these scores, None without any; the standard deviation is that of the population.
-        refusals, missing: number of answers that refuse, and of those without a score that do not.
+        mean, std, min, max: statistics of these scores, None without any; `std` is that of a population.
+        refusals, missing: number of answers that refuse, and of answers that do not refuse but have no score.
     """
 
     dataset: str
@@ -93,7 +93,7 @@ class QuestionScore(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VariantScore(msgspec.Struct, frozen=True, kw_only=True):
-    """Answers under one variant, an entry of `variant_summary` in `..._summary.json`.
+    """Scores of all answers under one variant, an entry of `variant_summary` in `..._summary.json`.
 
     Args:
         count, mean, std, min, max, refusals, missing: as for `QuestionScore`, of all answers.
@@ -101,7 +101,7 @@ class VariantScore(msgspec.Struct, frozen=True, kw_only=True):
             scores; None in files of before it was known.
         low, high: ends of the 95 % interval of `question_mean`, None for fewer than two questions; see
             `steercap.lab.measures.statistics.estimate`.
-        norms: length of what is added at each layer, in the units of the stream; empty if nothing is only added.
+        norms: L2 norm of the vector added at each layer, by layer; empty unless there is one fixed `Add` per layer.
     """
 
     count: int
@@ -118,12 +118,13 @@ class VariantScore(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutSummary(msgspec.Struct, frozen=True):
-    """Scores of every variant of a data set, by its name.
+    """Scores of every variant of a data set.
 
     Args:
         name: name of the data set.
-        minilm: scores of its classifier, 0 to 1; refusals are those of the measure "refusal", by phrases.
-        judge: scores of the judge, 0 to 100, refusals as it says; None without a judge.
+        minilm: scores of the data set's classifier, 0 to 1, by variant; refusals are found by phrases, as by the
+            measure "refusal".
+        judge: scores and refusals by the judge, 0 to 100, by variant; None without a judge.
     """
 
     name: str
@@ -132,7 +133,7 @@ class RolloutSummary(msgspec.Struct, frozen=True):
 
 
 class SummaryFile(msgspec.Struct, frozen=True):
-    """Content of `minilm_summary.json` and `judge_summary.json`."""
+    """Content of `minilm_summary.json` or `judge_summary.json`: scores of a data set by name of the variant."""
 
     dataset: str
     variant_summary: dict[str, VariantScore]
@@ -141,14 +142,14 @@ class SummaryFile(msgspec.Struct, frozen=True):
 def save_tables(
     folder: Path, scorer: str, results: EvaluationResults, names: Names, verdicts: Sequence[Verdict]
 ) -> dict[str, VariantScore]:
-    """Write `SCORER_per_question.parquet` and `SCORER_summary.json`, and return the scores of the variants.
+    """Write `SCORER_per_question.parquet` and `SCORER_summary.json`; return the scores by name of the variant.
 
     Args:
-        folder: folder of the data set, which has its name.
+        folder: folder of the data set; its name is the data set's.
         scorer: "minilm" or "judge".
-        results: answers.
-        names: names of their variants.
-        verdicts: score and refusal of each answer.
+        results: results with all answers.
+        names: names of the variants.
+        verdicts: score and refusal of each answer, in the order of the answers.
     """
     groups: dict[str, dict[int, list[Verdict]]] = {}
     for answer, verdict in zip(results.answers, verdicts, strict=True):
@@ -169,7 +170,7 @@ def save_tables(
 
 
 def save_judge_scores(folder: Path, results: EvaluationResults, names: Names, rows: Sequence[JudgeRow]) -> Path:
-    """Write `judge_scores.parquet`: every answer with its score, whether it refuses, and the judge's reply."""
+    """Write `judge_scores.parquet`, every answer with its row of `rows`, in order, and return the file's path."""
     scales = {variant: _scale(spec) for variant, spec in specs_of(results, names).items()}
     found = [
         JudgeScore(
@@ -191,7 +192,7 @@ def save_judge_scores(folder: Path, results: EvaluationResults, names: Names, ro
 
 
 def remove_stale(folder: Path, results: EvaluationResults, names: Names) -> None:
-    """Remove tables of a judge that are of other answers; a call with the judge writes them anew, and asks nothing."""
+    """Remove the judge's tables if they are of other variants or another number of answers than `results`."""
     file = folder / "judge_summary.json"
     if not file.exists():
         return
@@ -204,7 +205,7 @@ def remove_stale(folder: Path, results: EvaluationResults, names: Names) -> None
 
 
 def specs_of(results: EvaluationResults, names: Names) -> dict[str, SteeringSpec | None]:
-    """Return the edits of each variant, by its name."""
+    """Return the edits of each variant, by its name; None without steering."""
     return {names[one.method, one.dose]: results.evaluation.spec(one) for one in results.evaluation.conditions()}
 
 
@@ -216,13 +217,13 @@ def _variant(questions: Sequence[Sequence[Verdict]], spec: SteeringSpec | None) 
 
 
 def _scale(spec: SteeringSpec | None) -> float | None:
-    """Return the scale that all edits have, None if there are others."""
+    """Return the scale that all edits share, None if they differ, have none, or there are no edits."""
     scales = {getattr(edit, "scale", None) for edit in (() if spec is None else spec.flat())}
     return scales.pop() if len(scales) == 1 else None
 
 
 def _norms(spec: SteeringSpec | None) -> dict[str, float]:
-    """Return the length of what is added at each layer; nothing for other edits than `Add`, each of one layer."""
+    """Return the L2 norm of the vector added at each layer; empty unless all edits are fixed `Add`s, one per layer."""
     added: dict[int, torch.Tensor] = {}
     for edit in () if spec is None else spec.flat():
         if not isinstance(edit, Add) or edit.relative or edit.layer is None or edit.layer in added:

@@ -1,7 +1,7 @@
 """Rollouts of many data sets in one engine: vectors at named doses, scored by a classifier of each set and by a judge.
 
-OUT/NAME/evaluation.json, answers/, values/, results.parquet   those of the set's evaluation
-OUT/NAME/judgements/5d41c0f2/...                                replies of a judge, by the number of the answer
+OUT/NAME/evaluation.json, answers/, values/, results.parquet   files of the set's evaluation
+OUT/NAME/judgements/5d41c0f2/...                                replies of a judge, by number of the answer
 OUT/NAME/minilm_per_question.parquet, minilm_summary.json       scores of the set's classifier
 OUT/NAME/judge_scores.parquet                                   each answer with the judge's reply
 OUT/NAME/judge_per_question.parquet, judge_summary.json         scores of the judge
@@ -45,30 +45,30 @@ if TYPE_CHECKING:
 
 __all__ = ["RolloutSet", "rollout_methods", "run_rollouts"]
 
-#: Data sets in progress at once.
+#: Default maximum of data sets in progress.
 SETS: Final = 4
-#: Concurrent requests of each: together those of one evaluation.
+#: Default concurrent requests of each data set: for all four, as many as one evaluation has.
 REQUESTS: Final = 128
-#: Answers judged at a time, and then kept.
+#: Number of answers that are judged, and whose judgements are then stored, at a time.
 JUDGED: Final = 64
-#: Names of data sets, which name their folders.
+#: Pattern of valid names of data sets, which are names of folders too.
 NAME: Final = re.compile(r"\w[\w.-]*")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RolloutSet:
-    """Data set of a rollout: methods and questions, and what the answers are scored by.
+    """Data set of a rollout: methods, questions, and the texts and rubric by which answers are scored.
 
     Args:
         name: name of the data set and of its folder: letters, digits, _, - and ., such as "qwen-3-32b__trait__evil".
         evaluation: methods, questions and sampling; see `rollout_methods`.
-        positive, negative: texts of each kind, two at least, that the classifier is fitted to: a logistic regression on
-            embeddings of all-MiniLM-L6-v2, see `steercap.lab.measures.score.Classifier`.
-        rubric: prompt of a judge with the placeholders {question} and {answer}, which may ask it to say REFUSAL of an
-            answer that refuses; "" if no judge is asked.
+        positive, negative: texts of each kind, two at least, to which the classifier is fitted: a logistic regression
+            on embeddings of all-MiniLM-L6-v2, see `steercap.lab.measures.score.Classifier`.
+        rubric: prompt for a judge with the placeholders {question} and {answer}, which may ask for the reply REFUSAL
+            if the answer refuses; "" for no judge.
 
     Raises:
-        InvalidSpec: a field is of another type, the name is no folder's, there are too few texts, a placeholder is
+        InvalidSpec: a field is of another type, the name is not valid, there are too few texts, a placeholder is
             missing, or two methods and doses have one name.
     """
 
@@ -98,12 +98,12 @@ class RolloutSet:
 
     @property
     def classifier(self) -> Classifier:
-        """Measure by the classifier of its texts."""
+        """Measure "minilm", a classifier fitted to the positive and negative texts."""
         return Classifier("minilm", self.positive, self.negative)
 
     @property
     def conditions(self) -> dict[tuple[str, float], str]:
-        """Name of each method and dose: that of the method where it has one dose, else `METHOD_scale_DOSE`."""
+        """Name of each variant by (method, dose): the method's name if it has one dose, else `METHOD_scale_DOSE`."""
         several = {method.name for method in self.evaluation.methods if len(method.doses) > 1}
         return {
             (one.method, one.dose): scaled_name(one.method, one.dose) if one.method in several else one.method
@@ -121,20 +121,20 @@ async def run_rollouts(
     concurrent: int = REQUESTS,
     progress: Callable[[str, str, int, int], None] | None = None,
 ) -> list[RolloutSummary]:
-    """Have the questions of all data sets answered in one engine, and write the tables of each into its folder.
+    """Generate answers to the questions of all data sets in one engine, score them, and write tables for each set.
 
     Requests of several data sets share the engine's batches, each with its own steering. A data set is taken from
     `sets` when another is finished, so that no more than `at_once` of them are in memory if `sets` is a generator. An
-    interrupted call resumes: call it again, and only missing answers and judgements are made, also after methods, a
-    judge or other texts of the classifier were given. Processes may share `out`, each with other data sets.
+    interrupted call is resumed by another, which makes only missing answers and judgements, also if methods, a judge
+    or other texts of the classifier were added. Processes may share `out`, each with other data sets.
 
     Args:
         model: an open model.
         sets: data sets, in any number, each of another name.
         out: folder of the data sets' folders, created if needed.
-        judge: judge of all answers; then every data set needs a rubric.
+        judge: judge of all answers, for which every data set needs a rubric; None for no judge.
         at_once: maximum number of data sets in progress.
-        concurrent: maximum number of concurrent requests of each.
+        concurrent: maximum number of concurrent requests of each data set.
         progress: function called with the data set, the kind of work ("answers" or "judge"), and the numbers of
             answers done and in all.
 
@@ -146,9 +146,9 @@ async def run_rollouts(
         InvalidSpec: there is no data set, or one is of another type, has the name of another, or lacks a rubric that a
             judge needs.
         InvalidRequest: another call writes to a data set's folder.
-        RunDiffers: a folder holds answers to other questions, of another model, or sampled otherwise.
-        JudgeFailed: the judge cannot be reached; what was judged until then is kept.
-        The errors of `SteerModel.generate`; what was answered until then is kept.
+        RunDiffers: a folder has answers to other questions, of another model, or with other sampling.
+        JudgeFailed: the judge cannot be reached; judgements until then stay in the folder.
+        The errors of `SteerModel.generate`; answers until then stay in the folder.
     """
     if judge is not None and not isinstance(judge, Judge):
         raise InvalidSpec(f"run_rollouts: judge={shown(judge)}; give a Judge, or None for none")
@@ -166,7 +166,7 @@ async def run_rollouts(
 
 @dataclass(frozen=True)
 class _Rollouts:
-    """Running rollouts; see `run_rollouts`."""
+    """State of a `run_rollouts` call, with its arguments; `judging` lets one data set be judged at a time."""
 
     model: SteerModel
     out: Path
@@ -176,7 +176,7 @@ class _Rollouts:
     judging: asyncio.Lock
 
     async def roll(self, rollouts: RolloutSet) -> RolloutSummary:
-        """Have a data set answered, scored and judged, and write its tables."""
+        """Generate, score and judge the answers of a data set, write its tables, and return its summary."""
         folder = self.out / rollouts.name
         results = await evaluate(
             self.model,
@@ -198,14 +198,14 @@ class _Rollouts:
         return RolloutSummary(rollouts.name, minilm, judged)
 
     async def _judge(self, judge: Judge, rollouts: RolloutSet, results: EvaluationResults) -> dict[str, VariantScore]:
-        """Have the answers of a data set judged, and write the judge's tables."""
+        """Judge the answers of a data set, write the judge's tables, and return the scores by name of the variant."""
         rows = await self._judged(judge, rollouts, results)
         save_judge_scores(self.out / rollouts.name, results, rollouts.conditions, rows)
         verdicts = [Verdict(row.score, row.refused) for row in rows]
         return save_tables(self.out / rollouts.name, "judge", results, rollouts.conditions, verdicts)
 
     async def _judged(self, judge: Judge, rollouts: RolloutSet, results: EvaluationResults) -> list[JudgeRow]:
-        """Return the judgement of each answer, asking for those that are missing, of one data set at a time."""
+        """Return the judgement of each answer in order; the judge is asked for missing ones, which are stored."""
         known = (judge.base_url, judge.model, judge.logprobs, rollouts.rubric)
         kept = Table(self.out / rollouts.name / "judgements" / folder_of("judge", known), JudgeRow)
         # Under one number an evaluation has one answer for good: its digest is of steering, and its seed is its own.
@@ -227,7 +227,7 @@ class _Rollouts:
 
 
 def checked_sets(sets: Iterable[RolloutSet], judge: Judge | None) -> Iterator[RolloutSet]:
-    """Yield data sets, each checked when it is taken: its type, its name, and its rubric if there is a judge.
+    """Yield data sets in order, each checked just before: its type, unique name, and its rubric if there is a judge.
 
     Raises:
         InvalidSpec: as for `run_rollouts`.
@@ -247,4 +247,4 @@ def checked_sets(sets: Iterable[RolloutSet], judge: Judge | None) -> Iterator[Ro
 
 
 def _silent(_name: str, _kind: str, _done: int, _all: int) -> None:
-    """Ignore progress."""
+    """Ignore a progress report, as the default callback."""

@@ -1,4 +1,4 @@
-"""Runners that studies share: missing answers, readings and values are made, and kept as they come."""
+"""Runners that studies share: missing answers and values are computed, and stored as they come."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ AnyAnswer = TypeVar("AnyAnswer", bound=Answered)
 Item = TypeVar("Item")
 Condition = TypeVar("Condition")
 
-#: Concurrent requests: more than any batch of vLLM's defaults, few enough to hold in memory.
+#: Default concurrent requests: more than a batch with vLLM's defaults, few enough to be in memory.
 CONCURRENT: Final = 512
-#: Answers measured at once, and then kept.
+#: Number of answers that are measured, and whose values are then stored, at a time.
 MEASURED: Final = 256
 
 
 def steered(
     items: Iterable[Item], spec: Callable[[Any], SteeringSpec | None]
 ) -> Iterator[tuple[Item, SteeringSpec | None]]:
-    """Yield items with their steering, made once for each condition, when its first item is taken.
+    """Yield each item with the edits of its condition, which are made once, when the condition's first item is due.
 
     Args:
-        items: items with an attribute `condition`, grouped by it.
-        spec: function that makes the edits of a condition; None for none.
+        items: items with an attribute `condition`, grouped by condition.
+        spec: function that returns the edits of a condition; None without steering.
     """
     for condition, alike in groupby(items, attrgetter("condition")):
         edits = spec(condition)
@@ -53,14 +53,14 @@ async def fill(
     wanted: int,
     progress: Callable[[int, int], None],
 ) -> None:
-    """Make the missing rows of a table; rows made before an error are kept.
+    """Compute the missing rows of a table; after an error, rows computed before are stored.
 
     Args:
-        kept: table to fill; its parts become one when all rows are there.
+        kept: table to fill; its parts are joined in one file when all rows are there.
         missing: items to work on.
-        work: coroutine function of an item and of a function that keeps one row; it may keep several.
+        work: coroutine function of an item, and of a function that adds a row to the table, called for each row.
         concurrent: maximum number of items in progress.
-        done, wanted: number of wanted rows that are there, and in all.
+        done, wanted: number of wanted rows already in the table, and in all.
         progress: function called with both numbers after each row.
 
     Raises:
@@ -81,10 +81,10 @@ async def fill(
 
 
 async def ask(model: SteerModel, prompt: Any, sampling: Mapping[str, Any], spec: SteeringSpec | None) -> dict[str, Any]:
-    """Generate one answer.
+    """Generate one answer to a prompt, with the edits of `spec`, None for none.
 
     Returns:
-        The fields of `Answered` except `prompt`, and "finish_reason", vLLM's: "stop" or "length".
+        Values of the fields of `Answered` except `prompt`, and "finish_reason", vLLM's: "stop" or "length".
     """
     found = await model.run(prompt, sampling, steering=spec)
     (sample,), output = found.samples, found.output  # a server's choices hold the prompt's token ids
@@ -99,16 +99,16 @@ async def ask(model: SteerModel, prompt: Any, sampling: Mapping[str, Any], spec:
 async def measured(
     model: SteerModel, measure: Measure, records: Sequence[AnyAnswer], kept: Table[Value]
 ) -> list[float]:
-    """Return the value of each record, measuring and storing those that are missing.
+    """Return the value of each record in order; missing values are measured and stored.
 
     Args:
-        model: model that gave the answers.
+        model: model that generated the answers.
         measure: measure to apply.
         records: answers, with a field `number`.
         kept: table of stored values.
 
     Raises:
-        The errors of the measure; what was measured until then is kept.
+        The errors of the measure; values measured until then are stored.
     """
     missing = [record for record in records if NUMBER(record) not in kept.rows]
     try:
@@ -123,11 +123,11 @@ async def measured(
 
 
 def measures_of(given: Iterable[str | Measure], columns: Sequence[str]) -> tuple[Measure, ...]:
-    """Resolve measures given by name or as objects.
+    """Return the measures that are given by name or as objects, in order.
 
     Args:
         given: names in `MEASURES`, or measures.
-        columns: column names of the table of answers, which labels must not repeat.
+        columns: column names of the table of answers, none of which may be a label.
 
     Raises:
         UnknownName: a name is not in `MEASURES`.
@@ -145,16 +145,16 @@ def measures_of(given: Iterable[str | Measure], columns: Sequence[str]) -> tuple
 
 
 def chosen(given: Iterable[Any], known: Mapping[str, type[Any]], kind: type[Any]) -> tuple[Any, ...]:
-    """Resolve measures or tasks given by name or as objects, each with a label of its own.
+    """Return the measures or tasks that are given by name or as objects, in order, with different labels.
 
     Args:
-        given: names of known classes, or objects.
+        given: names in `known`, or objects.
         known: classes by name.
-        kind: their base class.
+        kind: base class of these classes.
 
     Raises:
-        UnknownName: no class has a name.
-        InvalidSpec: an entry is something else, or the name of a class that needs arguments; or two have one label.
+        UnknownName: no class has a given name.
+        InvalidSpec: an entry is neither, or the name of a class that needs arguments; or two have one label.
     """
     noun, found = kind.__name__.lower(), dict[str, Any]()
     for one in given:

@@ -1,8 +1,8 @@
 """Trial of a direction at a few layers: replies steered both ways in one batch, with their effect and perplexity.
 
-The effect of a reply is read from its text, by the model without steering, so that it is the same yardstick for every
-layer: how far the mean row of the reply lies along the direction from that of the unsteered reply, in lengths of the
-direction. At 1, a difference of means has moved it from the negative texts to the positive ones.
+To measure every layer alike, the unsteered model reads each reply. Its effect is the distance of its mean row from that
+of the unsteered reply along the direction, as a multiple of the direction's length. At 1, a difference of means has
+moved the reply as far as the positive texts are from the negative ones.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from steercap.steering.spec import SteeringSpec
 if TYPE_CHECKING:
     from steercap.model import SteerModel
 
-#: Places of the candidates among the layers: the first and the last fifth seldom steer well.
+#: Default candidates, as shares of the way from the first layer to the last; the outer fifths seldom steer well.
 SHARES: Final = (0.2, 0.35, 0.5, 0.6, 0.7, 0.8)
 #: Fields of an answer, without its finish reason.
 _ANSWERED: Final = frozenset(Answered.__struct_fields__)
-#: Factor of the unsteered replies' perplexity from which a layer's replies count as broken text.
+#: Multiple of the unsteered replies' perplexity above which a layer's replies count as broken text.
 BROKEN: Final = 3.0
-#: Share of repeated runs of three words from which replies count as broken text: the perplexity of a loop is low.
+#: Share of repeated runs of three words from which a reply counts as broken text: the perplexity of a loop is low.
 REPEATS: Final = 0.5
 #: Number of replies to a prompt at a layer: with the vector added, and subtracted.
 WAYS: Final = 2
 
 
 class Tried(NamedTuple):
-    """Reply to one prompt.
+    """Reply to one prompt, steered at one layer or not at all.
 
     Args:
         prompt: index of the prompt.
         layer: layer steered, None without steering.
-        scale: multiple of the vector that was added, negative for the other way; 0 without steering.
+        scale: multiple of the vector that was added, negative for the opposite direction; 0 without steering.
         text: the reply.
-        effect: distance from the unsteered reply along the direction, in lengths of the direction; NaN of a reply
-            without tokens.
-        perplexity: perplexity without steering; NaN of a reply without tokens.
+        effect: distance of its mean row from the unsteered reply's along the direction, in lengths of the direction;
+            NaN for a reply without tokens.
+        perplexity: the unsteered model's perplexity of the reply; NaN for a reply without tokens.
     """
 
     prompt: int
@@ -69,13 +69,13 @@ class LayerEffect(NamedTuple):
 
     Args:
         layer: the layer.
-        up, down: mean effect of the vector and of its negative; NaN if no prompt could be measured.
+        up, down: mean effect of adding and of subtracting the vector; NaN if no prompt could be measured.
         apart: `up - down`.
         perplexity: geometric mean over the replies both ways; infinite if that of any reply at the layer is.
         repeated: greatest share of repeated runs of three words in a reply at the layer.
-        broken: True if the perplexity is infinite, unknown, or over `BROKEN` times the unsteered replies' to these
-            prompts, or if a reply repeats itself, `repeated` being `REPEATS` or more.
-        prompts: number of these prompts; the others have a reply without tokens.
+        broken: True if the perplexity is infinite, NaN, or over `BROKEN` times that of the unsteered replies to these
+            prompts, or if `repeated` is `REPEATS` or more.
+        prompts: number of prompts whose replies both ways could be measured: all but those with an empty reply.
     """
 
     layer: int
@@ -90,13 +90,13 @@ class LayerEffect(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TriedLayers:
-    """Result of `try_layers`.
+    """Result of `try_layers`: replies steered at a few layers.
 
     Args:
         name: name of the direction.
         prompts: the prompts.
-        scale: multiple of the vector, added and subtracted.
-        read_at: layer whose rows the effects were read from.
+        scale: multiple of the vector that was added, and subtracted.
+        read_at: layer whose rows and vector measure the effects.
         replies: replies prompt by prompt, the unsteered one first, then both ways at each layer.
     """
 
@@ -111,7 +111,7 @@ class TriedLayers:
         return f"TriedLayers({self.name!r}, {tried}, {len(self.prompts)} prompts, best: {self.best})"
 
     def effects(self) -> list[LayerEffect]:
-        """Return the effects of each layer that was tried, ascending."""
+        """Return the mean effects at each layer that was tried, layers ascending."""
         plain = {reply.prompt: reply.perplexity for reply in self.replies if reply.layer is None}
         found = []
         for layer in sorted({reply.layer for reply in self.replies if reply.layer is not None}):
@@ -131,7 +131,7 @@ class TriedLayers:
 
     @property
     def best(self) -> int | None:
-        """Layer whose replies are furthest apart without being broken text; None if there is none."""
+        """Layer with the greatest positive `apart` among layers without broken text; None if there is none."""
         fit = [effect for effect in self.effects() if not effect.broken and effect.apart > 0]
         return max(fit, key=lambda effect: effect.apart).layer if fit else None
 
@@ -142,19 +142,19 @@ class TriedLayers:
 
 
 def _mean(values: Iterable[float]) -> float:
-    """Return the mean of some numbers; NaN if there are none, or one is NaN."""
+    """Return the arithmetic mean of numbers; NaN if there are none, or one is NaN."""
     known = list(values)
     return float(np.mean(known)) if known else math.nan
 
 
 def _factor(values: Iterable[float]) -> float:
-    """Return the geometric mean of some perplexities; infinite if one is."""
+    """Return the geometric mean of perplexities; infinite if one is, NaN if there are none."""
     known = list(values)
     return math.inf if math.inf in known else math.exp(_mean(map(math.log, known)))
 
 
 def candidates(layers: Sequence[int], suggested: int | None = None) -> list[int]:
-    """Return a few of the layers of a direction to try, ascending: some from the middle, and the suggested one."""
+    """Return a few of a direction's layers to try, ascending: those at `SHARES`, and the suggested one if given."""
     places = {round(share * (len(layers) - 1)) for share in SHARES}
     return sorted({layers[place] for place in places} | ({suggested} if suggested is not None else set()))
 
@@ -169,22 +169,22 @@ async def try_layers(
     scale: float = 2.0,
     max_tokens: int = 24,
 ) -> TriedLayers:
-    """Steer replies to prompts at a few layers, both ways, all in one batch, and measure them.
+    """Steer replies to prompts at a few layers, by a vector and its negative, all in one batch, and measure them.
 
-    Replies are greedy, and steered at the tokens they generate. A few prompts show which layers are worth a sweep; they
-    prove nothing, as no random vector is beside them: see `steercap.lab.studies.sweeps`.
+    Replies are greedy, and steered at generated tokens. A few prompts show which layers are worth a sweep; they prove
+    nothing, as there is no control with random vectors: see `steercap.lab.studies.sweeps`.
 
     Args:
         model: an open model.
         directions: a direction, or a set of them, made by `extract` or read from a file.
         prompts: str, or conversations of {"role", "content"} dicts.
-        name: name of the direction in the set; may be left out if there is only one.
-        layers: layers to try; by default some from the middle, and the one that `suggested_layer` gives.
+        name: name of the direction in the set; None if there is only one.
+        layers: layers to try; by default some from the middle, and the one that `suggested_layer` returns.
         scale: multiple of the vector to add, and to subtract.
         max_tokens: maximum tokens of a reply.
 
     Raises:
-        InvalidSpec: no prompts, a prompt that is none, a scale that is not a number above 0, or a direction of zeros.
+        InvalidSpec: there is no prompt, one is empty, the scale is not a number above 0, or the direction is zero.
         UnknownName: no such direction, or several and no name.
         LayerOutOfRange: the direction has no vector at a layer.
         The errors of `SteerModel.generate`.
@@ -216,14 +216,14 @@ async def try_layers(
 
 
 class _Case(NamedTuple):
-    """Reply to ask for; fields as for `Tried`."""
+    """Reply to be generated; fields as in `Tried`."""
 
     prompt: int
     layer: int | None
     scale: float
 
     def spec(self, vectors: LayerVectors) -> SteeringSpec | None:
-        """Return its steering."""
+        """Return the edits for the reply, None without steering."""
         if self.layer is None:
             return None
         vector = vectors[self.layer]
@@ -231,7 +231,7 @@ class _Case(NamedTuple):
 
 
 def _checked_arguments(prompts: Any, scale: Any) -> tuple[tuple[Any, ...], float]:
-    """Return the prompts and the scale, checked."""
+    """Return the prompts and the scale, checked; raise InvalidSpec if they are not valid."""
     dose = number_of(scale)
     if dose is None or not 0 < dose < math.inf:
         raise InvalidSpec(
@@ -244,7 +244,7 @@ def _checked_arguments(prompts: Any, scale: Any) -> tuple[tuple[Any, ...], float
 
 
 async def _along(model: SteerModel, answers: Sequence[Answered], vectors: LayerVectors, layer: int) -> list[float]:
-    """Return where each answer's mean row lies along a vector, in its lengths; NaN of an answer without tokens."""
+    """Return each answer's mean row projected on a layer's vector, in lengths of the vector; NaN without tokens."""
     room = model.max_model_len - 1
     texts = {
         number: Exchange(list(one.prompt_token_ids), list(one.output_token_ids[: room - len(one.prompt_token_ids)]))
@@ -261,7 +261,7 @@ async def _along(model: SteerModel, answers: Sequence[Answered], vectors: LayerV
 
 
 def _direction(directions: DirectionSet | LayerVectors, name: str | None) -> tuple[LayerVectors, int | None]:
-    """Return one direction, and the layer that its AUC suggests, None if it has none."""
+    """Return the direction of a name, and the layer that `suggested_layer` returns for it, None if it has none."""
     if isinstance(directions, LayerVectors):
         return directions, None
     if not isinstance(directions, DirectionSet):
@@ -274,7 +274,7 @@ def _direction(directions: DirectionSet | LayerVectors, name: str | None) -> tup
 
 
 def _layers(vectors: LayerVectors, given: Sequence[int] | None, suggested: int | None) -> list[int]:
-    """Return the layers to try, ascending."""
+    """Return the layers to try, ascending: those given, checked to have a vector, or `candidates` for None."""
     if given is None:
         return candidates(list(vectors), suggested)
     found = [index_of(layer) for layer in parts_of(given, "try_layers: layers") or [None]]

@@ -1,7 +1,7 @@
-"""Analysis of vectors: geometry, tokens, heads and neurons they touch, and effects by layer and position.
+"""Analysis of vectors: geometry; tokens, heads and neurons related to a vector; effects by layer and position.
 
-Functions return pyarrow Tables, and pictures take these. All but the sweeps read weights of a checkpoint, without an
-engine.
+Functions return pyarrow Tables, which functions that draw accept. All but the sweeps read weights of a checkpoint,
+without an engine.
 """
 
 from steercap.lab.mechanism.analysis.anatomy import PARTS, Anatomy, anatomy, draw_anatomy

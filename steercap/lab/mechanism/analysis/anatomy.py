@@ -1,4 +1,4 @@
-"""Anatomy of vectors at one layer from weights alone: a table for each part, and its picture."""
+"""Anatomy of vectors at one layer from weights alone: a table for each part of the analysis, and its picture."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from steercap.steering.directions import DirectionSet
 if TYPE_CHECKING:
     import pyarrow as pa
 
-#: Parts by name, with a description of each.
+#: Description of each part of an anatomy, by name.
 PARTS: Final[Mapping[str, str]] = {
     "cosines": "the cosine of every two vectors",
     "tree": "which vectors belong together",
@@ -46,7 +46,7 @@ class Anatomy(NamedTuple):
 
     Args:
         tables: tables by part.
-        left_out: parts left out by default, with the reason.
+        left_out: reason by part, for the parts that do not apply and were left out.
     """
 
     tables: dict[str, pa.Table]
@@ -70,8 +70,8 @@ def anatomy(
     """Compute every table of `steercap.lab.mechanism.analysis` that needs no engine, for vectors at one layer.
 
     Args:
-        vectors: vectors in the basis of the stream.
-        weights: weights of their model.
+        vectors: vectors in the basis of the residual stream.
+        weights: weights of the vectors' model.
         layer: layer of the vectors.
         sae: SAE of the same point, for "features".
         parts: names in `PARTS`; by default all that apply to these vectors, the others being `left_out`.
@@ -81,7 +81,7 @@ def anatomy(
 
     Raises:
         UnknownName: a part does not exist.
-        The errors of the parts that were asked for.
+        The errors of the requested parts.
     """
     directions, left_out = in_stream(vectors, weights), {}
     if parts is None:
@@ -124,7 +124,7 @@ def draw_anatomy(tables: Mapping[str, pa.Table], folder: str | Path, *, suffix: 
         suffix: file suffix that sets the format, ".png", ".pdf" or ".svg".
 
     Returns:
-        Paths of the files.
+        Paths of the files, in the order of the tables.
     """
     how: dict[str, Callable[[pa.Table, Path], Path]] = {
         "cosines": lambda table, path: plot_cosines(table, path, tree=tables.get("tree")),
@@ -142,7 +142,7 @@ def draw_anatomy(tables: Mapping[str, pa.Table], folder: str | Path, *, suffix: 
 
 
 def _without(directions: DirectionSet, layer: int, weights: ModelWeights, sae: SAE | None) -> Iterable[tuple[str, str]]:
-    """Yield the parts that do not apply to some vectors, with the reason."""
+    """Yield (part, reason) for each part that does not apply to the vectors."""
     if len(named(directions)) < 2:
         yield from ((part, "it needs at least two vectors") for part in PARTS if part in SEVERAL)
     for part, block in (("heads", 0), ("reads", 1)):

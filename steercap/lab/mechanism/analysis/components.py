@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Array = npt.NDArray[np.float64]
-#: Share of the vectors' norm below which a component is what float32 rounds.
+#: Share of the vectors' norm below which a component is only float32 rounding error.
 ROUNDING: Final = float(np.finfo(np.float32).eps)
 
 
@@ -48,20 +48,20 @@ def scree(
     random: int = 100,
     seed: int = 0,
 ) -> pa.Table:
-    """Compute the variance explained by each principal component, beside that of random vectors of equal norms.
+    """Compute the variance explained by each principal component, and by those of random vectors of equal norms.
 
     Args:
         vectors: vectors as for `cosines`, two at least.
         layer: layer of the vectors.
-        centred: subtract their mean first; otherwise the first component is close to the mean.
-        unit: scale all to length 1 first, so that long ones do not count for more.
+        centred: subtract the vectors' mean first; otherwise the first component is close to the mean.
+        unit: scale all vectors to length 1 first, so that long ones do not count for more.
         random: number of sets of random vectors to compare with, of the same norms as the vectors.
         seed: seed of the draw.
 
     Returns:
         Columns `component` (from 1), `variance` (in squared units of the stream), `explained` (share of the sum),
-        `random_mean`, `random_low`, `random_high` (of the share that random vectors' component of the same number has:
-        the mean, and the 2.5 % and 97.5 % quantiles over the sets).
+        `random_mean`, `random_low`, `random_high` (mean, and 2.5 % and 97.5 % quantiles over the sets, of the share of
+        random vectors' component of the same number).
 
     Raises:
         InvalidSpec: fewer than two vectors.
@@ -94,8 +94,8 @@ def scores(vectors: Vectors, layer: int, *, count: int = 2, centred: bool = True
         count: number of components.
 
     Returns:
-        Columns `component` (from 1), `place` (0 is the lowest score), `name`, `score` (in units of the stream), and
-        `explained`, of the component; the rows of a component from the lowest to the highest.
+        Columns `component` (from 1), `place` (0 is the lowest score), `name`, `score` (in units of the residual
+        stream), and `explained`, the component's share of the variance; by component, from the lowest score.
 
     Raises:
         InvalidSpec: `count` exceeds the number of components.
@@ -117,7 +117,7 @@ def scores(vectors: Vectors, layer: int, *, count: int = 2, centred: bool = True
 
 
 def ends(vectors: Vectors, layer: int, *, count: int = 2, top: int = 3, **how: bool) -> pa.Table:
-    """Return the names at either end of each component: `scores`, without the middle.
+    """Return the vectors with the lowest and the highest scores on each component: `scores`, without the middle.
 
     Args:
         vectors, layer, count: arguments as for `scores`.
@@ -125,7 +125,7 @@ def ends(vectors: Vectors, layer: int, *, count: int = 2, top: int = 3, **how: b
         **how: `centred` and `unit`, as for `scores`.
 
     Returns:
-        The columns of `scores` and `end`, "low" or "high", from the outermost inwards.
+        Columns `component`, `end` ("low" or "high"), `name`, `score` and `explained`, from the outermost inwards.
 
     Raises:
         InvalidSpec: `top` is not above 0.
@@ -148,7 +148,7 @@ def ends(vectors: Vectors, layer: int, *, count: int = 2, top: int = 3, **how: b
 def principal(vectors: Vectors, *, count: int = 1, centred: bool = True, unit: bool = False) -> DirectionSet:
     """Return the first principal components at every layer: unit vectors named "PC1", "PC2", ...
 
-    Signs are those of `scores`, layer by layer, so they may flip from one layer to the next.
+    Signs are as for `scores`, layer by layer, so a component may change sign from one layer to the next.
 
     Args:
         vectors, centred, unit: as for `scree`.
@@ -174,10 +174,10 @@ def principal(vectors: Vectors, *, count: int = 1, centred: bool = True, unit: b
 
 
 def principal_rows(given: LabelledRows, group: str, count: int) -> LabelledRows:
-    """Return the first principal components of rows, centred, as a group: "PC1", "PC2", ..., fewer if there are fewer.
+    """Return the first principal components of the rows `given`, at most `count`, as unit rows "PC1", ... of a group.
 
     Raises:
-        InvalidSpec: fewer than two rows, or all the same.
+        InvalidSpec: there are fewer than two rows, or all are the same.
     """
     if len(given) < 2:
         raise InvalidSpec(f"{list(given.names)}: principal components are of two vectors at least; give components=")
@@ -188,7 +188,7 @@ def principal_rows(given: LabelledRows, group: str, count: int) -> LabelledRows:
 
 
 def explained_by(given: LabelledRows, axes: LabelledRows) -> dict[str, float | None]:
-    """Return the share of the rows' variance along each of `axes`, by its name; None if the rows do not vary."""
+    """Return the share of the variance of the rows `given` along each of `axes`, by name; None if they do not vary."""
     middle = given.rows.double() - given.rows.double().mean(0)
     if not middle.norm() > given.rows.double().norm() * ROUNDING:
         return dict.fromkeys(axes.names)
@@ -204,7 +204,7 @@ def _rows(directions: DirectionSet, layer: int, *, unit: bool) -> Array:
 
 
 def _components(rows: Array, *, centred: bool) -> _Found:
-    """Compute components, those without variance left out; the outermost vector is on the positive side of each."""
+    """Compute components with variance above rounding error; the outermost vector is on the positive side of each."""
     middle = rows - rows.mean(axis=0) if centred else rows
     left, sizes, axes = np.linalg.svd(middle, full_matrices=False)
     kept = sizes > np.linalg.norm(rows) * ROUNDING

@@ -28,12 +28,12 @@ Linkage: TypeAlias = Literal["average", "complete", "single"]
 
 
 def chance_cosine(width: int) -> float:
-    """Return the mean |cosine| of two random directions, √(2 / (π width)), for widths that are not tiny.
+    """Return the mean |cosine| of two random directions, approximately √(2 / (π width)), for widths that are not tiny.
 
     Source: a coordinate of a random unit vector is close to normal, with variance 1 / width.
 
     Args:
-        width: number of elements of each.
+        width: number of elements of each direction.
     """
     return math.sqrt(2 / (math.pi * width))
 
@@ -43,10 +43,10 @@ def cosines(vectors: Vectors, *, layers: Layers | None = None) -> pa.Table:
 
     Args:
         vectors: a DirectionSet, or LayerVectors of one model, site and width.
-        layers: some of their layers; all by default.
+        layers: layers of the vectors; all by default.
 
     Returns:
-        Columns `layer`, `first`, `second`, `cosine`: every ordered pair, each with itself included.
+        Columns `layer`, `first`, `second` (names), `cosine`: a row for every ordered pair, of equal names too.
 
     Raises:
         InvalidSpec, LayerOutOfRange: the vectors cannot be compared, or lack a layer.
@@ -79,8 +79,8 @@ def merges(vectors: Vectors, layer: int, *, linkage: Linkage = "average") -> pa.
         linkage: distance between groups: "average", "complete" or "single".
 
     Returns:
-        Columns `step`, `left`, `right` (a name, or "#2" for what step 2 made), `distance`, `size`. `about` says the
-        `order` of the names in which no two lines of the tree cross.
+        Columns `step`, `left`, `right` (a name, or "#2" for the group joined in step 2), `distance`, `size`. `about`
+        of the table has `order`, the names in an order in which no two lines of the tree cross.
 
     Raises:
         InvalidSpec: fewer than two vectors, or an unknown linkage.
@@ -109,10 +109,10 @@ def clusters(vectors: Vectors, layer: int, *, count: int, linkage: Linkage = "av
 
     Args:
         vectors, layer, linkage: arguments as for `merges`.
-        count: number of groups; fewer result if distances are equal.
+        count: number of groups; if distances are equal, there may be fewer.
 
     Returns:
-        Columns `name`, `cluster` (from 0, in the order of the tree) and `place` in that order, one row a vector.
+        Columns `name`, `cluster` (from 0) and `place`, in the order of the tree; a row for each vector.
 
     Raises:
         InvalidSpec: `count` is not from 1 to the number of vectors.
@@ -165,11 +165,11 @@ def method_similarity(
 ) -> pa.Table:
     """Compute cosines between the directions of several methods, layer by layer, with the ceiling that the data allow.
 
-    Methods that see the same rows share their noise, and agree for that reason alone. So the groups of the rows are
-    split into halves at random, `halves` times, and each method is used on both. `apart` is the cosine of one method on
-    one half with the other on the other half, and `ceiling` what it would be if both looked for the same direction: the
-    geometric mean of each method's agreement with itself across halves. Where `apart` reaches `ceiling`, no difference
-    of the methods is to be seen.
+    Methods applied to the same rows share noise, and agree for that reason alone. So the groups of the rows are split
+    into halves at random, `halves` times, and each method is applied to both. `apart` is the cosine of one method on
+    one half with the other on the other half; `ceiling` is its value if both estimated the same direction, the
+    geometric mean of each method's cosine with itself across halves. If `apart` reaches `ceiling`, no difference
+    between the methods is visible.
 
     Source of the ceiling: Spearman (1904), The proof and measurement of association between two things.
 
@@ -177,9 +177,9 @@ def method_similarity(
         contrast: rows of texts that show a property, and of texts that do not.
         layers: layers along the second axis of the rows.
         methods: names in `steercap.lab.directions.METHODS`.
-        others: further vectors by name, such as trained ones, which are not recomputed: `apart`, `ceiling` and
-            `shuffled` are NaN for them.
-        halves: number of random splits; each needs at least two groups that both kinds have.
+        others: further vectors by name, such as trained ones, which are not recomputed on halves: `apart`, `ceiling`
+            and `shuffled` are NaN for these.
+        halves: number of random splits; a split needs at least two groups with texts of both kinds.
         shuffles: number of shuffles of labels within pairs of texts, to measure agreement without any effect.
         seed: seed of splits, shuffles and methods.
 
@@ -188,9 +188,9 @@ def method_similarity(
         rows with shuffled labels), `chance` (mean |cosine| of random directions, √(2 / (π width))).
 
     Raises:
-        InvalidSpec: no method, one name twice, others of another width or without a layer, fewer than 1 split, or
-            groups that do not allow any.
-        UnknownName, MissingExtra: a method that does not exist, or needs a library.
+        InvalidSpec: fewer than two methods, one name twice, others of another width or without a layer, `halves` or
+            `shuffles` below 1, or groups that cannot be split.
+        UnknownName, MissingExtra: a method does not exist, or needs a library that is not installed.
     """
     wanted = list(dict.fromkeys(methods))
     if len(wanted) < len(methods) or set(wanted) & set(others or ()) or len(wanted) + len(others or ()) < 2:
@@ -232,14 +232,14 @@ def _kept(others: Mapping[str, LayerVectors], layers: Sequence[int], width: int)
 def _halved(
     contrast: Contrast, layers: Sequence[int], methods: Sequence[str], seed: int, draw: int
 ) -> tuple[Found, Found]:
-    """Return the vectors of each method on either half of the groups."""
+    """Return the vectors of each method on either half of the groups, which are split by the seed `draw`."""
     one, other = contrast.split(0.5, draw)
     assert other is not None
     return _found(one, layers, methods, seed), _found(other, layers, methods, seed)
 
 
 def _across(pairs: Sequence[tuple[Found, Found]], first: str, second: str, layer: int) -> tuple[float, float]:
-    """Return the mean cosine of two methods on different halves, and its ceiling, at least 0."""
+    """Return the mean cosine of two methods on different halves over all splits, and its ceiling, at least 0."""
     apart = [_cosine(one[first], other[second], layer) for one, other in (*pairs, *(pair[::-1] for pair in pairs))]
     own = [
         max(float(np.mean([_cosine(one[method], other[method], layer) for one, other in pairs])), 0.0)
@@ -249,7 +249,7 @@ def _across(pairs: Sequence[tuple[Found, Found]], first: str, second: str, layer
 
 
 def _shuffled(contrast: Contrast, seed: int) -> Contrast:
-    """Return pairs of texts, each in the right or the wrong order, at random."""
+    """Return the pairs of texts of a contrast, with the two labels of each pair exchanged at random."""
     pairs = contrast.pairs()
     turned = torch.rand(len(pairs.positive), generator=torch.Generator().manual_seed(seed)) < 0.5
     mask = turned[:, None, None]

@@ -17,12 +17,13 @@ from steercap.lab.mechanism.weights.model import ModelWeights
 from steercap.steering.directions import DirectionSet
 from steercap.steering.layers import LayerVectors
 
-#: Accepted forms of vectors: a set with names, one, or several that have names of their own.
+#: Accepted forms of vectors: a DirectionSet, one LayerVectors, or several of these by name or with different names.
 Vectors: TypeAlias = "DirectionSet | LayerVectors | Mapping[str, LayerVectors] | Sequence[LayerVectors]"
 #: One of the two blocks of a layer.
 Block: TypeAlias = Literal["attention", "mlp"]
 
-#: Layers from a site to the first block that reads it, by site in the stream's basis: (attention, feed-forward).
+#: By site in the basis of the residual stream: layers on from the point to the first (attention, feed-forward) block
+#: that reads it.
 READ: Final[Mapping[str, tuple[int, int]]] = {
     "resid_pre": (0, 0),
     "resid_mid": (1, 0),
@@ -30,14 +31,14 @@ READ: Final[Mapping[str, tuple[int, int]]] = {
     "resid_post": (1, 1),
     "mlp_out": (1, 1),
 }
-#: Layers from a site of the stream to the last block that wrote to it: (attention, feed-forward).
+#: By site of the residual stream: layers from the point to the last (attention, feed-forward) block that wrote to it.
 LAST_WRITERS: Final[Mapping[str, tuple[int, int]]] = {"resid_pre": (-1, -1), "resid_mid": (0, -1), "resid_post": (0, 0)}
 #: Block whose output is the row, by site.
 OWN: Final[Mapping[str, Block]] = {"attn_out": "attention", "mlp_out": "mlp"}
 
 
 def named(vectors: Vectors) -> DirectionSet:
-    """Return vectors as a set with names.
+    """Return vectors of any accepted form as a DirectionSet; a single one without a name is called "vector".
 
     Raises:
         InvalidSpec: not vectors, two of one name, or vectors that differ in model, site, width or layers.
@@ -58,11 +59,11 @@ def named(vectors: Vectors) -> DirectionSet:
 
 @dataclass(frozen=True, eq=False)
 class LabelledRows:
-    """Vectors of several groups as rows of the stream.
+    """Vectors of several groups at one layer, as rows in the basis of the residual stream.
 
     Args:
-        groups, names: group and name of each row.
-        rows: float32 [rows, hidden].
+        groups, names: name of the group, and of the vector, of each row.
+        rows: the vectors, float32 [rows, hidden].
     """
 
     groups: tuple[str, ...]
@@ -76,7 +77,7 @@ class LabelledRows:
 
     @property
     def units(self) -> Float[torch.Tensor, "rows hidden"]:
-        """Rows at length 1, float64."""
+        """Rows scaled to L2 norm 1, float64 [rows, hidden]."""
         return torch.nn.functional.normalize(self.rows.double(), dim=1)
 
     def scaled(self, length: float) -> LabelledRows:
@@ -89,13 +90,13 @@ class LabelledRows:
         return {"group": list(self.groups), "name": list(self.names)}
 
     def where(self, kept: Iterable[int]) -> LabelledRows:
-        """Return the rows of these indices, in this order, with their labels."""
+        """Return the rows of the indices `kept`, in this order, with their labels."""
         places = list(kept)
         groups, names = (tuple(labels[one] for one in places) for labels in (self.groups, self.names))
         return LabelledRows(groups, names, self.rows[places])
 
     def sampled(self, per_group: int | None, seed: int) -> LabelledRows:
-        """Return `per_group` random rows of each group, group by group in their order; all rows if None."""
+        """Return `per_group` rows of each group, drawn by `seed`, group by group in their order; all rows for None."""
         kept, generator = list[int](), torch.Generator().manual_seed(seed)
         for group in dict.fromkeys(self.groups):
             places = [at for at, own in enumerate(self.groups) if own == group]
@@ -109,7 +110,7 @@ class LabelledRows:
 
 
 def labelled(groups: Mapping[str, Vectors], weights: ModelWeights, layer: int) -> LabelledRows:
-    """Return the vectors of several groups at one layer, at their own lengths.
+    """Return the vectors of several groups at one layer, group by group, at their own lengths.
 
     Raises:
         InvalidSpec: no groups, groups of several sites, or vectors that do not fit the model.
@@ -139,13 +140,13 @@ def matrix(directions: DirectionSet, layer: int) -> Float[torch.Tensor, "names h
 
 
 def units(directions: DirectionSet, layer: int) -> Float[torch.Tensor, "names hidden"]:
-    """Return the vectors of one layer, scaled to length 1: float32 [names, hidden]."""
+    """Return the vectors of one layer, scaled to length 1: float32 [names, hidden]; errors as for `matrix`."""
     found: torch.Tensor = torch.nn.functional.normalize(matrix(directions, layer).double(), dim=1).float()
     return found
 
 
 def chosen_layers(directions: DirectionSet, layers: Layers | None) -> list[int]:
-    """Resolve the selected layers of vectors, all by default; negative ones count from the last layer with a vector.
+    """Return the indices of selected layers, all of the vectors' for None; negative ones count from their last layer.
 
     Raises:
         LayerOutOfRange, InvalidSpec: there are no vectors for a layer.
@@ -157,10 +158,10 @@ def chosen_layers(directions: DirectionSet, layers: Layers | None) -> list[int]:
 
 
 def in_stream(vectors: Vectors, weights: ModelWeights) -> DirectionSet:
-    """Return vectors with names, after checking that they are in the basis of a model's stream.
+    """Return vectors as a DirectionSet, after checking that they are in the basis of the model's residual stream.
 
     Raises:
-        InvalidSpec: the width differs from the model's, or the site is not in the basis of the stream.
+        InvalidSpec: the width differs from the model's, the site is not in that basis, or as for `named`.
     """
     found = named(vectors)
     if not isinstance(weights, ModelWeights):
@@ -178,16 +179,16 @@ def in_stream(vectors: Vectors, weights: ModelWeights) -> DirectionSet:
 
 
 def readers(weights: ModelWeights, site: str, layer: int, block: Block, layers: Layers | None) -> list[int]:
-    """Return the layers whose block reads what is added at a point.
+    """Return the layers, ascending, whose block reads a vector that is added at a point.
 
     Args:
         weights: weights of the model.
         site, layer: site and layer of the point.
         block: "attention" or "mlp".
-        layers: layers to return; by default all whose block comes after the point.
+        layers: layers to return instead, without regard to the point; None for all whose block comes after it.
 
     Raises:
-        InvalidSpec: no block reads it.
+        InvalidSpec: no block reads the vector.
         LayerOutOfRange: the model does not have a layer.
     """
     first = layer + READ[site][block == "mlp"]
@@ -198,7 +199,7 @@ def readers(weights: ModelWeights, site: str, layer: int, block: Block, layers: 
 
 
 def writers(weights: ModelWeights, site: str, layer: int, block: Block, layers: Layers | None) -> list[int]:
-    """Return the layers whose block has written to the rows of a point; `layers` as for `readers`."""
+    """Return the layers, ascending, whose block has written to the rows of a point; the rest is as for `readers`."""
     if site in OWN:
         last = layer if OWN[site] == block else -1
         found = range(layer, last + 1)
@@ -216,7 +217,7 @@ def random_units(count: int, width: int, seed: int) -> Float[torch.Tensor, "coun
         seed: seed of the draw.
 
     Raises:
-        InvalidSpec: fewer than 2, too few for a spread.
+        InvalidSpec: `count` is below 2, too few for a spread.
     """
     number = count_of(count, "random", 2)
     drawn = torch.randn(number, width, generator=torch.Generator().manual_seed(seed))
@@ -227,7 +228,7 @@ def random_units(count: int, width: int, seed: int) -> Float[torch.Tensor, "coun
 def random_pairs(
     count: int, width: int, seed: int
 ) -> tuple[Float[torch.Tensor, "count width"], Float[torch.Tensor, "count width"]]:
-    """Draw random unit vectors, and one orthogonal to each: `cos · first + sin · across` is at any angle to `first`.
+    """Draw random unit vectors, and for each an orthogonal unit vector; arguments as for `random_units`.
 
     Raises:
         InvalidSpec: as for `random_units`.
@@ -247,5 +248,5 @@ def _layers_wanted(weights: ModelWeights, layers: Layers | None, found: Sequence
 
 
 def origin(directions: DirectionSet, **more: Any) -> dict[str, Any]:
-    """Return the metadata of a table about its vectors."""
+    """Return a table's metadata about its vectors: model, site, width, and the entries of `more`."""
     return {"model": directions.model, "site": directions.site, "width": directions.width, **more}

@@ -1,9 +1,9 @@
-"""Attention heads that a vector touches: heads that read it in queries, keys and values, or write it.
+"""Attention heads that read a vector in queries, keys and values, and their outputs for it.
 
-By weights alone (Elhage et al. 2021, A Mathematical Framework for Transformer Circuits). The gains of norms are folded
-in; their scales, which depend on the row, are left out: they multiply all numbers of a block equally. Rotary embedding
-is left out: scores are those of a query and a key at one position. Biases are left out: they add the same to the
-queries, keys, values and outputs of every vector. A score also has terms of a bias and one vector, left out here.
+From weights alone (Elhage et al. 2021, A Mathematical Framework for Transformer Circuits). The gains of norms are
+folded in; their scales, which depend on the row, are left out: they multiply all numbers of a block equally. Rotary
+embedding is left out: scores are of a query and a key at one position. Biases are left out: they add the same to the
+queries, keys, values and outputs of every vector. A score's terms of a bias and one vector are left out, too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from steercap.lab.mechanism.weights.model import ModelWeights
 if TYPE_CHECKING:
     import pyarrow as pa
 
-#: Random vectors to compare numbers without a closed form with; their standard deviation has an error of 2 %.
+#: Default number of random vectors with which heads are compared; an estimated standard deviation has 2 % error.
 RANDOM = 1000
 
 
@@ -55,20 +55,20 @@ def head_reads(
     """Measure how strongly each head's queries, keys and values read a vector.
 
     Args:
-        vectors: vectors in the basis of the stream.
-        weights: weights of their model.
+        vectors: vectors in the basis of the residual stream.
+        weights: weights of the vectors' model.
         layer: layer of the vectors.
-        layers: layers of the heads; by default all that read what is added at that point.
+        layers: layers of the heads; by default all that read a vector added at the vectors' point.
         random: number of random vectors of the same norm, uniform on the sphere.
         seed: seed of the random vectors.
 
     Returns:
-        Columns `name`, `layer`, `part` ("q", "k", "v"), `head` (of "k" and "v" a head of keys, which several query
-        heads may share), `strength` (length of what the part makes of the vector, over the vector's), `z` (in standard
+        Columns `name`, `layer`, `part` ("q", "k", "v"), `head` (for "k" and "v" a key head, which several query heads
+        may share), `strength` (L2 norm of the vector's query, key or value, over the vector's), `z` (in standard
         deviations of the strengths of random vectors, from their mean).
 
     Raises:
-        InvalidSpec: vectors of another width or basis, no layer reads them, or fewer than 2 random vectors.
+        InvalidSpec: the vectors have another width or basis, no layer reads them, or `random` is below 2.
         UnsupportedModel, LayerOutOfRange: as for `ModelWeights.attention`.
     """
     directions, given, drawn = _sets(vectors, weights, layer, random, seed)
@@ -93,18 +93,18 @@ def qk_circuit(
     random: int = RANDOM,
     seed: int = 0,
 ) -> pa.Table:
-    """Measure how much a head's attention score rises with one vector in the query's row and another in the key's.
+    """Measure the contribution to a head's attention score of one vector in the query's row and another in the key's.
 
     The score is the product of the head's query of the first vector with its key of the second, both of length 1,
-    before it is scaled by 1/√head_dim or the like.
+    before scaling, such as by 1/√head_dim.
 
     Args:
         vectors, weights, layer, layers, random, seed: as for `head_reads`.
 
     Returns:
-        Columns `query`, `key` (names: every ordered pair, each with itself included), `layer`, `head`, `score`, `z`:
-        the score's distance from the mean of random pairs, in their standard deviations. Null: pairs of random unit
-        vectors whose cosine is that of the two given ones, so 1 where query and key are the same, -1 of opposite ones.
+        Columns `query`, `key` (names: every ordered pair, of equal names too), `layer`, `head`, `score`, `z`: the
+        score's distance from the mean of random pairs, in their standard deviations. Random pairs are of unit vectors
+        with the cosine of the two given ones, such as 1 if query and key are the same.
 
     Raises:
         The errors of `head_reads`.
@@ -144,14 +144,14 @@ def ov_circuit(
     random: int = RANDOM,
     seed: int = 0,
 ) -> pa.Table:
-    """Measure the output of each head that attends to a row holding a vector: strength, and part along the vector.
+    """Measure the output of each head that attends to a row with a vector: its strength, and its part along the vector.
 
     Args:
         vectors, weights, layer, layers, random, seed: as for `head_reads`.
 
     Returns:
-        Columns `name`, `layer`, `head`, `strength` (length of what is written, over the vector's), `strength_z`,
-        `copied` (the output's component along the vector, over the vector's length: above 0 the head copies it, below 0
+        Columns `name`, `layer`, `head`, `strength` (L2 norm of the output, over the vector's), `strength_z`, `copied`
+        (the output's component along the vector, over the vector's length: above 0 the head copies the vector, below 0
         it removes it), `copied_z`, `cosine` (of the output with the vector). Each z is in standard deviations from the
         mean of random vectors; that mean is above 0 for heads that copy everything.
 
@@ -180,7 +180,7 @@ def ov_circuit(
 def ov_tokens(
     vectors: Vectors, weights: ModelWeights, layer: int, heads: Sequence[tuple[int, int]], *, top: int = 10
 ) -> pa.Table:
-    """List the tokens whose logits a head raises most, directly, when it attends to a row holding a vector.
+    """List the tokens whose logits a head directly raises most when it attends to a row with a vector.
 
     Args:
         vectors, weights, layer: arguments as for `head_reads`.
@@ -188,9 +188,9 @@ def ov_tokens(
         top: number of tokens for each head.
 
     Returns:
-        Columns `name`, `layer`, `head`, `place`, `token_id`, `token`, `logit` (as `vector_lens` counts it, of what the
-        head writes), `z` (in standard deviations of what random vectors of the same norm make of that token through
-        that head, in closed form).
+        Columns `name`, `layer`, `head`, `place` (from 0), `token_id`, `token`, `logit` (of the head's output, as by
+        `vector_lens`), `z` (the logit in standard deviations of that token's logit through that head for random vectors
+        of the same norm, in closed form).
 
     Raises:
         InvalidSpec: a head is not a pair of indices that the model has, or `top` is out of range.
@@ -226,7 +226,7 @@ def ov_tokens(
 def _sets(
     vectors: Vectors, weights: ModelWeights, layer: int, random: int, seed: int
 ) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """Return vectors with names, the same at length 1, and random unit vectors."""
+    """Return the vectors as a DirectionSet, at length 1, [names, hidden], and random unit vectors [random, hidden]."""
     directions = in_stream(vectors, weights)
     return directions, units(directions, layer), random_units(random, weights.width, seed)
 
@@ -249,7 +249,7 @@ def _written(attention: AttentionWeights, rows: torch.Tensor) -> tuple[torch.Ten
 
 
 def _standard(found: Float[torch.Tensor, "names heads"], known: Float[torch.Tensor, "random heads"]) -> torch.Tensor:
-    """Standardise values by the mean and standard deviation of random vectors; 0 where these do not vary."""
+    """Standardise values by each head's mean and standard deviation over random vectors; 0 if these do not vary."""
     spread = known.std(dim=0)
     return torch.where(spread > 0, (found - known.mean(dim=0)) / spread, 0.0)
 

@@ -1,7 +1,7 @@
-"""Feed-forward neurons, and SAE features, that a vector touches: those that read it, and those that write it.
+"""Feed-forward neurons, and SAE features, that read a vector, or that write along it.
 
-By weights alone, up to the scale of norms, as in `steercap.lab.mechanism.analysis.heads`. Both are scalar products, so
-that their distribution for random vectors is known in closed form, and every number has a z-score without sampling.
+From weights alone, up to the scale of norms, as in `steercap.lab.mechanism.analysis.heads`. All numbers are scalar
+products, whose distribution for random vectors is known in closed form, so z-scores need no sampling.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ if TYPE_CHECKING:
 def neuron_reads(
     vectors: Vectors, weights: ModelWeights, layer: int, *, layers: Layers | None = None, top: int | None = 20
 ) -> pa.Table:
-    """List the neurons whose gates or inputs read a vector most, with either sign.
+    """List the neurons whose gates or inputs read a vector most strongly, with either sign.
 
     Args:
-        vectors: vectors in the basis of the stream.
-        weights: weights of their model.
+        vectors: vectors in the basis of the residual stream.
+        weights: weights of the vectors' model.
         layer: layer of the vectors.
-        layers: layers of the neurons; by default all that read what is added at that point.
+        layers: layers of the neurons; by default all that read a vector added at the vectors' point.
         top: number of neurons of each vector and part, over all layers, by |z|; None for all.
 
     Returns:
-        Columns `name`, `part` ("gate" and "up", or "in" where neurons have no gate), `layer`, `neuron`, `read` (its
-        product with the vector, over the vector's length, up to the norm's scale), `constant` (its value without a
-        row), `z`: √hidden · cos(vector, the neuron's input direction), standard normal for random vectors.
+        Columns `name`, `part` ("gate" and "up", or "in" if neurons have no gate), `layer`, `neuron`, `read` (product of
+        the neuron's input direction with the vector at length 1, up to the norm's scale), `constant` (the neuron's
+        input for a zero vector), `z`: √hidden · cos(vector, the neuron's input direction), standard normal for random
+        vectors.
 
     Raises:
-        InvalidSpec: vectors of another width or basis, no layer reads them, or `top` is below 1.
+        InvalidSpec: the vectors have another width or basis, no layer reads them, or `top` is below 1.
         UnsupportedModel, LayerOutOfRange: as for `ModelWeights.neurons`.
     """
     directions = in_stream(vectors, weights)
@@ -58,15 +59,15 @@ def neuron_reads(
 def neuron_writes(
     vectors: Vectors, weights: ModelWeights, layer: int, *, layers: Layers | None = None, top: int | None = 20
 ) -> pa.Table:
-    """List the neurons that write along a vector most, with either sign, when active.
+    """List the neurons whose output directions are most strongly along a vector, with either sign.
 
     Args:
         vectors, weights, layer, top: arguments as for `neuron_reads`.
-        layers: layers of the neurons; by default all that have written to the rows of that point.
+        layers: layers of the neurons; by default all that have written to the rows of the vectors' point.
 
     Returns:
-        Columns `name`, `layer`, `neuron`, `written` (what an activation of 1 adds along the vector, in units of the
-        stream), `cosine` (of the neuron's output direction with the vector), `z`: √hidden · cosine.
+        Columns `name`, `layer`, `neuron`, `written` (component along the vector of the output for an activation of 1,
+        in units of the stream), `cosine` (of the neuron's output direction with the vector), `z`: √hidden · cosine.
 
     Raises:
         The errors of `neuron_reads`.
@@ -79,7 +80,7 @@ def neuron_writes(
 
 
 class _FoundNeurons:
-    """Collector of neurons over layers, which keeps the greatest by |z|."""
+    """Collector of neurons over layers, which keeps the `top` of each vector and part by |z|, all for None."""
 
     def __init__(self, directions: DirectionSet, top: int | None) -> None:
         self._directions, self._top = directions, None if top is None else count_of(top, "top")
@@ -95,7 +96,7 @@ class _FoundNeurons:
         given: Float[torch.Tensor, "names hidden"],
         constant: Float[torch.Tensor, " neurons"] | None,
     ) -> None:
-        """Add the neurons of one layer."""
+        """Add the neurons of one layer and part, with the products of their `weight` rows and unit vectors `given`."""
         products, lengths = given @ weight.T, weight.norm(dim=1)
         cosines = torch.where(lengths > 0, products / lengths, 0.0)
         count = len(weight) if self._top is None else min(self._top, len(weight))
@@ -118,7 +119,7 @@ class _FoundNeurons:
             )
 
     def table(self, columns: tuple[str, ...], *, at: int) -> pa.Table:
-        """Return the kept neurons as a table, by |z|."""
+        """Return the kept neurons as a table of some columns, by |z|; `at` is the layer of the vectors."""
         kept = [
             row
             for rows in self._rows.values()
@@ -130,24 +131,24 @@ class _FoundNeurons:
 
 @exact_products()
 def nearest_features(vectors: Vectors, sae: SAE, *, top: int = 10, layer: int | None = None) -> pa.Table:
-    """Find the features of an SAE whose decoder or encoder has the greatest cosine with a vector, of either sign.
+    """Find the features of an SAE whose decoder or encoder direction has the greatest |cosine| with a vector.
 
-    Decoder directions (what features write) tell the composition of a vector; encoder directions, the features a vector
-    turns on. Centring of rows by the SAE is folded in. Thresholds and other features are ignored: `sae.encode` of a
-    steered row gives the features it really turns on.
+    Decoder directions, which features write, show the composition of a vector; encoder directions show the features
+    that a vector activates. Centring of rows by the SAE is folded in. Thresholds and other features are ignored:
+    `sae.encode` of a steered row returns the features that are really active.
 
     Args:
         vectors: vectors at the point that the SAE reads or, for a transcoder's decoder, writes.
         sae: SAE, as returned by `SAE.load`.
         top: number of features of each half, by |cosine|.
-        layer: layer of the vectors, if other than the SAE's; it is up to you to justify comparing across layers.
+        layer: layer of the vectors, if other than the SAE's; a comparison across layers is yours to justify.
 
     Returns:
         Columns `name`, `layer`, `half` ("decoder" or "encoder"), `place`, `feature`, `cosine`, `z`: √width · cosine,
         standard normal for random vectors.
 
     Raises:
-        InvalidSpec: vectors of another width, site or layer than the SAE's, or `top` that does not fit.
+        InvalidSpec: the vectors have another width, site or layer than the SAE, or `top` is out of range.
         LayerOutOfRange, InvalidVector: as for `cosines`.
     """
     directions = named(vectors)
@@ -190,7 +191,7 @@ def _read_directions(sae: SAE) -> Float[torch.Tensor, "d_sae d_in"]:
 
 
 def _layer(site: str, reads: Point, writes: Point, layer: int | None) -> int:
-    """Return the layer of the vectors to use: the given one, else the SAE's."""
+    """Return the layer of the vectors to use: `layer`, or for None that of the SAE's point at their site."""
     if layer is not None:
         return layer
     return next((point.layer for point in (writes, reads) if point.site == site), writes.layer)

@@ -31,7 +31,7 @@ COLUMNS = ("name", "control", "layer", "prompt", "position", "token", "value", "
 
 
 class _SweepRun(NamedTuple):
-    """Run with a vector added at one layer to some tokens."""
+    """Run of one prompt in which a vector, or a random control of it, is added at one layer to some positions."""
 
     name: str
     control: str
@@ -55,10 +55,10 @@ async def layer_sweep(
     concurrent: int = CONCURRENT,
     progress: Callable[[int, int], None] | None = None,
 ) -> pa.Table:
-    """Measure the effect of adding each layer's vector at that layer, beside random vectors of equal norm.
+    """Measure the effect on a metric of adding each layer's vector at that layer, and of random vectors of equal norm.
 
-    Each layer is a run of its own; all share the engine's batches, and a run in which the vector was not added raises.
-    To measure whole answers, sweep layers with `steercap.lab.studies.sweeps.run_sweep`.
+    Each layer has its own run; all share the engine's batches, and a run in which the vector was not added raises. To
+    measure whole answers, sweep layers with `steercap.lab.studies.sweeps.run_sweep`.
 
     Args:
         model: an open model, with taps at the vectors' points.
@@ -66,8 +66,8 @@ async def layer_sweep(
         prompts: one prompt or several: str, token ids, or `Exchange`.
         metric: metric of the token after the prompt, as for `steercap.lab.mechanism.patching.patch`.
         scale, relative: arguments as in `steercap.Add`.
-        layers: some of the vectors' layers; all by default.
-        tokens: tokens of the prompt to add it to, all in one run.
+        layers: layers of the vectors; all by default.
+        tokens: tokens of the prompt to add the vector to, all in one run.
         random: number of random vectors for each vector and layer, 0 for none.
         seed: seed of the random vectors.
         concurrent: maximum concurrent runs.
@@ -75,7 +75,8 @@ async def layer_sweep(
 
     Returns:
         Columns `name`, `control` ("" for the vector, "random-03" for the fourth random one), `layer`, `prompt`,
-        `position` and `token` (null and ""), `value`, `base` (without it), `difference`: a row for each run.
+        `position` and `token` (null and ""), `value` and `base` (metric with and without the vector), `difference`
+        (`value - base`): a row for each run.
 
     Raises:
         InvalidSpec: the vectors, scale, prompts or metric are not valid.
@@ -101,7 +102,7 @@ async def position_sweep(
     concurrent: int = CONCURRENT,
     progress: Callable[[int, int], None] | None = None,
 ) -> pa.Table:
-    """Measure the effect of adding each layer's vector at that layer to one token alone, each token in its own run.
+    """Measure the effect of adding each layer's vector at that layer to a single token, each token in its own run.
 
     Args:
         model, vectors, prompts, metric, scale, relative, layers, tokens, random, seed, concurrent, progress: as for
@@ -118,7 +119,7 @@ async def position_sweep(
 
 
 class _Sweep:
-    """Settings of a sweep: vectors, scale, layers, tokens and random controls.
+    """Settings of a sweep, as for `layer_sweep`; `together` is True to steer all tokens in one run.
 
     Raises:
         InvalidSpec: the scale or the number of random vectors is not valid.
@@ -159,7 +160,7 @@ class _Sweep:
 
         Args:
             model, prompts, metric, progress: as for `layer_sweep`.
-            concurrent: maximum runs at the same time.
+            concurrent: maximum concurrent runs.
 
         Returns:
             Columns `COLUMNS`: a row for each run with a vector.
@@ -185,7 +186,7 @@ class _Sweep:
         return table_of({name: [row[name] for row in rows] for name in COLUMNS}, **about)
 
     def _asked(self, pair: Pair) -> Iterator[_SweepRun]:
-        """Yield the runs of one prompt."""
+        """Yield the steered runs of one prompt: by vector, control, layer, and position unless `together`."""
         positions = positions_of(self._selection, len(pair.base))
         groups = [tuple(positions)] if self._together else [(position,) for position in positions]
         for name, vectors in self._directions.items():

@@ -1,4 +1,4 @@
-"""pyarrow tables of the analysis, with their origin in the schema's metadata, and access to them for pictures."""
+"""pyarrow tables of the analysis, with their origin in the schema's metadata, and their rows for pictures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 #: Metadata key in the schema under which a table's origin is stored.
 KEY: Final = b"steercap"
-#: Rows of a table shown by default.
+#: Default maximum of rows in the text of a table.
 ROWS: Final = 20
 
 
@@ -35,7 +35,7 @@ def table_of(columns: Mapping[str, Sequence[Any]], **about: Any) -> pa.Table:
 
 
 def described(table: pa.Table, **about: Any) -> pa.Table:
-    """Return a table with its origin in the schema's metadata, in place of the one it has."""
+    """Return a table with the origin `about`, JSON-compatible values, as the only metadata of its schema."""
     return table.replace_schema_metadata({KEY: json.dumps(about).encode()})
 
 
@@ -43,7 +43,7 @@ def about(table: pa.Table) -> dict[str, Any]:
     """Read the origin of an analysis table: model, site, layer, number of random vectors, and the like.
 
     Args:
-        table: table from any function here; also after filtering, sorting, or writing to Parquet and reading.
+        table: table from any function of the analysis, also after filtering, sorting, or writing to and from Parquet.
 
     Raises:
         InvalidSpec: the table is not an analysis table.
@@ -58,7 +58,7 @@ def about(table: pa.Table) -> dict[str, Any]:
 
 
 def rows_of(table: pa.Table, *columns: str, maker: str) -> list[dict[str, Any]]:
-    """Return the rows of a table, for a picture.
+    """Return the rows of a table as dictionaries, for a picture; the error names `maker`, functions that make such.
 
     Raises:
         InvalidSpec: the table lacks a column, or has no rows.
@@ -73,14 +73,14 @@ def rows_of(table: pa.Table, *columns: str, maker: str) -> list[dict[str, Any]]:
 
 
 def save_table(table: pa.Table, path: str | Path) -> Path:
-    """Write a table to one file, atomically.
+    """Write a table to one file, atomically, and return its path.
 
     Args:
-        table: any table; Parquet keeps its origin, CSV does not.
+        table: any table; its origin is written to Parquet, but not to CSV.
         path: file to write, `.parquet` or `.csv`.
 
     Raises:
-        InvalidFile: the suffix is another one.
+        InvalidFile: the file has another suffix.
     """
     return export_table(path, table)
 
@@ -101,7 +101,7 @@ def as_text(table: pa.Table, rows: int = ROWS) -> str:
 
 
 def once(compared: int) -> float:
-    """Return the |z| that one of `compared` standard normal values exceeds on average."""
+    """Return the |z| that, on average, one of `compared` standard normal values exceeds."""
     return NormalDist().inv_cdf(1 - 0.5 / max(compared, 2))
 
 

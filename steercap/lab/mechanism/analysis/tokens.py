@@ -1,4 +1,4 @@
-"""Tokens of a vector: those whose logits it raises and lowers, and those whose rows lie nearest to it."""
+"""Tokens whose logits a vector raises and lowers, and tokens whose rows of the unembedding are nearest to it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from steercap.lab.mechanism.weights.model import ModelWeights
 if TYPE_CHECKING:
     import pyarrow as pa
 
-#: Treatment of the final norm before the unembedding.
+#: Treatment of the final norm before the unembedding; see `vector_lens`.
 Norm: TypeAlias = Literal["folded", "applied", "none"]
 #: Matrix whose rows a vector is compared with.
 Rows: TypeAlias = Literal["unembedding", "embedding"]
@@ -42,25 +42,25 @@ def vector_lens(
     """List the tokens whose logits a vector raises and lowers most, by the model's final norm and unembedding.
 
     Args:
-        vectors: vectors in the basis of the stream.
-        weights: weights of their model.
-        layers: some of their layers; all by default.
+        vectors: vectors in the basis of the residual stream.
+        weights: weights of the vectors' model.
+        layers: layers of the vectors; all by default.
         top: number of tokens for either end.
-        norm: treatment of the final norm. "folded": its gain, and its centring if it has one; its scale, which is the
-            row's and the same for all tokens, is left out, so logits are those of a row of root mean square 1.
-            "applied": the norm itself, as if the vector were a whole row, with the constants and soft-capping of the
-            model; for a captured row, this is the logit lens. "none": the unembedding alone.
-        by: sort key of tokens: "logit", as the model would; or "z", so that tokens whose logit moves far under any
-            vector do not come first.
+        norm: treatment of the final norm. "folded": its gain and any centring, without its scale, which depends on the
+            row and is the same for all tokens, so logits are those of a row of root mean square 1. "applied": the norm
+            itself, as if the vector were a whole row, with the model's constants and soft-capping; for a captured row,
+            this is the logit lens. "none": the unembedding alone.
+        by: sort key of tokens: "logit", as in the model; or "z", so that tokens whose logits any vector changes much do
+            not come first.
 
     Returns:
-        Columns `name`, `layer`, `end` ("raised" or "lowered"), `place`, `token_id`, `token`, `logit`, `z`: the logit in
-        standard deviations of that token's logit under random vectors of the same norm, by the closed form √hidden ·
-        cos(vector, the direction the token's logit reads). With norm="applied" logits are not linear, so `z` is that of
-        the folded vector.
+        Columns `name`, `layer`, `end` ("raised" or "lowered"), `place` (from 0), `token_id`, `token`, `logit`, `z`: the
+        logit in standard deviations of that token's logit under random vectors of the same norm, in closed form
+        √hidden · cos(vector, the direction the token's logit reads). With norm="applied" logits are not linear, so `z`
+        is that of norm="folded".
 
     Raises:
-        InvalidSpec: vectors of another width or basis, an unknown `norm` or `by`, or `top` out of range.
+        InvalidSpec: the vectors have another width or basis, `norm` or `by` is unknown, or `top` is out of range.
         UnsupportedModel: the final norm cannot be folded.
         The errors of `cosines`.
     """
@@ -100,15 +100,15 @@ def nearest_tokens(
 ) -> pa.Table:
     """List the tokens whose rows of the unembedding, or of the embedding, have the greatest cosine with a vector.
 
-    No norm is folded in: this is geometry; `vector_lens` gives the model's own logits.
+    No norm is folded in: this is geometry; `vector_lens` has the model's logits.
 
     Args:
         vectors, weights, layers, top: arguments as for `vector_lens`; `top` of the greatest cosines.
         of: matrix to compare with, "unembedding" or "embedding".
 
     Returns:
-        Columns `name`, `layer`, `place`, `token_id`, `token`, `cosine`, `z`: √hidden · cosine, standard normal for
-        random vectors.
+        Columns `name`, `layer`, `place` (from 0), `token_id`, `token`, `cosine`, `z`: √hidden · cosine, standard normal
+        for random vectors.
 
     Raises:
         InvalidSpec: as for `vector_lens`.
@@ -138,10 +138,10 @@ def z_of(
     lengths: Float[torch.Tensor, " readers"],
     vectors: Float[torch.Tensor, "names hidden"],
 ) -> Float[torch.Tensor, "names readers"]:
-    """Scale products of vectors with readers by their standard deviation for random vectors of the same norm: float32.
+    """Divide `values`, products of vectors with readers, by their standard deviation for random vectors of equal norm.
 
-    A random vector is uniform on the sphere, so its product with a reader of length l has mean 0 and standard deviation
-    l · norm / √hidden, exactly; for widths that are not tiny it is normal.
+    A random vector is uniform on the sphere, so its product with a reader of norm `lengths` has mean 0 and standard
+    deviation lengths · norm / √hidden, exactly; for widths that are not tiny it is normal.
     """
     spread = lengths * vectors.norm(dim=1, keepdim=True) / math.sqrt(vectors.shape[1])
     return torch.where(spread > 0, values / spread, 0.0)
@@ -150,7 +150,7 @@ def z_of(
 def _with_texts(
     rows: list[dict[str, Any]], weights: ModelWeights, columns: tuple[str, ...], made: dict[str, Any]
 ) -> pa.Table:
-    """Build a table of rows, with the texts of tokens."""
+    """Build a table of some columns from records, with the text of each `token_id` as `token`."""
     distinct = sorted({row["token_id"] for row in rows})
     known = dict(zip(distinct, texts_of(weights.tokenizer, distinct), strict=True))
     for row in rows:

@@ -1,6 +1,6 @@
-"""Two checkpoints on the same vectors, such as base against instruct, by their weights alone and layer by layer.
+"""Comparison of two checkpoints, such as base and instruct, on the same vectors, by weights alone and layer by layer.
 
-No engine is needed. Each layer of both is read once; what it gave is kept in a folder, so that a run can be resumed.
+No engine is needed. Each layer of both is read once; its tables are stored in a folder, so that a run can be resumed.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ __all__ = [
     "partners",
 ]
 
-#: Group of the random vectors in the table of susceptibility.
+#: Name of the random vectors' group in the table "susceptibility".
 RANDOM: Final = "random"
-#: Principal components that are followed in detail, unless others are given.
+#: Default number of principal components that are compared in detail.
 COUNT: Final = 10
 
 
 class _Part(msgspec.Struct, frozen=True):
-    """Record of one block of one layer that is done: names of its tables, and parts left out."""
+    """Record of a compared block of one layer: names of its tables, and parts left out, with the reasons."""
 
     tables: list[str]
     left_out: dict[str, str]
@@ -83,24 +83,24 @@ def compare(
 ) -> CheckpointComparison:
     """Compare two checkpoints of one architecture and size on vectors of one layer.
 
-    All vectors are scaled to the mean of their lengths. Memory: one block of both models in float32, of a layer with
-    experts one expert at a time, and the tables.
+    All vectors are scaled to the mean of their lengths. In memory are one block of both models in float32, or one
+    expert of a layer with experts, and the tables.
 
     Args:
         base, instruct: the checkpoints; differences are instruct − base.
-        groups: vectors of the stream by group, such as {"roles": ..., "traits": ...}.
+        groups: vectors of the residual stream by group, such as {"roles": ..., "traits": ...}.
         layer: layer of the vectors.
-        components: vectors that are followed in detail; by default the first ten principal components of all vectors,
-            or as many as there are.
-        settings: see `CompareSettings`.
-        folder: folder of the tables, in Parquet; an interrupted run is resumed from it. By default nothing is written.
+        components: vectors to compare in detail; by default the first ten principal components of all vectors, or as
+            many as there are.
+        settings: settings, see `CompareSettings`; None for the defaults.
+        folder: folder of the tables, in Parquet, from which an interrupted run is resumed; None to write nothing.
         progress: function called with "layers", the number of blocks done and of all.
 
     Raises:
         InvalidSpec: no vectors, vectors of another width, site or basis, two checkpoints of different sizes, or
             settings out of range.
         UnsupportedModel, LayerOutOfRange, InvalidFile: as for `ModelWeights.attention`.
-        RunDiffers: the folder holds another comparison.
+        RunDiffers: the folder has another comparison.
     """
     run = _ComparisonRun.of(
         (base, instruct), groups, layer, components, CompareSettings() if settings is None else settings
@@ -128,7 +128,7 @@ def compare(
 
 @dataclass(frozen=True, eq=False)
 class _ComparisonRun:
-    """One comparison: its vectors and settings, resolved and checked."""
+    """Run of `compare`, with resolved and checked vectors and settings."""
 
     base: ModelWeights
     instruct: ModelWeights
@@ -150,7 +150,7 @@ class _ComparisonRun:
         components: Vectors | None,
         settings: CompareSettings,
     ) -> _ComparisonRun:
-        """Check what a user gave."""
+        """Check the arguments of `compare`, scale and draw the vectors, and return the run; errors as for `compare`."""
         base, instruct = models
         if not isinstance(settings, CompareSettings):
             raise InvalidSpec(f"settings={shown(settings)}; give CompareSettings")
@@ -193,7 +193,7 @@ class _ComparisonRun:
 
     @property
     def definition(self) -> ComparisonDefinition:
-        """Definition of the folder."""
+        """Definition of the comparison, by which its folder is recognised."""
         digest = hashlib.sha256(self.named.rows.numpy().tobytes() + self.components.rows.numpy().tobytes())
         digest.update(msgspec.json.encode([self.named.labels, self.components.labels]))
         base, instruct = ({"name": one.name, "weights": one.fingerprint} for one in (self.base, self.instruct))
@@ -201,14 +201,14 @@ class _ComparisonRun:
 
     @property
     def steps(self) -> list[tuple[str, int]]:
-        """Blocks to read, with their layers, in order."""
+        """Blocks to compare, (name of the method of `ModelWeights`, layer), in order."""
         layers = self.settings.layers
         attention = [("attention_block", layer) for layer in layers]
         neurons = [("feed_forward", layer) for layer in {*layers, *self.settings.feed_forward_layers}]
         return sorted(attention + neurons, key=lambda step: (step[1], step[0]))
 
     def step(self, block: str, layer: int, folder: Path | None) -> tuple[dict[str, pa.Table], dict[str, str]]:
-        """Compare one block of both models, or read what an earlier run found; return tables and what is left out."""
+        """Compare a block of both models, or load a stored result; return tables by name, and parts left out."""
         file = None if folder is None else folder / "parts" / f"{block}-{layer:03}.json"
         if file is not None and (found := _read_tables(file)) is not None:
             return found
@@ -221,7 +221,7 @@ class _ComparisonRun:
         return tables, left_out
 
     def summed(self, parts: Mapping[str, list[pa.Table]], left_out: dict[str, str]) -> CheckpointComparison:
-        """Join and summarise the tables of all layers, and say what they were made of."""
+        """Join and summarise the tables of all layers, and store their origin in the tables' metadata."""
         every = list(dict.fromkeys(self.named.groups))
         groups = [group for group in every if self.named.groups.count(group) > 1]
         if len(groups) < 2:
@@ -265,7 +265,7 @@ class _ComparisonRun:
 
 
 def _read_tables(file: Path) -> tuple[dict[str, pa.Table], dict[str, str]] | None:
-    """Return the tables of a part, and what is left out; None if one of its files is not there.
+    """Read the tables of a stored block, by name, and the parts left out; None if one of its files is missing.
 
     Raises:
         InvalidFile: a file is damaged.

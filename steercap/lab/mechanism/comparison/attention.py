@@ -1,8 +1,8 @@
-"""Attention of one layer in two checkpoints: scores between vectors, and what attending to one writes.
+"""Attention of one layer in two checkpoints: scores between vectors, and outputs of attending to a vector.
 
-Each number is compared with those of random vectors through the same model, whose cosine is that of the two vectors: 1
-where a vector meets itself, -1 where it meets its opposite. A number's null is a smooth function of that angle, so it
-is drawn at some angles and interpolated between them.
+Each number of two vectors is compared with that of random vectors through the same model with the same cosine: 1 for a
+vector with itself, -1 with its opposite. The null distribution is a smooth function of their angle, so it is estimated
+at some angles and interpolated between them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 Floats = npt.NDArray[np.float64]
 
-#: Angles from 0 to π at which a null is drawn; through as many, a cubic is within 1e-4 of the spread of the truth.
+#: Number of angles from 0 to π at which a null is estimated; a cubic spline through these is within 1e-4 of its spread.
 ANGLES: Final = 33
-#: Columns of `attention_deltas`.
+#: Names of the columns of the table of `attention_deltas`.
 COLUMNS: Final = (
     "circuit", "layer", "relation", "source_group", "source", "target_group", "target", "cosine",
     "base", "instruct", "base_z", "instruct_z", "delta",
@@ -43,7 +43,7 @@ class RandomPairs(NamedTuple):
     """Pairs of orthogonal random vectors, of the same L2 norm as the vectors that are compared.
 
     Args:
-        first, across: float32 [random, hidden].
+        first, across: first and second vector of each pair, float32 [random, hidden].
     """
 
     first: Float[torch.Tensor, "random hidden"]
@@ -51,12 +51,12 @@ class RandomPairs(NamedTuple):
 
     @classmethod
     def drawn(cls, count: int, width: int, length: float, seed: int) -> RandomPairs:
-        """Draw `count` pairs of vectors of L2 norm `length`."""
+        """Draw `count` pairs of vectors of `width` elements and L2 norm `length`, by a seed."""
         first, across = random_pairs(count, width, seed)
         return cls(first * length, across * length)
 
     def at(self, angle: float) -> Float[torch.Tensor, "random hidden"]:
-        """Return a vector at an angle to each of `first`, in radians."""
+        """Return, for each vector of `first`, one of the same norm at an angle to it, in radians."""
         return math.cos(angle) * self.first + math.sin(angle) * self.across
 
 
@@ -65,7 +65,7 @@ class RelationNull:
     """Mean and standard deviation of a function of two random vectors, by the angle between them.
 
     Args:
-        mean, spread: functions of angles in radians.
+        mean, spread: functions from angles in radians, float64 [n], to the mean and standard deviation, [n].
     """
 
     mean: Callable[[Floats], Floats]
@@ -79,7 +79,7 @@ class RelationNull:
             number: function of the second vector of each pair, [random, hidden], that returns the number with the
                 first, [random].
             pairs: random vectors.
-            place: name of the block, for messages.
+            place: name of the block, for the error.
 
         Raises:
             UnsupportedModel: all pairs at some angle give the same number.
@@ -95,7 +95,7 @@ class RelationNull:
         return cls(CubicSpline(angles, drawn.mean(dim=1).numpy()), CubicSpline(angles, spreads.numpy()))
 
     def z(self, values: Floats, cosines: Floats) -> Floats:
-        """Return z scores: distances from the mean of random pairs of equal cosine, in standard deviations."""
+        """Return z scores [n]: deviations of values [n] from the mean of random pairs of equal cosine [n]."""
         angles = np.arccos(np.clip(cosines, -1, 1))
         return (values - self.mean(angles)) / self.spread(angles)
 
@@ -104,7 +104,7 @@ class RelationNull:
 def scores(
     queries: Float[torch.Tensor, "n heads head_dim"], keys: Float[torch.Tensor, "m heads head_dim"]
 ) -> Float[torch.Tensor, "n m"]:
-    """Return q · k / √head_dim of every query and key, averaged over heads."""
+    """Return q · k / √head_dim of every query and every key, averaged over heads: [queries, keys]."""
     heads, head_dim = queries.shape[1:]
     return queries.flatten(1) @ keys.flatten(1).T / (heads * math.sqrt(head_dim))
 
@@ -112,26 +112,26 @@ def scores(
 def attention_deltas(
     pair: AttentionPair, named: LabelledRows, components: LabelledRows, pairs: RandomPairs
 ) -> pa.Table:
-    """Compare the attention of one layer of both models.
+    """Compare the attention of one layer of both models on pairs of vectors, a source and a target.
 
     "qk" is the score of a source's query with a target's key: norm, q · k / √head_dim, mean over heads. "vo" is the
-    cosine of a target with what attending to a source writes: norm, V, O, all heads together, the norm behind them.
+    cosine of a target with the output of attending to a source: norm, V, O, all heads together, the norm behind them.
     Rotary embedding is left out, as between two tokens at one position.
 
-    Every vector meets itself ("same"), and its opposite in models with biases alone: without them all its numbers are
-    those of itself with the other sign. By "qk" the key is negated, by "vo" the source. Every component meets every
-    named vector and every other component ("given"), by "qk" in both orders.
+    Every vector is paired with itself ("same"), and with its opposite if a model has biases: without them the numbers
+    are those of "same", negated. In "qk" the key is negated, in "vo" the source. Every component is paired with every
+    named vector and every other component ("given"), in "qk" in both orders.
 
     Args:
         pair: attention blocks of both models.
         named: vectors with names.
-        components: components that meet all of them.
+        components: components, which are paired with all vectors.
         pairs: random vectors of the nulls, the same for both models.
 
     Returns:
         Columns `circuit`, `layer`, `relation`, `source_group`, `source`, `target_group`, `target`, `cosine` (of source
-        and target), `base` and `instruct` (the number), `base_z` and `instruct_z` (in standard deviations of random
-        pairs of that cosine, through that model), `delta` (the second z less the first).
+        and target), `base` and `instruct` (score or cosine in each model), `base_z` and `instruct_z` (in standard
+        deviations of random pairs of that cosine, through that model), `delta` (`instruct_z - base_z`).
     """
     everything = named + components
     first = range(len(named), len(everything))
@@ -155,7 +155,7 @@ def attention_deltas(
 
 
 class _PairSet(NamedTuple):
-    """Pairs of rows with one relation, by their places."""
+    """Pairs of vectors with one relation, by row index of the source and of the target: int64 [pairs] each."""
 
     relation: str
     sources: npt.NDArray[np.int64]
@@ -166,7 +166,7 @@ class _PairSet(NamedTuple):
         return -1 if self.relation == "opposite" else 1
 
     def cosines(self, given: LabelledRows) -> Floats:
-        """Return the cosine of each pair of rows, exactly 1 or -1 if a row is paired with itself or its opposite."""
+        """Return each pair's cosine, float64 [pairs]: exactly 1 or -1 for a row with itself or its opposite."""
         if self.relation != "given":
             return np.full(len(self.sources), float(self.sign))
         found: Floats = (given.units @ given.units.T).numpy()[self.sources, self.targets]
@@ -176,7 +176,7 @@ class _PairSet(NamedTuple):
 def _attention_scores(
     block: AttentionBlock, given: LabelledRows, sets: list[_PairSet], pairs: RandomPairs
 ) -> list[tuple[Floats, Floats]]:
-    """Return scores, and their z, of each set of pairs."""
+    """Return the attention scores, and their z scores, of each set of pairs: float64 [pairs] each."""
     drawn = block.queries(pairs.first).flatten(1)
     scale = block.heads * math.sqrt(block.head_dim)
 
@@ -195,7 +195,7 @@ def _attention_scores(
 def _output_cosines(
     block: AttentionBlock, given: LabelledRows, sets: list[_PairSet], pairs: RandomPairs
 ) -> list[tuple[Floats, Floats]]:
-    """Return, for each set of pairs, the cosine of the block's output for the source with the target, and its z.
+    """Return, for each set of pairs, cosines of the block's output for sources with targets, and z scores: [pairs].
 
     For "opposite" the source is negated: negating the target would only negate the result of "same".
     """

@@ -1,4 +1,4 @@
-"""One layer of two checkpoints on the same vectors: its matrices, and its whole feed-forward block.
+"""Comparison of one layer of two checkpoints on the same vectors: matrices, and the whole feed-forward block.
 
 Tables have a row for each vector, labelled by `group` and `name`. Differences are instruct − base.
 """
@@ -23,30 +23,30 @@ from steercap.lab.mechanism.weights.applied import AttentionBlock, FeedForward
 if TYPE_CHECKING:
     import pyarrow as pa
 
-#: One block of the base checkpoint, and of the instruct checkpoint.
+#: The same block of the base checkpoint, and of the instruct checkpoint.
 AttentionPair: TypeAlias = "tuple[AttentionBlock, AttentionBlock]"
 FeedForwardPair: TypeAlias = "tuple[FeedForward, FeedForward]"
-#: Checkpoints, in the order of a pair.
+#: Names of the checkpoints, in the order of a pair.
 MODELS: Final = ("base", "instruct")
 #: Bytes of a matrix that are compared at once, as float64.
 BLOCK_BYTES: Final = 64 << 20
-#: Components of `reinforcement`: both signs of these.
+#: Number of components of which `reinforcement` measures both signs.
 REINFORCED: Final = 5
 
 
 @exact_products()
 def susceptibility(pair: AttentionPair | FeedForwardPair, given: LabelledRows) -> pa.Table:
-    """Measure how far training has turned what each matrix that reads the stream makes of vectors.
+    """Measure the angle between two models' images of each vector under each matrix that reads the residual stream.
 
-    Each model norms a vector by its own input norm and applies its raw matrix, without bias.
+    Each model norms a vector of `given` by its own input norm and applies its unfolded matrix, without bias.
 
     Returns:
-        Columns `group`, `name`, `layer`, `matrix` ("q", "k", "v", or "gate", "up"), `distance`: 1 − cosine of both
-        results.
+        Columns `group`, `name`, `layer`, `matrix` ("q", "k", "v", or "gate", "up"), `distance`: 1 − cosine of the two
+        images.
 
     Raises:
         UnsupportedModel: the two checkpoints have matrices of different shapes.
-        InvalidVector: a matrix makes zero of a vector, so that there is no angle.
+        InvalidVector: a matrix maps a vector to zero, so that there is no angle.
     """
     base, instruct = (block.normed(given.rows) for block in pair)
     tables = [
@@ -62,7 +62,7 @@ def susceptibility(pair: AttentionPair | FeedForwardPair, given: LabelledRows) -
 
 
 def differences(pair: AttentionPair | FeedForwardPair) -> pa.Table:
-    """Compare the matrices of a layer that read the stream, in float64.
+    """Compare the matrices of one block that read the residual stream, base with instruct, in float64.
 
     Returns:
         Columns `layer`, `matrix`, `frobenius` (norm of the difference), `relative` (the same over the norm of the base
@@ -89,12 +89,12 @@ def differences(pair: AttentionPair | FeedForwardPair) -> pa.Table:
 
 @dataclass(frozen=True, eq=False)
 class BlockOutputs:
-    """Outputs of one layer's feed-forward block of both models.
+    """Outputs of one layer's feed-forward block in both models, for the same vectors.
 
     Args:
         layer: index of the layer.
-        given: vectors that they are outputs of.
-        base, instruct: outputs, float64 [rows, hidden].
+        given: input vectors.
+        base, instruct: outputs of each model, without the residual, float64 [rows, hidden].
 
     Raises:
         InvalidFile: an output is not finite.
@@ -118,13 +118,13 @@ class BlockOutputs:
         return cls(pair[0].layer, given, base, instruct)
 
     def tail(self, count: int) -> BlockOutputs:
-        """Return the outputs of the last `count` vectors."""
+        """Return the outputs for the last `count` vectors."""
         first = len(self.given) - count
         given = self.given.where(range(first, len(self.given)))
         return BlockOutputs(self.layer, given, self.base[first:], self.instruct[first:])
 
     def altered(self) -> pa.Table:
-        """Measure how far the output of each vector differs.
+        """Measure the difference between both models' outputs for each vector.
 
         Returns:
             Columns `group`, `name`, `layer`, `absolute` (L2 norm of the outputs' difference), `angular` (1 − cosine of
@@ -145,10 +145,10 @@ class BlockOutputs:
         return table_of(columns)
 
     def decomposed(self, named: LabelledRows, top: int) -> pa.Table:
-        """List the named vectors on which the outputs, and their change, project furthest, with either sign.
+        """List the `top` named vectors with the greatest absolute projections of each output, and of their change.
 
         Returns:
-            Columns `layer`, `name` (of the vector that went in), `output` ("base", "instruct", "change"), `place`,
+            Columns `layer`, `name` (of the input vector), `output` ("base", "instruct", "change"), `place` (from 0),
             `target_group`, `target`, `projection` (on the target's unit vector, in the stream's units), `cosine`.
         """
         units, rows = named.units, list[dict[str, Any]]()
@@ -169,15 +169,15 @@ class BlockOutputs:
 
 
 def reinforcement(pair: FeedForwardPair, components: LabelledRows) -> pa.Table:
-    """Measure how much a block writes along each component that it is given, and across it, for both signs.
+    """Measure the output of a block for each component, and its negative, along the input and orthogonal to it.
 
     Args:
         pair: feed-forward blocks of both models.
-        components: components; the first five are used.
+        components: components of vectors; the first five are used.
 
     Returns:
-        Columns `name`, `sign` (1, -1), `layer`, `model` ("base", "instruct"), `along` (component of the output along
-        the signed vector: above 0 it reinforces itself), `across` (length of the rest).
+        Columns `name`, `sign` (1, -1), `layer`, `model` ("base", "instruct"), `along` (projection of the output on the
+        signed input: above 0 the block reinforces it), `across` (length of the orthogonal rest).
     """
     first = components.where(range(min(REINFORCED, len(components))))
     signed = LabelledRows(first.groups * 2, first.names * 2, torch.cat([first.rows, -first.rows]))
@@ -200,15 +200,15 @@ def reinforcement(pair: FeedForwardPair, components: LabelledRows) -> pa.Table:
 
 
 def joined(tables: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """Append the columns of several tables; each has the columns `names`."""
+    """Concatenate several tables, mappings of columns; return the columns `names`, which each table has."""
     return {name: np.concatenate([np.asarray(table[name]) for table in tables]) for name in names}
 
 
 def _matrices(pair: AttentionPair | FeedForwardPair) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Return the matrices of the two models, by name.
+    """Return (name, base matrix, instruct matrix) of each matrix of a block that reads the residual stream.
 
     Raises:
-        UnsupportedModel: their names or shapes differ.
+        UnsupportedModel: the names or shapes of the two blocks' matrices differ.
     """
     base, instruct = ({name: tuple(one.shape) for name, one in block.matrices.items()} for block in pair)
     if base != instruct:
@@ -222,8 +222,10 @@ def _matrices(pair: AttentionPair | FeedForwardPair) -> list[tuple[str, torch.Te
 def _turned(
     one: Float[torch.Tensor, "rows width"], other: Float[torch.Tensor, "rows width"], given: LabelledRows, place: str
 ) -> Float[torch.Tensor, " rows"]:
-    """Return 1 − cosine of each row with the other's, float64, as half the squared distance of the unit rows: exact to
-    rounding where they are nearly the same.
+    """Return 1 − cosine of each row of `one` with that of `other`, float64 [rows].
+
+    It is half the squared distance of the unit rows, which is exact to rounding for nearly equal rows. `given` names
+    the rows and `place` the block in errors: InvalidVector for a row of zeros, InvalidFile for one that is not finite.
     """
     first, second = one.double(), other.double()
     for rows in (first, second):

@@ -15,12 +15,12 @@ from steercap.lab.mechanism.comparison.summaries import Correction, check_correc
 if TYPE_CHECKING:
     import pyarrow as pa
 
-#: Least values of the settings that are counts.
+#: Minimum value of each setting that is a count.
 LEAST: Final = {"nulls": 20, "random": 2, "top": 1, "per_group": 0}
 
 
 class CompareSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of a comparison.
+    """Settings of `compare`, a comparison of two checkpoints.
 
     Args:
         layers: layers whose matrices and attention are compared; by default five before the vectors' layer to five
@@ -28,11 +28,11 @@ class CompareSettings(msgspec.Struct, frozen=True, kw_only=True):
         feed_forward_layers: layers whose feed-forward blocks are compared; by default seven before to two after.
         per_group: number of vectors of each group that go through the matrices, drawn by the seed; None for all.
         random: number of random vectors that go through the matrices, 2 at least.
-        nulls: number of random pairs that scores of attention are compared with, 20 at least. A z has the error of
-            their mean and spread: with 20 its standard deviation is 8 % too large, with 200 it is 0.8 %.
-        seed: seed of everything that is drawn.
-        top: number of projections that the semantic decomposition lists.
-        correction: correction of the tests between groups, over all layers and groups of one measure.
+        nulls: number of random pairs with which attention scores are compared, 20 at least. With 20, the standard
+            deviation of a z is 8 % too large, with 200 it is 0.8 %, as the pairs' mean and spread are estimates.
+        seed: seed of all draws.
+        top: number of projections of each output in the table "decomposition".
+        correction: correction of p in the tests between groups, over all layers and groups of one measure.
 
     Raises:
         InvalidSpec: a count is too small.
@@ -56,10 +56,10 @@ class CompareSettings(msgspec.Struct, frozen=True, kw_only=True):
         check_correction(self.correction)
 
     def resolved(self, layer: int, count: int) -> CompareSettings:
-        """Return the same settings, their layers ascending lists, for vectors of `layer` in a model of `count` layers.
+        """Return the settings with layers as ascending lists, for vectors of `layer` in a model of `count` layers.
 
         Raises:
-            InvalidSpec, LayerOutOfRange: layers that the model does not have.
+            InvalidSpec, LayerOutOfRange: the model does not have a layer.
         """
         return msgspec.structs.replace(
             self,
@@ -69,13 +69,13 @@ class CompareSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ComparisonDefinition(msgspec.Struct, frozen=True):
-    """Definition of a comparison: all that its tables depend on.
+    """Definition of a comparison: everything that its tables depend on.
 
     Args:
-        base, instruct: name of each checkpoint, and SHA-256 of its files' ends.
+        base, instruct: "name" of each checkpoint, and "weights", `ModelWeights.fingerprint`.
         vectors: SHA-256 of all vectors, their names and groups.
         layer: layer of the vectors.
-        settings: settings, their layers resolved.
+        settings: settings, with resolved layers.
     """
 
     base: dict[str, str]
@@ -95,7 +95,7 @@ class CheckpointComparison(NamedTuple):
         tables: tables by name: "susceptibility", "matrices", "attention", "partners", "components", "feed_forward",
             "by_layer", "tests", "altered", "decomposition", "reinforcement".
         focus: layer at which the feed-forward blocks differ most on the components, by measure.
-        left_out: parts that were left out, with the reason.
+        left_out: reason by name of each part that was left out.
     """
 
     tables: dict[str, pa.Table]
@@ -107,7 +107,7 @@ class CheckpointComparison(NamedTuple):
 
 
 def _resolved(given: Layers | None, count: int, around: range) -> list[int]:
-    """Return the layers that were given, or those of `around` that exist, ascending."""
+    """Return the given layers, or for None those of `around` that exist in a model of `count` layers, ascending."""
     if given is None:
         return [layer for layer in around if 0 <= layer < count]
     return sorted(resolve_layers(parse_layers(given), count))

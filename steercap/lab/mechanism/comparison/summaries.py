@@ -1,4 +1,4 @@
-"""Summaries of two checkpoints' comparison: all from tables that were computed before."""
+"""Summaries of the comparison of two checkpoints, computed from its tables of each layer."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from steercap.lab.mechanism.analysis.tables import table_of
 if TYPE_CHECKING:
     import pyarrow as pa
 
-#: Corrections of many p: Holm's, that of Benjamini and Hochberg, or none.
+#: Correction of p for multiple tests: Holm's, that of Benjamini and Hochberg, or none.
 Correction: TypeAlias = Literal["holm", "bh", "none"]
-#: Group of the components in every table.
+#: Name of the components' group in every table.
 COMPONENTS: Final = "components"
-#: Measures of a feed-forward block, with the number of most altered vectors listed of each group.
+#: Measures of a feed-forward block, and the number of most altered vectors of each group that are listed by each.
 MEASURES: Final[Mapping[str, int]] = {"absolute": 15, "angular": 10}
 
 
@@ -34,26 +34,27 @@ def group_tests(
     groups: Sequence[str] | None = None,
     correction: Correction = "holm",
 ) -> pa.Table:
-    """Test whether groups of vectors differ in a number: Welch's t-test of every two groups, wherever `by` differs.
+    """Test whether groups of vectors differ in a number: Welch's t-test of every two groups, for each value of `by`.
 
-    Vectors of one group are taken as independent; made from overlapping texts, they are not, and p is too small.
+    Vectors of a group are assumed to be independent; if they come from overlapping texts, p is too small.
 
     Args:
         table: table with the columns `group`, `value` and those of `by`.
         value: column of numbers to test.
-        by: columns whose values are tested apart, such as ("layer", "matrix") of susceptibility.
+        by: columns for whose every combination of values there is a test, such as ("layer", "matrix") for the table
+            of `susceptibility`.
         groups: groups to test; by default all of the table.
         correction: "holm" bounds the probability of any false discovery in the whole result, "bh" the share of false
-            ones; "none" leaves p as it is.
+            discoveries; "none" leaves p as it is.
 
     Returns:
         The columns of `by`, and `value`, `first`, `second` (groups), `first_mean`, `second_mean`, `first_count`,
-        `second_count`, `t`, `p` (two-sided), `adjusted`; these three are null where neither group has any spread.
+        `second_count`, `t`, `p` (two-sided), `adjusted`; `t`, `p` and `adjusted` are null if neither group varies.
 
     Raises:
         UnknownName: there is no such column, group or correction.
-        InvalidSpec: fewer than two groups, one of fewer than two vectors, or a vector that comes twice at one place:
-            `by` lacks a column.
+        InvalidSpec: there are fewer than two groups, a group has fewer than two vectors, or a vector has several rows
+            for one combination of `by`.
     """
     with extra("analysis"):
         from scipy.stats import ttest_ind
@@ -90,15 +91,13 @@ def group_tests(
 
 
 def focus_layers(table: pa.Table) -> dict[str, int]:
-    """Return the layer at which a measure of the feed-forward block is greatest, by measure: "absolute" and "angular".
-
-    The mean over the group `COMPONENTS` decides.
+    """Return, by measure ("absolute", "angular"), the layer with the greatest mean over the group of components.
 
     Args:
         table: table `feed_forward` of `compare`.
 
     Raises:
-        UnknownName: the table lacks that group.
+        UnknownName: the table lacks the group `COMPONENTS`.
     """
     _check_group(COMPONENTS, table["group"].to_pylist())
     found = {}
@@ -109,9 +108,9 @@ def focus_layers(table: pa.Table) -> dict[str, int]:
 
 
 def altered_by_layer(table: pa.Table) -> pa.Table:
-    """Summarise a feed-forward table: columns `group`, `layer`, `measure`, `mean`, `std`, `max`, `count`.
+    """Summarise the table `feed_forward` of `compare` by group, layer and measure.
 
-    `std` is that of a sample, null for one vector.
+    Columns are `group`, `layer`, `measure`, `mean`, `std` (of a sample, null for one vector), `max`, `count`.
     """
     rows = [
         {"group": group, "layer": place[0], "measure": measure, "mean": np.mean(own),
@@ -124,14 +123,14 @@ def altered_by_layer(table: pa.Table) -> pa.Table:
 
 
 def most_altered(table: pa.Table, focus: Mapping[str, int]) -> pa.Table:
-    """List the most altered vectors of each group at each focus layer, as many as `MEASURES` says.
+    """List the most altered vectors of each group at each focus layer, as many as in `MEASURES`.
 
     Args:
         table: table `feed_forward` of `compare`.
         focus: layer by measure, as from `focus_layers`.
 
     Returns:
-        Columns `measure`, `layer`, `group`, `place`, `name`, `value`.
+        Columns `measure`, `layer`, `group`, `place` (from 0, the greatest), `name`, `value`.
     """
     rows = []
     for measure, layer in focus.items():
@@ -147,18 +146,18 @@ def most_altered(table: pa.Table, focus: Mapping[str, int]) -> pa.Table:
 
 
 def partners(table: pa.Table, top: int = 5) -> pa.Table:
-    """List the vectors whose relation to each component training has moved most, over all layers.
+    """List the vectors whose attention numbers with each component differ most between the checkpoints, over layers.
 
     Args:
         table: table `attention` of `compare`.
         top: number of partners of each component, circuit and side.
 
     Returns:
-        Columns `circuit`, `side` ("target" if the partner is the target, "source" otherwise), `name`, `place`,
-        `partner_group`, `partner`, `moved` (mean |delta| over layers), `delta` (mean).
+        Columns `circuit`, `side` ("target" if the partner is the target, "source" otherwise), `name` (of the
+        component), `place`, `partner_group`, `partner`, `moved` (mean |delta| over layers), `delta` (mean).
 
     Raises:
-        InvalidSpec: fewer than one partner is asked for.
+        InvalidSpec: `top` is below 1.
     """
     count_of(top, "top")
     found: list[dict[str, Any]] = []
@@ -180,14 +179,14 @@ def partners(table: pa.Table, top: int = 5) -> pa.Table:
 
 
 def component_deltas(table: pa.Table, explained: Mapping[str, float | None]) -> pa.Table:
-    """Set the mean |delta| of each component's self score beside the variance that it explains.
+    """Return the mean |delta| of each component's numbers with itself, and the variance that it explains.
 
     Args:
         table: table `attention` of `compare`.
         explained: share of the vectors' variance along each component, by name; None if they do not vary.
 
     Returns:
-        Columns `component`, `explained`, `qk` and `vo`: the mean over layers of |delta| of the component with itself.
+        Columns `component`, `explained`, `qk` and `vo` (mean over layers of |delta| of the component with itself).
     """
     kept = [
         relation == "same" and group == COMPONENTS
@@ -208,11 +207,11 @@ def summed(
     explained: Mapping[str, float | None],
     correction: Correction,
 ) -> dict[str, pa.Table]:
-    """Join the tables of all layers, and summarise them.
+    """Join the tables of all layers, and return these and their summaries by name; see `CheckpointComparison`.
 
     Args:
-        parts: tables of each layer by name, as `compare` makes them.
-        groups: groups to test against each other; none where there is no test.
+        parts: tables of each layer, by name of the table.
+        groups: groups to test against each other; empty for no test.
         explained: as for `component_deltas`.
         correction: as for `group_tests`; p is corrected over all layers and groups of one measure.
     """
@@ -234,11 +233,11 @@ def summed(
 
 
 def _groups(table: pa.Table, groups: Sequence[str] | None) -> list[str]:
-    """Return the groups of a table, or those asked for.
+    """Return `groups`, checked, or for None all groups of a table.
 
     Raises:
-        UnknownName: there is none of this name.
-        InvalidSpec: fewer than two.
+        UnknownName: the table lacks a group.
+        InvalidSpec: there are fewer than two groups.
     """
     known = list(dict.fromkeys(table["group"].to_pylist()))
     for group in groups or ():
@@ -250,10 +249,10 @@ def _groups(table: pa.Table, groups: Sequence[str] | None) -> list[str]:
 
 
 def check_correction(correction: str) -> None:
-    """Check the name of a correction.
+    """Check the name of a correction, one of `Correction`.
 
     Raises:
-        UnknownName: there is no such one.
+        UnknownName: there is no correction of this name.
     """
     if correction not in get_args(Correction):
         raise UnknownName(f"correction={shown(correction)}; {choices(correction, get_args(Correction))}")
@@ -265,7 +264,7 @@ def _check_group(group: str, known: Sequence[str]) -> None:
 
 
 def _values(table: pa.Table, value: str, by: Sequence[str]) -> dict[tuple[Any, ...], dict[str, list[float]]]:
-    """Return the numbers of a column by the values of `by`, and by group."""
+    """Return the numbers of the column `value`, in lists by the values of the columns `by`, then by group."""
     found: dict[tuple[Any, ...], dict[str, list[float]]] = {}
     columns = [table[name].to_pylist() for name in (*by, "group", value)]
     for *place, group, number in zip(*columns, strict=True):
@@ -274,7 +273,7 @@ def _values(table: pa.Table, value: str, by: Sequence[str]) -> dict[tuple[Any, .
 
 
 def _means(table: pa.Table, keys: list[str]) -> list[dict[str, Any]]:
-    """Return the means of |delta| (`moved`) and of delta by the values of some columns."""
+    """Return records with the means of |delta| (`moved`) and of `delta` for each combination of the columns `keys`."""
     with extra("analysis"):
         import pyarrow.compute as pc
 

@@ -1,6 +1,6 @@
-"""Activation patching: rows of one run are put into another, a place at a time (arXiv:2202.05262).
+"""Activation patching: rows of one run replace those of another, one place in each run (arXiv:2202.05262).
 
-Ablation puts in zeros, or the mean of rows of other texts. `over_grids` is the loop of both.
+Ablation replaces rows by zeros, or by the mean row of other texts. `over_grids` is the loop of both.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Given(NamedTuple):
     """Replacement rows for the places of one grid, for one pair of prompts.
 
     Args:
-        value: metric of the run that the rows come from; None if they come from no run.
-        rows: function that returns the rows for a place: [positions, width].
+        value: metric of the run that the rows come from; None if rows come from no run.
+        rows: function that returns the replacement rows of a place: [positions, width].
     """
 
     value: float | None
@@ -59,15 +59,15 @@ async def over_grids(
     positions: Callable[[Pair, Grid], Sequence[int]],
     given: Callable[[Pair, ResolvedGrid, Sequence[int]], Awaitable[Given]],
 ) -> Effects:
-    """Run each pair once for each cell of each grid with the cell's rows replaced, and measure the effects.
+    """Run each pair once for each cell of each grid with the cell's rows replaced, and return the effects.
 
     Args:
         runs: runner of the experiment.
         pairs: the prompts.
         places: the grids.
-        positions: function that returns the positions of a grid's tokens in the changed prompt of a pair.
-        given: function that returns the replacement rows of a pair, grid and positions; called when the grid's runs
-            begin, and its result is held until they are done.
+        positions: function that returns the positions of a grid's tokens in the patched prompt of a pair.
+        given: function that returns the replacement rows for a pair, grid and positions; called when the grid's runs
+            begin; its result is in memory until they are done.
 
     Raises:
         InvalidSpec, InvalidSelection: a grid does not fit a prompt; raised before anything runs.
@@ -106,7 +106,7 @@ async def patch(
     concurrent: int = CONCURRENT,
     progress: Callable[[int, int], None] | None = None,
 ) -> Effects:
-    """Patch rows of one run into another, at each place of a grid in a run of its own, and measure the effect.
+    """Patch rows of one run into another, each place of a grid in its own run, and measure the effects on a metric.
 
     All runs of all pairs share the engine's batches. Patched rows are bit-identical to those captured in the other run;
     a run in which a row was not patched raises.
@@ -119,8 +119,8 @@ async def patch(
         metric: metric of a run: `LogitDifference`, `LogProbability`, `Measured`, or your own.
         direction: "denoise" puts clean rows into the corrupted run, to find places sufficient to restore the answer.
             "noise" puts corrupted rows into the clean run, to find places necessary for it.
-        align: "end" aligns prompts of different lengths by their last tokens; tokens of the run that is changed without
-            a counterpart are left out. Not for `q` and `k`, whose rows depend on their positions.
+        align: "end" aligns prompts of different lengths by their last tokens; tokens of the patched prompt without a
+            counterpart are left out. Not for `q` and `k`, whose rows depend on their positions.
         concurrent: maximum concurrent runs.
         progress: function called with the number of finished patched runs, and of all.
 
@@ -146,10 +146,10 @@ async def patch(
 
 
 def _positions(pair: Pair, grid: Grid) -> list[int]:
-    """Return a grid's positions in the changed prompt that have a counterpart in the other prompt.
+    """Return a grid's positions in the patched prompt that have a counterpart in the other prompt, ascending.
 
     Raises:
-        InvalidSpec: there is none, or prompts are shifted and rows of a site depend on their positions.
+        EmptySelection, InvalidSpec: there is none; or lengths differ, and rows of a site depend on their positions.
     """
     if pair.shift and (held := sorted(ROTATED.intersection(grid.sites))):
         raise InvalidSpec(
@@ -166,11 +166,11 @@ def _positions(pair: Pair, grid: Grid) -> list[int]:
 
 
 def _beside(source: PatchSource, shift: int, cell: PatchedPlace) -> torch.Tensor:
-    """Return the rows of the other prompt that correspond to a cell."""
+    """Return the rows of the other prompt for a cell, `shift` positions on: [positions, width]."""
     return source.at(cell.point, [position + shift for position in cell.positions])
 
 
-#: Replacement of rows: zeros, the mean row of a position, or the mean row of all positions.
+#: Replacement of rows: zeros, the mean row of texts at the same position, or their mean row over all positions.
 Ablation: TypeAlias = Literal["zero", "position_mean", "mean"]
 
 
@@ -179,7 +179,7 @@ class Fill:
     """Replacement rows of an ablation.
 
     Args:
-        rows: flat float32 rows of each point, either one, or one for each position.
+        rows: float32 [1, width] or [positions, width] by point, the dimensions of a row flattened.
         by_position: True if there is a row for each position.
     """
 
@@ -204,20 +204,20 @@ async def ablate(
     concurrent: int = CONCURRENT,
     progress: Callable[[int, int], None] | None = None,
 ) -> Effects:
-    """Ablate rows at each place of a grid, in a run of its own, and measure the effect.
+    """Ablate rows, each place of a grid in its own run, and measure the effects on a metric.
 
     Args:
         model: an open model, with the grid's points armed.
         prompts: one prompt or several: str, token ids, or `Exchange`.
         points: a `Grid`, or several.
         metric: metric of a run, as for `patch`.
-        to: replacement of rows: "zero"; "position_mean", the mean row of the reference texts at the same position, all
-            of them as long as the prompts; or "mean", the mean row of all their tokens.
-        reference: texts to take means over; the prompts themselves by default.
-        reference_tokens: tokens of them to average for "mean": by default all but the first, whose row in most models
-            is an attention sink, a hundred times as long as the others.
+        to: replacement of rows: "zero"; "position_mean", the mean row of the reference texts at the same position, for
+            texts all as long as the prompts; or "mean", the mean row of the `reference_tokens` of these texts.
+        reference: texts to average rows over; the prompts themselves by default.
+        reference_tokens: tokens of the reference texts to average for "mean": by default all but the first, whose row
+            in most models is an attention sink, a hundred times as long as the others.
         concurrent: maximum concurrent runs.
-        progress: function called with the number of finished changed runs, and of all.
+        progress: function called with the number of finished ablated runs, and of all.
 
     Returns:
         The effect of every place, for each prompt; `source` is None.
@@ -284,7 +284,7 @@ async def _means(
     *,
     by_position: bool,
 ) -> Fill:
-    """Compute mean rows of texts at the points of a grid, summed in float64."""
+    """Capture texts at the points of a grid and return their mean rows, by position or over the selected tokens."""
     sums: dict[Point, Any] = {}
     count = 0
     for first in range(0, len(texts), CALL_TEXTS):

@@ -1,4 +1,4 @@
-"""Metrics of a run: one number computed from the engine's output."""
+"""Metrics of patching: one number computed from the engine's output of each run."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Token: TypeAlias = str | int
 
 
 class MetricRequest(NamedTuple):
-    """Request settings for one pair's runs, and the function that reads their number.
+    """Sampling parameters of one pair's runs, and the function that computes the metric of each.
 
     Args:
         sampling: vLLM sampling parameters.
-        read: function from vLLM's RequestOutput to the number.
+        read: function that returns the metric of a run from vLLM's RequestOutput.
     """
 
     sampling: Mapping[str, Any]
@@ -33,22 +33,22 @@ class Metric(ABC):
 
     @abstractmethod
     def asked(self, tokenizer: Any, pairs: int) -> list[MetricRequest]:
-        """Return the request settings for the runs of each pair.
+        """Return the sampling parameters, and the function for the metric, of each pair of prompts, in order.
 
         Args:
             tokenizer: tokenizer of the model.
             pairs: number of pairs.
 
         Raises:
-            InvalidSpec: the answers are for another number of pairs, or one is not a single token.
+            InvalidSpec: the metric has answers for another number of pairs, or one is not a single token.
         """
 
 
 @dataclass(frozen=True)
 class LogitDifference(Metric):
-    """Difference of two tokens' logits right after the prompt.
+    """Logit of the right token minus that of the wrong one, right after the prompt.
 
-    Differences of logits and of log probabilities are the same number, in nats.
+    It equals the difference of their log probabilities, in nats.
 
     Args:
         answers: (right, wrong) for each pair, or one such tuple for all; token ids, or texts of one token, " Mary".
@@ -130,7 +130,7 @@ def token_id(tokenizer: Any, token: Token) -> int:
 
 
 def _each(given: Any, pairs: int, argument: str, *, is_valid: Callable[[Any], bool]) -> list[Any]:
-    """Return the given values, one for each pair."""
+    """Return one value for each pair: a list of them, or one value, recognised by `is_valid`, repeated."""
     if is_valid(given):
         return [given] * pairs
     if isinstance(given, (str, bytes)) or not isinstance(given, Sequence) or len(given) != pairs:
@@ -147,7 +147,7 @@ def _is_tuple_of_tokens(given: Any) -> bool:
 
 
 def _after_prompt(*tokens: int) -> dict[str, Any]:
-    """Return sampling parameters that give the log probabilities of some tokens after the prompt."""
+    """Return sampling parameters that request the log probabilities of tokens, by id, right after the prompt."""
     return {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "logprob_token_ids": list(tokens)}
 
 

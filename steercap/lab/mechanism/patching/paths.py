@@ -1,8 +1,8 @@
-"""Path patching of heads: direct effects of one head on others, with all heads between held (arXiv:2211.00593).
+"""Path patching of heads: direct effects of one head on others, with all heads between frozen (arXiv:2211.00593).
 
-For each sender, there are two runs. In the first, the sender's `z` comes from the other run and every later head is
-held at its unchanged output, so that only paths through the residual stream and the feed-forward blocks carry the
-change; the receivers' inputs are captured. In the second, only the receivers get these, and everything after them is
+For each sender, there are two runs. In the first, the sender's `z` comes from the other prompt and every later head is
+frozen at its unpatched output, so that only the residual stream and the feed-forward blocks carry the change; the
+receivers' queries, keys or values are captured. In the second, only these are patched, and everything after them is
 computed. If the receiver is the logits, the first run suffices.
 """
 
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
     from steercap.model import SteerModel
     from steercap.steering.edits import Edit
 
-#: A head: its layer, and its number there.
+#: Head: indices of its layer and of the head in that layer, from 0.
 Head: TypeAlias = tuple[int, int]
-#: Receiver at the model's end.
+#: Receiver that stands for the model's output.
 LOGITS: Final = "logits"
-#: Sites at which heads receive.
+#: Sites at which the heads of a `Receiver` can be patched.
 RECEIVED: Final = ("q", "k", "v")
 
 
 @dataclass(frozen=True)
 class Receiver:
-    """Group of heads that receive a change together.
+    """Group of heads whose queries, keys or values are patched together, to measure the effect of a sender on them.
 
     Args:
         site: site of the heads, "q", "k" or "v". Heads of `k` and `v` are key heads, of which there may be fewer.
         heads: (layer, head) of each head.
-        tokens: tokens of the prompt at which they receive.
-        name: name in the column `receiver` of the table; by default made of the other arguments.
+        tokens: tokens of the prompt at which the heads are patched.
+        name: name in the column `receiver` of the table; "" for one built from site and heads.
 
     Raises:
         InvalidSpec, InvalidSelection: an argument is of the wrong type.
@@ -67,17 +67,17 @@ class Receiver:
 
     @property
     def points(self) -> list[Point]:
-        """Points of the heads, one for each layer."""
+        """Points of the heads, one for each of their layers, in order of first mention."""
         return [Point(layer, self.site) for layer in dict.fromkeys(layer for layer, _ in self.heads)]
 
 
 class Frozen(NamedTuple):
-    """Unchanged runs of a pair.
+    """Results of the unpatched runs on a pair of prompts.
 
     Args:
         pair: the prompts.
-        base: metric and held rows of the run that is changed.
-        source: metric and `z` rows of the other run.
+        base: metric, and rows to freeze, of the run on the prompt that is patched.
+        source: metric, and the senders' `z` rows, of the run on the other prompt.
     """
 
     pair: Pair
@@ -86,7 +86,7 @@ class Frozen(NamedTuple):
 
 
 class Routes:
-    """Senders and receivers, checked against a model."""
+    """Senders and receivers of a path patching, checked against a model; arguments and errors as for `path_patch`."""
 
     def __init__(self, model: SteerModel, senders: Any, receivers: Any, tokens: Any, through_mlps: Any) -> None:
         through = truth_of(through_mlps, "through_mlps")
@@ -107,7 +107,7 @@ class Routes:
 
     @property
     def held(self) -> CaptureSpec:
-        """Capture spec of the rows that the patched run keeps at their values of the unpatched one."""
+        """Capture spec of the rows at which the first run is frozen at the values of the unpatched run."""
         sites = dict.fromkeys(point.site for point in self._frozen)
         return CaptureSpec(
             layers=[*dict.fromkeys(point.layer for point in self._frozen)], sites=[*sites], tokens="prompt", codec="raw"
@@ -120,13 +120,13 @@ class Routes:
         return CaptureSpec(layers=layers, sites="z", tokens=self.tokens, codec="raw")
 
     def check(self, pair: Pair) -> None:
-        """Check that all token selections fit a prompt."""
+        """Check that all token selections fit a pair's prompts; errors as for `positions_of`."""
         for selection in (self.tokens, *(receiver.tokens for receiver in self._heads_that_receive())):
             assert isinstance(selection, TokenSelection)
             positions_of(selection, len(pair.base))
 
     def first_run(self, frozen: Frozen, sender: Head) -> SteeringSpec:
-        """Return the edits of the first run: the sender's rows from the other run, everything after it held."""
+        """Return the edits of the first run: the sender's rows from the other prompt, everything after it frozen."""
         layer, head = sender
         positions = positions_of(self.tokens, len(frozen.pair.base))
         sending = PatchedPlace(Point(layer, "z"), head, tuple(positions))
@@ -139,7 +139,7 @@ class Routes:
         return SteeringSpec(edits)
 
     def second_run(self, frozen: Frozen, receiver: Receiver, after: int, seen: PatchSource) -> SteeringSpec:
-        """Return the edits of the second run: the rows seen by a receiver's heads after a layer."""
+        """Return the edits of the second run: a receiver's heads after layer `after` get their rows of the first."""
         assert isinstance(receiver.tokens, TokenSelection)
         positions = tuple(positions_of(receiver.tokens, len(frozen.pair.base)))
         edits = []
@@ -151,7 +151,7 @@ class Routes:
         return SteeringSpec(edits)
 
     def reached(self, sender: Head) -> Iterator[Receiver | Literal["logits"]]:
-        """Yield the receivers with a head after the sender."""
+        """Yield the receivers with a head in a later layer than the sender, in order; "logits" is always one."""
         for receiver in self.receivers:
             if not isinstance(receiver, Receiver) or self._last(receiver) > sender[0]:
                 yield receiver
@@ -194,10 +194,10 @@ class Routes:
 
 
 def heads_in(given: Any, what: str) -> tuple[Head, ...]:
-    """Parse pairs of layer and head.
+    """Parse a list of (layer, head) pairs; `what` names the argument in errors.
 
     Raises:
-        InvalidSpec: not such pairs, none, or one twice.
+        InvalidSpec: `given` is not such a list, is empty, or has a head twice.
     """
     found = []
     for item in parts_of(given, what) or [None]:
@@ -234,9 +234,9 @@ async def path_patch(
     concurrent: int = CONCURRENT,
     progress: Callable[[int, int], None] | None = None,
 ) -> Effects:
-    """Measure the direct effect of each head on other heads, or on the logits, with all heads between held.
+    """Measure the direct effect of each head on other heads, or on the logits, with all heads between frozen.
 
-    The `z` of one sender comes from the other run, and all heads in later layers are held at their unchanged outputs.
+    One sender's `z` comes from the other prompt, and all heads in later layers are frozen at their unpatched outputs.
     The resulting queries, keys or values of the receivers are patched in a second run, in which all else is computed.
 
     Args:
@@ -247,7 +247,7 @@ async def path_patch(
         receivers: a `Receiver`, "logits", or several of them, each measured by itself.
         tokens: tokens of the prompt at which the senders' rows come from the other run.
         direction: "noise": the clean run is changed, and senders come from the corrupted run. "denoise": the reverse.
-        through_mlps: let feed-forward blocks carry the change; False holds them too, and needs `mlp_out` armed.
+        through_mlps: True if feed-forward blocks carry the change; False freezes them too, and needs `mlp_out` armed.
         concurrent: maximum concurrent senders.
         progress: function called with the number of finished senders, and of all.
 
@@ -278,7 +278,7 @@ async def path_patch(
 
 
 async def _sent(runs: Runs, routes: Routes, frozen: Frozen, sender: Head) -> list[PatchEffect]:
-    """Measure the effects of one sender on each receiver in one pair."""
+    """Measure the effects of one sender on each receiver after it, in one pair of prompts."""
     pair, (base, _), (source, _) = frozen
     reached, first = list(routes.reached(sender)), routes.first_run(frozen, sender)
     points = {point for one in reached if isinstance(one, Receiver) for point in one.points if point.layer > sender[0]}

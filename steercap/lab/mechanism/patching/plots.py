@@ -18,13 +18,13 @@ from steercap.files.base import save_figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Size of a cell in inches, across and down; space around a panel; dots per inch.
+#: Width and height of a cell, and of the space around a panel, in inches; dots per inch.
 CELL: Final = (0.3, 0.17)
 AROUND: Final = (1.9, 1.5)
 DPI: Final = 110
 
 
-#: Factor above all other values at which a value is an outlier, and the share of the values that may be.
+#: Ratio to the greatest other value above which a value is an outlier, and the maximum share of outliers.
 FAR_OUT: Final = 10.0
 MOST_OUTLIERS: Final = 0.02
 
@@ -33,8 +33,8 @@ class Scale(NamedTuple):
     """Symmetric colour scale of heat maps, which few outliers do not flatten.
 
     Args:
-        limit: magnitude at which the colours are full.
-        most: greatest magnitude of the values.
+        limit: absolute value at and beyond which colours are full.
+        most: greatest absolute value.
     """
 
     limit: float
@@ -42,9 +42,9 @@ class Scale(NamedTuple):
 
     @classmethod
     def of(cls, *values: Any) -> Scale:
-        """Return the scale of arrays of numbers; NaN and infinity do not count.
+        """Return one scale for all values of some arrays, NaN and infinity ignored.
 
-        Up to 2 % of the values, or one, are outliers if each is over ten times as great as all others.
+        Up to 2 % of the values, or one value, are outliers if each is over ten times as great as all other values.
         """
         sizes = np.concatenate([np.abs(np.asarray(one, dtype=np.float64)).ravel() for one in values])
         sizes = np.sort(sizes[np.isfinite(sizes)])[::-1]
@@ -56,57 +56,57 @@ class Scale(NamedTuple):
 
     @property
     def style(self) -> dict[str, Any]:
-        """Arguments of matplotlib's `imshow`: this scale, and the first row at the bottom."""
+        """Keyword arguments for matplotlib's `imshow`: limits of this scale, and the first row at the bottom."""
         fixed = {"aspect": "auto", "interpolation": "nearest", "origin": "lower"}
         return {"vmin": -self.limit, "vmax": self.limit, **fixed}
 
     @property
     def extend(self) -> str:
-        """Ends of the colour bar that have an arrow, since values are beyond them: "both" or "neither"."""
+        """Argument `extend` of matplotlib's `colorbar`: "both" if values are beyond the limit, else "neither"."""
         return "both" if self.most > self.limit else "neither"
 
     def label(self, quantity: str) -> str:
-        """Return the label of the colour bar, which says how far the values reach."""
+        """Return the label of the colour bar: the quantity, and the greatest absolute value if beyond the limit."""
         return f"{quantity}; up to {self.most:.3g}" if self.most > self.limit else quantity
 
 
 class Mapped(Protocol):
-    """Interface of `Effects`, for drawing."""
+    """Part of the interface of `Effects` that `plot_effects` needs."""
 
     @property
     def records(self) -> Sequence[Any]:
-        """All changed runs."""
+        """Results of all patched or ablated runs, each with fields `site` and `receiver`."""
 
     @property
     def layers(self) -> list[int]:
-        """Layers, the rows of the map."""
+        """Layer indices, ascending, the rows of the map."""
 
     @property
     def axis(self) -> str:
-        """Meaning of the columns: position or head."""
+        """Meaning of the columns: "position" or "head"."""
 
     def where(self, **columns: Any) -> Mapped:
-        """Select some of the runs."""
+        """Return the runs whose fields have the given values."""
 
     def array(self, of: Any = None) -> npt.NDArray[np.float64]:
-        """Return the values of the map: float64 [layers, columns]."""
+        """Return the values of the map, of the quantity `of`: float64 [layers, columns]; NaN without a run."""
 
     def labels(self) -> list[str]:
-        """Return a label for each column: the token at its position, or the number of its head."""
+        """Return a label for each column: the position with its token, or the index of the head."""
 
     def quantity(self, of: Any) -> str:
-        """Return the name of the quantity that is drawn."""
+        """Return the name of the quantity to draw, the default for None."""
 
 
 def plot_effects(effects: Mapped, path: str | Path, *, of: str | None = None) -> Path:
-    """Draw layers × positions, or layers × heads, means over pairs: a panel for each site and receiver.
+    """Draw means over pairs by layer and position or head, a panel for each site and receiver, and return `path`.
 
     Red is positive, blue negative, white zero; all panels share the scale. Grey cells were not run.
 
     Args:
         effects: result of `patch`, `ablate` or `path_patch`.
         path: file to write; its suffix sets the format.
-        of: quantity to draw: "effect", "difference" or "value"; see `Effects.array`.
+        of: quantity to draw: "effect", "difference" or "value"; None for the default, see `Effects.array`.
 
     Raises:
         InvalidSpec: as for `Effects.array`, for a panel.
@@ -139,7 +139,7 @@ def _figure(effects: Mapped, of: str | None) -> Figure:
 
 
 def _label(axes: Any, panel: Mapped) -> None:
-    """Label layers on the vertical axis, tokens or heads on the horizontal one."""
+    """Label the layers on a panel's vertical axis, and the tokens or heads on the horizontal one."""
     labels = [label.replace("$", r"\$").replace("\n", "↵") for label in panel.labels()]
     turned = 90 if panel.axis == "position" else 0
     axes.set_xticks(range(len(labels)), labels, rotation=turned, fontsize=7)

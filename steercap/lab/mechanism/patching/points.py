@@ -18,17 +18,17 @@ from steercap.errors import InvalidSpec
 if TYPE_CHECKING:
     from steercap.model import SteerModel
 
-#: Word for all heads.
+#: Value of `Grid.heads` that stands for all heads.
 ALL = "all"
 
 
 class PatchedPlace(NamedTuple):
-    """Place that one run changes.
+    """Place whose rows one run replaces, a cell of a grid.
 
     Args:
-        point: point of the change.
-        head: head of the row, None for the whole row.
-        positions: positions in the changed prompt, ascending.
+        point: point of the rows.
+        head: index of the head whose part of the rows is replaced, None for whole rows.
+        positions: positions in the patched prompt, ascending.
     """
 
     point: Point
@@ -45,7 +45,7 @@ class Grid:
         sites: one site or several; each site alone.
         tokens: tokens of the prompt, as in `CaptureSpec`; each token alone.
         heads: None for whole rows, or heads of `q`, `k`, `v` and `z`, each alone: one index, several, or "all".
-        together: change all the tokens in one run, rather than each in its own.
+        together: patch all the tokens in one run, rather than each in its own.
 
     Raises:
         InvalidSpec, InvalidSelection: an argument is of the wrong type.
@@ -66,20 +66,20 @@ class Grid:
         keep(self, "together", truth_of(self.together, "Grid: together"))
 
     def capture(self, tokens: Tokens | TokenSelection = "prompt") -> CaptureSpec:
-        """Return the spec that captures raw rows of some tokens at the grid's points."""
+        """Return the spec that captures raw rows of the selected tokens at the grid's points."""
         return CaptureSpec(layers=self.layers, sites=self.sites, tokens=tokens, codec="raw")
 
     @property
     def selection(self) -> TokenSelection:
-        """Token selection that `tokens` stands for."""
+        """The field `tokens`, typed as the TokenSelection that it was converted to."""
         assert isinstance(self.tokens, TokenSelection)
         return self.tokens
 
     def heads_of(self, point: Point, schema: PointSchema) -> Sequence[int | None]:
-        """Return the heads to patch at a point; (None,) for whole rows.
+        """Return the indices of the heads to patch at a point, from 0; (None,) for whole rows.
 
         Raises:
-            InvalidSpec: its rows have no heads, or a head is out of range.
+            InvalidSpec: rows of the point have no heads, or a head is out of range.
         """
         if self.heads is None:
             return (None,)
@@ -94,14 +94,14 @@ class Grid:
 
 @dataclass(frozen=True)
 class ResolvedGrid:
-    """Grid resolved for a model: its points with their heads."""
+    """Grid resolved for a model: its points, and the heads to patch at each, (None,) for whole rows."""
 
     grid: Grid
     points: tuple[Point, ...]
     heads: Mapping[Point, Sequence[int | None]]
 
     def cells(self, positions: Sequence[int]) -> Iterator[PatchedPlace]:
-        """Yield every cell, site by site, layer by layer.
+        """Yield every cell of the grid in one prompt, site by site, layer by layer, head by head.
 
         Args:
             positions: positions of the grid's tokens in one prompt.
@@ -119,10 +119,10 @@ class ResolvedGrid:
 
 
 def places_of(model: SteerModel, points: Any) -> list[ResolvedGrid]:
-    """Resolve grids for a model.
+    """Resolve a Grid, or several, for a model: its points and heads.
 
     Raises:
-        InvalidSpec: `points` is not a Grid, or rows lack a head.
+        InvalidSpec: `points` is not a Grid or a list of them, or rows lack a head or are read-only.
         LayerOutOfRange, UnknownName, PointNotArmed: a point has no tap.
     """
     grids = [points] if isinstance(points, Grid) else list(parts_of(points, "points") or [])
@@ -160,7 +160,7 @@ def head_count(point: Point, schema: PointSchema) -> int:
 
 
 def elements_of(head: int | None, schema: PointSchema) -> slice | None:
-    """Return the elements of one head in a flat row; None for the whole row."""
+    """Return the slice of a head's elements in a flattened row; None, for the whole row, if `head` is None."""
     width = schema.width // schema.shape[0]
     return None if head is None else slice(head * width, (head + 1) * width)
 
@@ -169,7 +169,7 @@ def check_writable(point: Point, schema: PointSchema) -> None:
     """Check that rows of a point can be replaced.
 
     Raises:
-        InvalidSpec: they are read-only.
+        InvalidSpec: the rows are read-only.
     """
     if not schema.writable:
         raise InvalidSpec(f"rows at {point} can be read but not changed, so they cannot be patched")

@@ -1,4 +1,4 @@
-"""Results of a patching experiment: a record for each changed run, means over pairs, and heat maps."""
+"""Results of a patching experiment: a record for each patched or ablated run, means over pairs, and heat maps."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
 
 #: Quantity drawn in a heat map.
 Quantity: TypeAlias = Literal["effect", "difference", "value"]
-#: Runs that a notebook shows; columns that identify a run.
+#: Number of runs in a notebook's table; names of the fields that identify a run.
 STRONGEST: Final = 20
 KEYS: Final = ("pair", "layer", "site", "head", "position", "receiver")
 
 
 class PatchEffect(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of one changed run.
+    """Result of one run in which rows were patched or ablated.
 
     Args:
         pair: index of the pair of prompts, or of the prompt.
-        layer, site: point of the change.
-        head: head of the rows, None for whole rows.
-        position: position of the token, None if several were changed at once.
+        layer, site: point whose rows were replaced.
+        head: index of the head whose part of the rows was replaced, None for whole rows.
+        position: position of the token, None if several were patched at once.
         token: text of the token, "" if there were several.
-        receiver: for path patching, the receiver; "" otherwise.
-        value: metric of the changed run.
-        base: metric of the same prompt unchanged.
+        receiver: for path patching, the name of the receiver; "" otherwise.
+        value: metric of the patched run.
+        base: metric of the same prompt without a patch.
         source: metric of the run that rows were taken from; None for ablation.
     """
 
@@ -75,11 +75,11 @@ class PatchEffect(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, eq=False)
 class Effects:
-    """Results of every changed run of an experiment.
+    """Results of every patched or ablated run of an experiment.
 
     Args:
         records: results of the runs, pair by pair, in the order of the grid.
-        tokens: text of every token of the changed prompt, for each pair.
+        tokens: texts of the tokens of the patched prompt, for each pair.
     """
 
     records: Sequence[PatchEffect]
@@ -91,17 +91,17 @@ class Effects:
         return len(self.records)
 
     def _repr_html_(self) -> str:
-        """Return an HTML table for a notebook: the runs that changed the metric most, the strongest on top."""
+        """Return an HTML table for a notebook: the 20 runs with the greatest differences, the strongest on top."""
         strongest = sorted(self.records, key=lambda record: -abs(np.nan_to_num(record.difference)))[:STRONGEST]
         columns = [*KEYS, "token", "base", "value", "difference", "effect"]
         rows = [[getattr(record, name) for name in columns] for record in strongest]
         return html_table(f"The strongest {len(rows)} of {len(self):,} runs", columns, rows)
 
     def where(self, **columns: Any) -> Effects:
-        """Select the runs whose columns have these values: `effects.where(site="z", head=3)`.
+        """Return the runs whose fields have the given values, in order: `effects.where(site="z", head=3)`.
 
         Args:
-            **columns: `pair`, `layer`, `site`, `head`, `position`, `receiver`.
+            **columns: values of any of `pair`, `layer`, `site`, `head`, `position` and `receiver`.
 
         Raises:
             InvalidSpec: an unknown column, or no such run.
@@ -133,18 +133,18 @@ class Effects:
         )
 
     def save(self, path: str | Path) -> Path:
-        """Write the table to one file, `.parquet` or `.csv`, atomically.
+        """Write the table to one file, `.parquet` or `.csv`, atomically; return its path.
 
         Raises:
-            InvalidFile: the suffix is another one.
+            InvalidFile: the file has another suffix.
         """
         return export_table(path, self.table)
 
     def array(self, of: Quantity | None = None) -> npt.NDArray[np.float64]:
-        """Return layers × positions, or layers × heads, means over pairs: float64 [layers, columns]; NaN without a run.
+        """Return means over pairs, by layer and position or head: float64 [layers, columns]; NaN without a run.
 
-        The layers are `layers`, the columns `columns`. An "effect" is the mean difference over the mean of `source -
-        base`, so that a pair whose runs have nearly equal values does not dominate.
+        The axes are the properties `layers` and `columns`. An "effect" is the mean difference over the mean of
+        `source - base`, so that a pair whose runs have nearly equal values does not dominate.
 
         Args:
             of: quantity: "effect", "difference" (in the metric's unit) or "value"; by default "effect" if rows came
@@ -174,12 +174,12 @@ class Effects:
 
     @property
     def layers(self) -> list[int]:
-        """Layers that were changed, ascending."""
+        """Indices of the layers that were patched, ascending."""
         return sorted({record.layer for record in self.records})
 
     @property
     def columns(self) -> list[int | None]:
-        """Positions or heads that were changed, ascending; [None] for whole rows of several tokens at once."""
+        """Positions or heads that were patched, ascending; [None] for whole rows of several tokens at once."""
         return sorted({getattr(record, self.axis) for record in self.records}, key=lambda at: -1 if at is None else at)
 
     @property
@@ -207,7 +207,7 @@ class Effects:
         return "head" if heads != {None} and len(positions) == 1 else "position"
 
     def quantity(self, of: Quantity | None) -> Quantity:
-        """Return the quantity to show, resolving the default.
+        """Return the quantity to draw, `of`, or for None the default: "effect", or "difference" for ablation.
 
         Raises:
             InvalidSpec: an unknown quantity, or the effect of an ablation.
@@ -222,7 +222,7 @@ class Effects:
         return of
 
     def labels(self) -> list[str]:
-        """Return labels of the columns; a position has its token's text, if it is the same in all pairs."""
+        """Return labels of `columns`: head indices, or positions, with the token's text if it is one in all pairs."""
         if self.axis == "head":
             return [str(head) for head in self.columns]
         pairs = {record.pair for record in self.records}
@@ -234,14 +234,14 @@ class Effects:
         return found
 
     def plot(self, path: str | Path, *, of: Quantity | None = None) -> Path:
-        """Draw heat maps, layers × positions or layers × heads; see `patching.plots.plot_effects`."""
+        """Draw heat maps, layers × positions or heads, and return `path`; see `patching.plots.plot_effects`."""
         return plot_effects(self, path, of=of)
 
 
 def effect_of(
     pair: Pair, cell: PatchedPlace, *, value: float, base: float, source: float | None, receiver: str = ""
 ) -> PatchEffect:
-    """Return the result of a changed run, with fields as for `PatchEffect`."""
+    """Return the result of a run of `pair` that was patched at `cell`; the other arguments are as in `PatchEffect`."""
     position = cell.positions[0] if len(cell.positions) == 1 else None
     return PatchEffect(
         pair=pair.number,
@@ -258,5 +258,5 @@ def effect_of(
 
 
 def _few(values: set[Any]) -> str:
-    """Format some values, shortened."""
+    """Format values for an error, sorted as text, and shortened if there are many."""
     return shown(sorted(values, key=str))

@@ -1,4 +1,4 @@
-"""Pairs of prompts, and the runner of a patching experiment in one engine: one prompt a run, many at once."""
+"""Pairs of prompts, and the runner of a patching experiment in one engine: one prompt in each run, many at once."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
 #: Direction of patching: "denoise" puts clean rows into the corrupted run, "noise" corrupted rows into the clean.
 Direction: TypeAlias = Literal["denoise", "noise"]
-#: Alignment of prompts of different lengths.
+#: Alignment of prompts of different lengths: "end" aligns the last tokens.
 Align: TypeAlias = Literal["end"]
 
-#: Sites whose rows depend on the position that they were computed at: rotary embedding is in them.
+#: Sites whose rows depend on their positions, as they include rotary embedding.
 ROTATED: Final = frozenset({"q", "k"})
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Prompt that is changed, and prompt that rows are taken from.
+    """Prompt that is patched, and prompt that rows are taken from.
 
     Args:
         number: index of the pair.
-        base: token ids of the prompt that is changed.
-        source: token ids of the other prompt.
+        base: token ids of the prompt that is patched.
+        source: token ids of the prompt that rows are taken from.
         tokens: text of each token of `base`.
     """
 
@@ -84,10 +84,10 @@ def pairs_of(tokenizer: Any, clean: Any, corrupted: Any, *, direction: Any, alig
 
 
 def texts_of(given: Any, what: str) -> list[Text]:
-    """Return one text or several as a list.
+    """Return one text or several as a list; `what` names the argument in the error.
 
     Raises:
-        InvalidSpec: there is none, or it is not a text.
+        InvalidSpec: there is none, or `given` is not text.
     """
     if isinstance(given, (str, tuple)) or (isinstance(given, Sequence) and given and index_of(given[0]) is not None):
         return [given]
@@ -104,21 +104,21 @@ def decoded(tokenizer: Any, ids: Sequence[int]) -> tuple[str, ...]:
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-#: Rows of a run by point, and by position within it.
+#: Rows of a run by point, float [positions, width] in the order of the positions.
 RowsAt = Mapping[Point, Float[torch.Tensor, "positions width"]]
 
-#: Concurrent runs: a batch with vLLM's defaults and a queue behind it; each holds a slot.
+#: Default concurrent runs: a batch with vLLM's defaults and a queue for the next; each occupies a steering slot.
 CONCURRENT: Final = 256
-#: Pairs whose rows are held at once.
+#: Pairs that are processed concurrently, with their rows in memory.
 PAIRS: Final = 4
 
 
 @dataclass(frozen=True)
 class PatchSource:
-    """Captured rows of a run, to be put into another run.
+    """Captured rows of a run, to be patched into another run.
 
     Args:
-        rows: flat rows by point, one for each of `positions`.
+        rows: rows by point, [positions, width], the dimensions of a row flattened.
         positions: positions of the rows, ascending.
     """
 
@@ -126,22 +126,22 @@ class PatchSource:
     positions: tuple[int, ...]
 
     def at(self, point: Point, positions: Iterable[int]) -> Float[torch.Tensor, "positions width"]:
-        """Return the rows of some positions."""
+        """Return the rows of a point at some captured positions, in their order."""
         index = {position: row for row, position in enumerate(self.positions)}
         return self.rows[point][[index[position] for position in positions]]
 
 
 class Runs:
-    """Runner of an experiment on pairs of prompts: it runs prompts, with and without edits, and returns their metric.
+    """Runner of an experiment on pairs of prompts: it runs prompts, with and without edits, and computes their metric.
 
-    A changed run is that of a prompt with one change, such as patched rows. Changed runs of all pairs share one limit.
+    Patched runs of all pairs share one limit of concurrent runs.
 
     Args:
         model: an open model.
         metric: metric of a run.
         pairs: number of pairs.
-        concurrent: maximum concurrent changed runs; at most as many as the model has steering slots.
-        progress: function called after each changed run with the number finished and `total`, which the caller sets.
+        concurrent: maximum concurrent patched runs; at most as many as the model has steering slots.
+        progress: function called after each patched run with the number finished and `total`, which the caller sets.
 
     Raises:
         InvalidSpec: `metric` is not a Metric, or does not fit the pairs.
@@ -168,11 +168,11 @@ class Runs:
         self._done = 0
 
     async def each_pair(self, pairs: Sequence[Item], work: Callable[[Item], Awaitable[Result]]) -> list[Result]:
-        """Process pairs, few at once, since the rows of each are held meanwhile."""
+        """Await `work` on each pair, few at once, since the rows of each are in memory; return results in order."""
         return await each_of(pairs, work, PAIRS)
 
     async def each_change(self, items: Iterable[Item], work: Callable[[Item], Awaitable[Result]]) -> list[Result]:
-        """Do every changed run of a pair, within the limit of concurrent runs over all pairs; items are read lazily."""
+        """Await `work`, a patched run, on each item, within the limit over all pairs; return results in order."""
 
         async def one(item: Item) -> Result:
             async with self._gate:
@@ -185,7 +185,7 @@ class Runs:
         return await each_of(items, one, self._limit)
 
     async def value(self, pair: int, ids: Sequence[int], change: SteeringSpec | None = None) -> float:
-        """Run a prompt and return its metric."""
+        """Run a prompt, token ids of pair `pair`, with the edits of `change`, None for none; return its metric."""
         asked = self._asked[pair]
         prompt = {"prompt_token_ids": list(ids)}
         return asked.read((await self.model.run(prompt, asked.sampling, steering=change)).output)
@@ -193,7 +193,7 @@ class Runs:
     async def read(
         self, pair: int, ids: Sequence[int], spec: CaptureSpec, change: SteeringSpec | None = None
     ) -> tuple[float, PatchSource]:
-        """Run a prompt and return its metric, and its rows; `spec` must be raw and without `reduce`."""
+        """Run a prompt as `value` does; return its metric and captured rows. `spec` is raw, without `reduce`."""
         asked = self._asked[pair]
         prompt = {"prompt_token_ids": list(ids)}
         found = await self.model.run(prompt, asked.sampling, capture=spec, steering=change)
@@ -205,13 +205,13 @@ class Runs:
 def replaced(
     model: SteerModel, cell: PatchedPlace, rows: Float[torch.Tensor, "positions width"], heads: Sequence[int] = ()
 ) -> Replace:
-    """Return the edit that puts rows at a cell.
+    """Return the edit that replaces the rows at a cell.
 
     Args:
         model: model of the points.
         cell: place of the rows.
-        rows: flat row for each of its positions.
-        heads: several heads, in place of the cell's one.
+        rows: replacement for each position of the cell, the dimensions of a row flattened.
+        heads: heads to replace, in place of the cell's head; empty for that one.
     """
     schema = model.points[cell.point]
     elements: Any = elements_of(cell.head, schema)

@@ -1,7 +1,7 @@
-"""Direct logit attribution to the features of an SAE: a table per token.
+"""Direct logit attribution to the features of an SAE: contributions to a logit at each row.
 
-A feature writes its activation times its decoder row into the stream, and the final norm and the unembedding read it
-there. With the scale of the norm fixed at that of the whole row, the logit is a sum of products, one for each feature.
+A feature adds its activation times its decoder row to the residual stream, which the final norm and the unembedding
+read. With the scale of the norm fixed at that of the whole row, the logit is a sum of products, one for each feature.
 Effects of a feature through later layers are not included.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from steercap.core.protocols import FetchedRows
     from steercap.lab.mechanism.views.lens import Source
 
-#: Sites of the stream itself, and sites of block outputs added to it.
+#: Sites of the residual stream itself, and sites of block outputs that are added to it.
 RESIDUAL_SITES: Final = frozenset({"resid_pre", "resid_mid", "resid_post"})
 ADDED: Final = frozenset({"attn_out", "mlp_out"})
 
@@ -36,8 +36,8 @@ ADDED: Final = frozenset({"attn_out", "mlp_out"})
 class LogitAttribution:
     """Contributions of SAE features to one logit at each row.
 
-    `logits = contributions of all features + bias + rest + constants`, before any soft-capping; `others` is the part of
-    features that are not among the `ids`.
+    `logits = contributions of all features + bias + rest + constants`, before any soft-capping; `others` is the sum
+    over the features that are not among the `ids`.
 
     Args:
         positions: positions of the rows, int64 [rows].
@@ -45,14 +45,14 @@ class LogitAttribution:
         token_ids: tokens whose logits are attributed, int64 [rows].
         tokens: texts of these tokens.
         ids: features with the greatest contributions by magnitude, int64 [rows, top]; -1 where fewer are active.
-        activations, contributions: values of these features, float32 [rows, top].
+        activations, contributions: activations and contributions of these features, float32 [rows, top].
         others: sum of the contributions of all other known features, float32 [rows].
         bias: contribution of the decoder's bias, float32 [rows].
         rest: contribution of everything else in the row: other layers, and the SAE's reconstruction error; float32
             [rows].
         constants: contribution of the final norm's bias, float32 [rows].
         logits: the logits, float32 [rows].
-        complete: True if all active features of a row are known: bool [rows]. Unknown ones count in `rest`.
+        complete: True if all active features of a row are known: bool [rows]. Unknown features count in `rest`.
     """
 
     positions: Int[torch.Tensor, " rows"]
@@ -73,7 +73,7 @@ class LogitAttribution:
         return len(self.read)
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a dictionary for each row and feature: position, read, token, logit, feature, activation, ..."""
+        """Return a dictionary for each row and feature of `ids`: position, texts, logit, and the feature's values."""
         return [
             {
                 "position": int(self.positions[row]),
@@ -90,7 +90,7 @@ class LogitAttribution:
         ]
 
     def __str__(self) -> str:
-        """Format a line for each row: the logit, and its largest contributions."""
+        """Format a line for each row: the logit, its largest contributions, and the remaining terms."""
         lines = []
         for row, (read, token) in enumerate(zip(self.read, self.tokens, strict=True)):
             pairs = zip(self.ids[row].tolist(), self.contributions[row].tolist(), strict=True)
@@ -115,7 +115,7 @@ def logit_attribution(
 ) -> LogitAttribution:
     """Compute the direct contributions of an SAE's features to a logit at each row.
 
-    It is computed here, from the weights of the checkpoint in float32, as `logit_lens` computes.
+    It is computed on the client, from the weights of the checkpoint in float32, as by `logit_lens`.
 
     Args:
         handle: fetched handle with rows of "resid_post" of the model's last layer, and, without `features`, of
@@ -125,12 +125,12 @@ def logit_attribution(
         token: token whose logit is attributed: an id, or a text of one token; by default, the next token of each row.
         features: features of the same rows computed in a worker: `handle.features[point]` of a capture with `sae=`.
         top: number of features in the table for each row.
-        unembedding: unembedding of the model, if it was read before.
+        unembedding: unembedding of the model, if it was read before; None to read it.
 
     Raises:
-        InvalidRequest: the rows are not there, `features` are of other rows or another SAE, the SAE writes elsewhere
-            than into the stream, `token` is not a single token, or `top` is below 1.
-        InvalidSpec: rows of another width.
+        InvalidRequest: the handle lacks the rows, `features` are of other rows or another SAE, the SAE's output is not
+            added to the residual stream, `token` is not a single token, or `top` is below 1.
+        InvalidSpec: the rows have another width.
         UnsupportedModel, ModelNotLoaded, InvalidFile: as for `logit_lens`, or a norm that cannot be frozen.
         CaptureNotFetched: the handle was not fetched.
     """
@@ -183,7 +183,7 @@ def _rows(handle: FetchedRows, point: Point) -> torch.Tensor:
 
 
 def _factor(sae: SAE, unembedding: Unembedding) -> float:
-    """Return the factor between an SAE's reconstruction and its contribution to the stream."""
+    """Return the factor by which an SAE's reconstruction is multiplied when it is added to the residual stream."""
     factor = 1.0 if sae.output.site in RESIDUAL_SITES else unembedding.blocks if sae.output.site in ADDED else None
     if factor is None:
         raise InvalidRequest(
@@ -195,7 +195,7 @@ def _factor(sae: SAE, unembedding: Unembedding) -> float:
 def _activations(
     handle: FetchedRows, sae: SAE, features: Features | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return activations of all features, flags for rows whose active features are all known, and output scales."""
+    """Return activations [rows, d_sae], a mask of rows with all active features known, and output scales [rows]."""
     count = len(handle.positions)
     if features is None:
         rows = _rows(handle, sae.input)
@@ -213,7 +213,7 @@ def _activations(
 
 
 def _targets(handle: FetchedRows, token: int | str | None, tokenizer: Any) -> torch.Tensor:
-    """Return the token whose logit is attributed at each row: int64 [rows]."""
+    """Return the id of the token whose logit is attributed at each row, `token` or the next: int64 [rows]."""
     if token is None:
         sequence = torch.tensor([*handle.prompt_token_ids, *handle.output_token_ids])
         following = handle.positions + 1

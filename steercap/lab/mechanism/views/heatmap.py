@@ -30,29 +30,29 @@ if TYPE_CHECKING:
     from steercap.steering.directions import DirectionSet
     from steercap.steering.layers import LayerVectors
 
-#: From below the centre over it to above: blue, white, orange, which the colour-blind tell apart.
+#: RGB colours below, at and above the centre: blue, white and orange, which the colour-blind can tell apart.
 BELOW, CENTRE, ABOVE = (33, 102, 172), (247, 247, 247), (230, 97, 1)
 #: Colour of NaN and inf.
 UNKNOWN: Final = (200, 200, 200)
-#: Times the median distance from the centre beyond which a value does not count for the limit: the first token of most
-#: models lies a hundred times as far off as others, and would leave them white.
+#: Multiple of the median distance from the centre beyond which a value is ignored for the default limit: the first
+#: token of most models is a hundred times as far off as others, which would all be white.
 FAR: Final = 10.0
 SPAN_STYLE: Final = "padding:1px 0;border-radius:2px;white-space:pre-wrap"
 BLOCK_STYLE: Final = "font-family:monospace;font-size:13px;line-height:1.7;margin:4px 0 10px;overflow-wrap:anywhere"
-#: Tokens of a line of a picture, inches of a cell, of a letter of its labels, and of the margins and the scale.
+#: Tokens in a line of a picture; sizes in inches: of a cell, of a letter of a label, of the margins and of the scale.
 LINE: Final = 48
 CELL: Final = 0.24
 LETTER: Final = 0.07
 LEFT, TOP, GAP, SCALE, TITLE_LETTER = 0.3, 0.5, 0.25, 0.9, 0.085
-#: Lines that one picture can have: matplotlib draws at most 65,535 points in a direction.
+#: Maximum lines of tokens in one picture: matplotlib draws at most 65,535 pixels in a direction.
 LINES: Final = 200
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TokenHeatmap:
-    """Heat map of a number for each token, or for each token and name: blue below the centre, orange above.
+    """Heat map with a number for each token, or for each token and name: blue below the centre, orange above.
 
-    Shown in a notebook it is HTML, printed by rich it is coloured text; `plot` draws a grid.
+    It is displayed as HTML in a notebook and as coloured text by rich; `plot` writes a picture.
 
     Args:
         tokens: text of each token.
@@ -60,12 +60,12 @@ class TokenHeatmap:
         names: names of the columns, such as directions or layers; may be left out for a single one.
         title: title of the heat map.
         centre: value that is white; the scale is symmetric around it.
-        limit: distance from the centre where colours are full; beyond it they are the same. By default the greatest
-            that is at most ten times the median distance.
-        unit: unit of the values, for legends.
+        limit: distance from the centre at and beyond which colours are full. By default the greatest distance of a
+            value, those beyond ten times the median distance ignored.
+        unit: unit of the values, for the legend.
 
     Raises:
-        InvalidRequest: no tokens, values of another shape, or a limit that is not a distance.
+        InvalidRequest: there are no tokens, values are not real numbers of this shape, or centre or limit is not valid.
     """
 
     tokens: Sequence[str]
@@ -100,7 +100,7 @@ class TokenHeatmap:
 
     @property
     def legend(self) -> str:
-        """Legend of the colours, in words."""
+        """Legend of the colours and the range of the values, as text."""
         assert self.limit is not None
         known = self.values[np.isfinite(self.values)]
         seen = f"values {_shown(known.min())} to {_shown(known.max())}" if len(known) else "no finite values"
@@ -178,13 +178,13 @@ class TokenHeatmap:
     # Picture
 
     def plot(self, path: str | Path) -> Path:
-        """Draw a grid: tokens from left to right in lines of 48, with a row for each name.
+        """Draw a grid, tokens from left to right in lines of 48 with a row for each name, and return the file's path.
 
         Args:
             path: file to write; its suffix sets the format.
 
         Raises:
-            InvalidRequest: more tokens than one picture can hold, 9,600.
+            InvalidRequest: there are more than 9,600 tokens, too many for one picture.
         """
         with extra("plots"):
             from matplotlib.figure import Figure
@@ -251,7 +251,7 @@ def heatmap_of(
     centre: float = 0.0,
     limit: float | None = None,
 ) -> TokenHeatmap:
-    """Show projections of each captured row of one layer on unit directions, token by token.
+    """Return a heat map of the projections of one layer's captured rows on unit directions, by token and direction.
 
     Args:
         handle: fetched handle with full rows, or with projections of `CaptureSpec(project=directions)`.
@@ -261,9 +261,9 @@ def heatmap_of(
         title, centre, limit: arguments of the heat map; maps of one centre and limit can be compared by colour.
 
     Raises:
-        InvalidRequest: the handle holds projections on other directions, in name or in fact, or rows of another width.
-        InvalidSpec: no direction is for this layer.
-        LayerOutOfRange: a layer that was not captured.
+        InvalidRequest: the handle has projections on directions of other names or values, or rows of another width.
+        InvalidSpec: the directions have no vectors for this layer.
+        LayerOutOfRange: the layer was not captured.
         CaptureNotFetched: the handle was not fetched.
     """
     index = index_of(layer)
@@ -285,11 +285,11 @@ def heatmap_of_layers(
     centre: float = 0.0,
     limit: float | None = None,
 ) -> TokenHeatmap:
-    """Show projections of each captured row on one unit direction, token by token; the last layer on top.
+    """Return a heat map of projections on one unit direction per layer, by token and layer; the last layer on top.
 
     Args:
         handle: fetched handle with rows or projections at some of the layers of the vectors.
-        vectors: vectors to project on.
+        vectors: vector of each layer to project on, scaled to length 1.
         tokenizer, title, centre, limit: arguments as for `heatmap_of`.
 
     Raises:
@@ -355,7 +355,7 @@ def _projected(handle: FetchedRows, directions: DirectionSet, layer: int) -> tor
 
 
 def _check_same(handle: FetchedRows, directions: DirectionSet, layer: int, places: list[int]) -> None:
-    """Check that the directions the handle was projected on are these, beyond their names, if the handle has marks."""
+    """Check that the handle was projected on these directions, by fingerprints of the vectors, if it has any."""
     from steercap.steering.edits.inputs import alike
 
     known = handle.marks.get(layer)
@@ -370,7 +370,7 @@ def _check_same(handle: FetchedRows, directions: DirectionSet, layer: int, place
 
 
 def _numbers(values: Any) -> npt.NDArray[np.float64]:
-    """Return a copy in float64; NumPy knows neither bfloat16 nor tensors on a device."""
+    """Return a float64 copy of numbers, an array or a tensor, also of bfloat16 or on a device; else InvalidRequest."""
     import torch
 
     try:
@@ -386,7 +386,7 @@ def _numbers(values: Any) -> npt.NDArray[np.float64]:
 
 
 def _usual(values: npt.NDArray[np.float64], centre: float) -> float:
-    """Return the greatest distance from the centre, outliers excluded; of all values if most are at the centre."""
+    """Return the default limit: the greatest distance from the centre, outliers excluded unless all else is at it."""
     far = np.abs(values[np.isfinite(values)] - centre)
     if not len(far):
         return 0.0

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     Source: TypeAlias = CheckpointedModel | str | os.PathLike[str]
 
-#: Sites whose rows are the residual stream, which is what the final norm and the unembedding take.
+#: Sites whose rows are the residual stream, the input of the final norm and the unembedding.
 SITES: Final = ("resid_pre", "resid_post")
-#: Letters shown of a token, columns of a line of a picture, and inches of its cells.
+#: Maximum letters shown of a token, columns in a line of a picture, and width and height of a cell in inches.
 LETTERS: Final = 10
 COLUMNS: Final = 16
 CELL: Final = (0.78, 0.23)
@@ -38,15 +38,15 @@ CELL: Final = (0.78, 0.23)
 class LogitLens:
     """Most probable next tokens by layer and position, most probable first.
 
-    Shown in a notebook it is an HTML table, printed by rich a coloured one; `plot` draws it.
+    It is displayed as an HTML table in a notebook and as a coloured one by rich; `plot` writes a picture.
 
     Args:
-        layers: layers, ascending.
+        layers: layer indices, ascending.
         read: text of the token read at each position.
         positions: positions of these tokens in the sequence.
-        token_ids: predicted tokens, int64 [layers, positions, top].
-        probabilities: their probabilities, float32 [layers, positions, top].
-        words: text of each predicted token, by layer and position.
+        token_ids: ids of the predicted tokens, int64 [layers, positions, top].
+        probabilities: probabilities of these tokens, float32 [layers, positions, top].
+        words: texts of the predicted tokens, indexed by layer, position and rank.
         title: title of the view.
     """
 
@@ -59,7 +59,7 @@ class LogitLens:
     title: str = "logit lens: the next token at each layer"
 
     def __repr__(self) -> str:
-        """Return a short text, since a notebook keeps it next to the HTML."""
+        """Return a short text, since a notebook stores it together with the HTML."""
         return f"LogitLens({len(self.layers)} layers × {len(self.read)} tokens, top {self.token_ids.shape[-1]})"
 
     def _repr_html_(self) -> str:
@@ -86,7 +86,7 @@ class LogitLens:
         return f'<td title="{html.escape(said, quote=True)}" style="{style}">{shown}</td>'
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield coloured tables for a terminal, as many columns each as fit its width; the last layer is on top."""
+        """Yield coloured tables for a terminal, each with as many columns as fit; the last layer is on top."""
         with extra("cli"):
             from rich.table import Table
             from rich.text import Text
@@ -107,7 +107,7 @@ class LogitLens:
             yield table
 
     def plot(self, path: str | Path) -> Path:
-        """Draw tokens from left to right in lines of 16, layers from bottom to top, the best token in each cell.
+        """Draw the best token by position, in lines of 16, and layer, from bottom to top; return the file's path.
 
         Args:
             path: file to write; its suffix sets the format.
@@ -168,10 +168,10 @@ def logit_lens(
     top: int = 5,
     unembedding: Unembedding | None = None,
 ) -> LogitLens:
-    """Apply the model's final norm and unembedding to rows of each captured layer.
+    """Predict next tokens from rows of each captured layer, by the model's final norm and unembedding.
 
-    At the last layer of "resid_post" these are the model's own next tokens and probabilities. They are computed here,
-    in float32, from the weights of the checkpoint: changes to the engine alone, such as a LoRA adapter of the
+    At the last layer of "resid_post" these are the model's own next tokens and probabilities. They are computed on the
+    client, in float32, from the weights of the checkpoint: changes in the engine alone, such as a LoRA adapter of the
     unembedding, are not included.
 
     Args:
@@ -183,9 +183,9 @@ def logit_lens(
             for each handle.
 
     Raises:
-        InvalidRequest: projections or a reduction instead of rows, a site that is not the residual stream or was
-            not captured, rows of another width, or `top` below 1.
-        UnsupportedModel: an engine with dummy weights, or as for `Unembedding.load`.
+        InvalidRequest: the handle has projections or a reduction instead of rows, the site is not the residual stream
+            or was not captured, rows have another width, or `top` is below 1.
+        UnsupportedModel: the engine has dummy weights, or as for `Unembedding.load`.
         ModelNotLoaded, InvalidFile: as for `Unembedding.load`.
         CaptureNotFetched: the handle was not fetched.
     """
@@ -205,7 +205,7 @@ def logit_lens(
 
 
 def _layers(handle: FetchedRows, site: str) -> tuple[int, ...]:
-    """Return the captured layers that a lens can be applied to."""
+    """Return the captured layers with full rows at a site of the residual stream, ascending; else InvalidRequest."""
     captures = handle.captures
     if handle.directions or handle.receipt.reduce:
         held = "projections" if handle.directions else f"the {handle.receipt.reduce} of its tokens"
@@ -222,7 +222,7 @@ def checkpoint_of(model: Source) -> tuple[str, str | None]:
     """Return the name or path of a model's checkpoint, and its revision, or None if none was requested.
 
     Raises:
-        UnsupportedModel: the weights are in no checkpoint.
+        UnsupportedModel: the model has no checkpoint, such as one with dummy weights.
     """
     if isinstance(model, (str, os.PathLike)):
         return os.fspath(model), None
@@ -233,7 +233,7 @@ def tokenizer_of(model: Source) -> Any:
     """Return the tokenizer of a model.
 
     Raises:
-        ModelNotLoaded: there is no tokenizer beside the checkpoint.
+        ModelNotLoaded: the checkpoint has no tokenizer.
     """
     if not isinstance(model, (str, os.PathLike)):
         return model.tokenizer

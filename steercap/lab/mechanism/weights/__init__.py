@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 WHOLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
-#: Dtypes of plain weights; others, such as float8, have their scale elsewhere.
+#: Dtypes of weights that can be read; others, such as float8, need separate scales.
 PLAIN: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
@@ -31,8 +31,8 @@ class TensorFiles:
 
     Args:
         path: path of the checkpoint, or its name on the hub.
-        held: file of each tensor, by name.
-        renamings: transformers' own, from names in the files to names in its model, in their order.
+        held: path of the file of each tensor, by name of the tensor.
+        renamings: transformers' `WeightRenaming`s, from names in the files to names in its model, in order.
     """
 
     path: str
@@ -44,7 +44,7 @@ class TensorFiles:
         """Find the files of a checkpoint in a folder or on the hub; only the names of tensors are read.
 
         Raises:
-            ModelNotLoaded: there are no files.
+            ModelNotLoaded: there are no safetensors files, or one is missing.
         """
         from safetensors import safe_open
 
@@ -60,7 +60,7 @@ class TensorFiles:
         raise ModelNotLoaded(f"{path!r} has neither {WHOLE} nor {INDEX}; weights are read from safetensors files")
 
     def of(self, model: Any) -> TensorFiles:
-        """Return the files with transformers' renamings for a model: it calls GPT-NeoX's "embed_out" "lm_head"."""
+        """Return the files with transformers' renamings for a model, such as "embed_out" of GPT-NeoX to "lm_head"."""
         with extra("cpu", "cuda"):
             from transformers.conversion_mapping import get_model_conversion_mapping
             from transformers.core_model_loading import WeightRenaming
@@ -70,7 +70,7 @@ class TensorFiles:
 
     @cached_property
     def spellings(self) -> Mapping[str, str]:
-        """Name in the files of each tensor, by its name after transformers' renamings, where that is another one."""
+        """Name in the files by name after transformers' renamings, for the tensors whose names differ."""
         found = {}
         for name in self.held:
             spelled = name
@@ -81,15 +81,14 @@ class TensorFiles:
         return found
 
     def read(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """Read one tensor by its name in transformers' model: float32, on CPU, of the shape that the configuration
-        gives it.
+        """Read one tensor by its name in transformers' model, and check its shape: float32, on the CPU.
 
         Checkpoints written without the head have names without the prefix of the body: "ln_f.weight" for
         "transformer.ln_f.weight".
 
         Raises:
             InvalidFile: there is no such tensor.
-            UnsupportedModel: it has another shape, or another dtype than plain floats: quantised weights.
+            UnsupportedModel: the tensor has another shape, or is not of plain floats: weights are quantised.
         """
         from safetensors import safe_open
 
@@ -108,7 +107,7 @@ class TensorFiles:
         return found.float()
 
     def fill(self, prefix: str, module: Any) -> Any:
-        """Load the weights of a module that was built without them, in place and in float32, and return it.
+        """Load the weights of a module, at `prefix` in transformers' model, in place and in float32; return the module.
 
         Raises:
             InvalidFile, UnsupportedModel: as for `read`.
@@ -137,7 +136,7 @@ def configuration(path: str, revision: str | None = None) -> PretrainedConfig:
 
 
 def skeleton(config: PretrainedConfig) -> Any:
-    """Return transformers' modules of a model, without weights."""
+    """Build transformers' model of a configuration on the meta device, without weights."""
     with extra("cuda", "cpu"):
         from transformers import AutoModelForCausalLM
 
@@ -160,10 +159,10 @@ def _file(path: str, name: str, revision: str | None) -> Path | None:
 
 
 def read_tokenizer(path: str, revision: str | None = None) -> Any:
-    """Read the tokenizer beside a checkpoint, with transformers.
+    """Read the tokenizer of a checkpoint, a folder or name on the hub, with transformers.
 
     Raises:
-        ModelNotLoaded: there is none.
+        ModelNotLoaded: there is no tokenizer.
     """
     with extra("cuda", "cpu"):
         from transformers import AutoTokenizer

@@ -1,7 +1,7 @@
-"""Blocks of a layer as functions of whole rows: the norms themselves and raw matrices, nothing taken as given.
+"""Blocks of a layer as exact functions of whole rows, with the norms themselves and unfolded matrices.
 
-`blocks` has the same weights as linear maps of directions. Here rows are rows of the stream at a block's input, and
-results are what the block adds to the stream, without the row itself. Shape legend as there.
+The module `blocks` has the same weights as linear maps of directions. Here rows are of the residual stream at a block's
+input, and results are a block's output, before it is added to the stream. Shape legend as in `blocks`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class AttentionBlock:
 
     Args:
         layer: index of the layer.
-        query, key, value: weight [all heads' outputs, hidden] and bias of each.
+        query, key, value: weight [heads · head_dim, hidden] (kv_heads for key and value) and bias of each.
         output: weight [hidden, heads · head_dim] and bias of the last projection.
         heads: number of query heads.
         norm, post: norms before and behind the block, None for none.
@@ -62,12 +62,12 @@ class AttentionBlock:
 
     @property
     def matrices(self) -> dict[str, torch.Tensor]:
-        """Raw weights that read the stream: "q", "k" and "v"."""
+        """Unfolded weights that read the stream, [out, hidden], by name: "q", "k" and "v"."""
         return {"q": self.query[0], "k": self.key[0], "v": self.value[0]}
 
     @property
     def is_odd(self) -> bool:
-        """True if an opposite row has opposite queries, keys and outputs: no bias, and no norm with a constant."""
+        """True if the block is an odd function of rows: no projection has a bias, and no norm a constant."""
         norms = (self.norm, self.post, self.query_norm, self.key_norm)
         biases = (self.query[1], self.key[1], self.value[1], self.output[1])
         constants = [norm.constant for norm in norms if norm is not None] + [
@@ -76,21 +76,19 @@ class AttentionBlock:
         return not any(bool(one.any()) for one in constants)
 
     def normed(self, rows: Float[torch.Tensor, "rows hidden"]) -> Float[torch.Tensor, "rows hidden"]:
-        """Return rows as `matrices` read them, the norm before the block applied: float32."""
+        """Apply the norm before the block to rows of the stream: the input of `matrices`, float32."""
         return _normed(self.norm, rows.float())
 
     def queries(self, rows: Float[torch.Tensor, "rows hidden"]) -> Float[torch.Tensor, "rows heads head_dim"]:
-        """Return the queries of each head, their norm applied, biases included: float32."""
+        """Return each head's queries for rows of the stream, norms applied, biases included: float32."""
         return self._headed(rows, self.query, self.query_norm)
 
     def keys(self, rows: Float[torch.Tensor, "rows hidden"]) -> Float[torch.Tensor, "rows heads head_dim"]:
-        """Return the key that each query head meets, as `queries`; heads that share keys have equal ones."""
+        """Return the keys that each query head uses, as for `queries`; heads that share a key head have equal ones."""
         return self._shared(self._headed(rows, self.key, self.key_norm))
 
     def forward(self, rows: Float[torch.Tensor, "rows hidden"]) -> Float[torch.Tensor, "rows hidden"]:
-        """Return what the block adds to each row that attends to itself with weight one, all heads together: norm,
-        values, last projection, norm behind it, factor, biases included; float32.
-        """
+        """Return the block's output, biases, norms and factor applied, if each row attends to itself alone: float32."""
         values = self._shared(self._headed(rows, self.value, None)).flatten(1)
         return self.factor * _normed(self.post, _projected(values, self.output))
 
@@ -100,17 +98,17 @@ class AttentionBlock:
         """Project each head's contribution to the block's output, its z through its part of the last projection, to k
         numbers; without the bias, and before the norm behind the block and the factor.
 
-        They are projections as `rp8` keeps them of rows of the stream with the same k and seed, unrounded: their sum
-        over heads is that of the whole contribution, and products with a projected direction estimate how far a head
-        writes it.
+        The random projection is that of the codec `rp8` for rows of the stream with the same k and seed, unrounded. The
+        sum over heads is the projection of the block's output, and the dot product with a projected direction estimates
+        how much of that direction a head writes.
 
         Args:
             z: rows at the site `z`, of any floating dtype.
-            k: numbers of each head.
+            k: number of elements of each projection.
             seed: seed of the random signs.
 
         Raises:
-            InvalidSpec: rows of another shape, or k or seed that are no such numbers.
+            InvalidSpec: z is not floats of this shape, or k or seed is not valid for `rp8`.
         """
         wanted = (self.heads, self.output[0].shape[1] // self.heads)
         if not isinstance(z, torch.Tensor) or tuple(z.shape[1:]) != wanted or not z.is_floating_point():
@@ -141,7 +139,7 @@ class AttentionBlock:
         )
 
     def _headed(self, rows: torch.Tensor, linear: Linear, norm: FrozenNorm | None) -> torch.Tensor:
-        """Project normed rows, apply the norm of heads or of all at once, and split: [rows, its heads, head_dim]."""
+        """Apply the block's norm, a projection and its own norm to rows: float32 [rows, query/key heads, head_dim]."""
         found = _projected(self.normed(rows), linear)
         if norm is not None:
             found = norm(found.unflatten(1, (-1, norm.width))).flatten(1)
@@ -158,11 +156,12 @@ class FeedForward:
 
     Args:
         layer: index of the layer.
-        inner: neurons, from a normed row to the output of their last projection: transformers' module, or experts.
+        inner: function of normed rows that returns the output of the last projection, float32 [rows, hidden]:
+            transformers' module, or experts.
         norm, post: norms before and behind the block, None for none.
         factor: factor of the block's output before it is added to the stream.
-        matrices: raw weights that read the stream, [neurons, hidden]: "gate" and "up", "up" alone without a gate; none
-            of a layer with experts, which has one of each for every expert.
+        matrices: unfolded weights that read the stream, [neurons, hidden], by name: "gate" and "up", or "up" alone
+            without a gate; empty for a layer with experts.
     """
 
     layer: int
@@ -175,12 +174,12 @@ class FeedForward:
     __repr__ = brief
 
     def normed(self, rows: Float[torch.Tensor, "rows hidden"]) -> Float[torch.Tensor, "rows hidden"]:
-        """Return rows as `matrices` read them, the norm before the block applied: float32."""
+        """Apply the norm before the block to rows of the stream: the input of `matrices`, float32."""
         return _normed(self.norm, rows.float())
 
     def forward(self, rows: Float[torch.Tensor, "rows hidden"]) -> Float[torch.Tensor, "rows hidden"]:
-        """Return what the block adds to the stream for each row: norm, neurons (of the experts that the row is routed
-        to), last projection, norm behind it, factor; float32.
+        """Return the block's output for each row, float32: norm, neurons (of the experts that the row is routed to),
+        last projection, norm behind it and factor applied.
 
         Args:
             rows: rows of the stream at the block's input, any dtype.
@@ -192,12 +191,13 @@ class FeedForward:
 
 @dataclass(frozen=True, eq=False)
 class RoutedExperts:
-    """Experts of one layer, read one by one, those alone that a row is routed to.
+    """Experts of one layer; on each call, the weights of the experts that rows are routed to are read one by one.
 
     Args:
-        router: transformers' router with its weights: it returns logits, scores [rows, chosen] and experts.
+        router: transformers' router with its weights: it returns logits [rows, experts], and the scores and indices of
+            each row's experts, [rows, chosen].
         activation: activation of the gates.
-        read: function that reads an expert's gate, up and down weights, [out, in] each.
+        read: function that reads the gate, up and down weights, [out, in] each, of the expert of an index.
     """
 
     router: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -208,13 +208,13 @@ class RoutedExperts:
 
     @classmethod
     def of(cls, module: Any, files: TensorFiles, prefix: str, names: Sequence[str]) -> RoutedExperts:
-        """Open the experts of a layer; the router alone is read.
+        """Open the experts of a layer; only the router's weights are read.
 
         Args:
             module: transformers' module of router and experts, without weights.
             files: tensor files of the checkpoint.
-            prefix: path of the layer.
-            names: names in the checkpoint, as in `Layout.experts`.
+            prefix: path of the layer's module in the model.
+            names: names of router and weights in the checkpoint, as in `Layout.experts`.
         """
         router, *parts = names
         hidden, neurons = module.experts.down_proj.shape[1:]
@@ -228,7 +228,7 @@ class RoutedExperts:
         return cls(files.fill(f"{prefix}.{router}", copy.deepcopy(module.gate).eval()), module.experts.act_fn, read)
 
     def __call__(self, rows: Float[torch.Tensor, "rows hidden"]) -> Float[torch.Tensor, "rows hidden"]:
-        """Return the sum of the outputs of each row's experts, by their scores."""
+        """Return the sum of the outputs of each row's experts, weighted by their scores."""
         _, scores, chosen = self.router(rows)
         found = torch.zeros_like(rows)
         for expert in chosen.unique().tolist():

@@ -1,7 +1,7 @@
-"""Weights of a layer's two blocks, as linear maps of the stream: norms folded in, fused projections split.
+"""Weights of a layer's two blocks, as linear maps of the residual stream: norms folded in, fused projections split.
 
 Everything here is *up to a positive scale*: norms divide by the length of a row, which does not follow from weights.
-Where that matters, use the norms given here. Shape legend: hidden = elements of the stream; heads = query heads;
+Where that matters, apply the norms given here. Shape legend: hidden = elements of the stream; heads = query heads;
 kv_heads = heads of keys and values, each shared by heads / kv_heads consecutive query heads.
 
 A norm is a linear map of directions, with the scale of the row taken as given. RMSNorm and LayerNorm are `scale(row) *
@@ -68,14 +68,14 @@ class FrozenNorm:
         return self.gain * self._centre(directions.float())
 
     def through(self, readers: Float[torch.Tensor, "*any width"]) -> Float[torch.Tensor, "*any width"]:
-        """Map weights behind the norm to what they read before it: `through(w) · v` is `w · linear(v)`."""
+        """Fold the norm into weights that read its output: `through(w) · v` is `w · linear(v)`; float32, same shape."""
         return self._centre(readers.float() * self.gain)
 
     def scales(self, rows: Float[torch.Tensor, "rows width"]) -> Float[torch.Tensor, "rows 1"]:
         """Return the scale of each row: the norm is `scales * linear(rows) + constant`.
 
         Raises:
-            UnsupportedModel: this does not hold for these rows.
+            UnsupportedModel: the equation does not hold for these rows.
         """
         scales, rest, length = self._fitted(rows)
         if not bool((rest <= LINEAR * length).all()):
@@ -89,7 +89,7 @@ class FrozenNorm:
         return bool((rest <= LINEAR * length).all() and (scales > 0).all())
 
     def _fitted(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Fit the scale of each row by least squares; return it, the length of the residual, and of the normed row."""
+        """Fit each row's scale by least squares; return scales [rows, 1], and lengths of residuals and normed rows."""
         behind, scaled = self(rows.float()) - self.constant, self.linear(rows)
         scales = (behind * scaled).sum(dim=1, keepdim=True) / scaled.square().sum(dim=1, keepdim=True)
         return scales, (behind - scales * scaled).norm(dim=1), behind.norm(dim=1)
@@ -98,7 +98,7 @@ class FrozenNorm:
         return directions - directions.mean(dim=-1, keepdim=True) if self.centred else directions
 
 
-#: A weight, [out, in], and a bias.
+#: Weight [out, in] and bias [out] of a projection, None for no bias.
 Linear: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None]"
 
 
@@ -108,7 +108,7 @@ class Projection:
 
     Args:
         weight: weight with the gains of the norms before and behind it, float32 [..., hidden].
-        constant: output for a zero direction: its bias and the norm's, float32 [...].
+        constant: output for a zero direction, from the biases of the projection and of the norms: float32 [...].
     """
 
     weight: Float[torch.Tensor, "*out hidden"]
@@ -118,13 +118,13 @@ class Projection:
 
     @property
     def flat(self) -> Float[torch.Tensor, "all_out hidden"]:
-        """Weight as a matrix."""
+        """Weight as a matrix, [product of the output dimensions, hidden]."""
         return self.weight.reshape(-1, self.weight.shape[-1])
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionWeights:
-    """Weights of the attention block of one layer.
+    """Weights of the attention block of one layer, as linear maps of the residual stream.
 
     Rotary embedding is not in `query` and `key`: it rotates both by their positions, and leaves them unchanged at
     position 0. The scale of scores is not included either.
@@ -165,7 +165,7 @@ class AttentionWeights:
 
     @exact_products()
     def written(self, rows: Float[torch.Tensor, "rows hidden"]) -> Float[torch.Tensor, "heads rows hidden"]:
-        """Return each head's output into the stream when it attends to a row with weight one, without constants.
+        """Return each query head's output into the stream if it attends to a row with weight one, without constants.
 
         Args:
             rows: directions in the stream, before the norm.
@@ -176,7 +176,7 @@ class AttentionWeights:
 
 @dataclass(frozen=True, eq=False)
 class NeuronWeights:
-    """Weights of the feed-forward block of one layer.
+    """Weights of the feed-forward block of one layer, as linear maps of the residual stream.
 
     Args:
         layer: index of the layer.
@@ -205,9 +205,9 @@ class NeuronWeights:
 
 
 def taken_apart(fused: Linear, order: str, heads: int, kv_heads: int) -> tuple[Linear, Linear, Linear]:
-    """Split a fused projection's weight and bias, [out, ...] in `Layout.order`, into queries, keys and values.
+    """Split a fused projection into the weights and biases of queries, keys and values.
 
-    `heads` is the number of query heads, `kv_heads` that of key and value heads.
+    `order` is the order of outputs, see `Layout.order`; `heads` and `kv_heads` count query heads and key heads.
     """
     weights, biases = (None if one is None else _taken_apart(one, order, heads, kv_heads) for one in fused)
     assert weights is not None
@@ -226,13 +226,13 @@ def _taken_apart(fused: torch.Tensor, order: str, heads: int, kv_heads: int) -> 
 def reading(
     linear: Linear, norm: FrozenNorm | None, behind: FrozenNorm | None = None, head_dim: int | None = None
 ) -> Projection:
-    """Return a projection as a linear map of the stream, with its norms folded in.
+    """Return a projection that reads the residual stream as a linear map, with its norms folded in.
 
     Args:
         linear: weight and bias.
-        norm: norm before it.
-        behind: norm of its output, of each head or of all at once.
-        head_dim: number of elements of a head, if there are heads.
+        norm: norm before the projection, None for none.
+        behind: norm of the projection's output, of each head or of all at once; None for none.
+        head_dim: number of elements of a head, to split the outputs into [heads, head_dim]; None for no heads.
     """
     weight, bias = linear
     constant = torch.zeros(len(weight)) if bias is None else bias
@@ -250,15 +250,15 @@ def reading(
 
 
 def writing(linear: Linear, post: FrozenNorm | None, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the contributions of a block's last projection to the stream, with its norm and factor folded in.
+    """Return a block's last projection as a linear map into the residual stream, with norm and factor folded in.
 
     Args:
         linear: weight, [..., in, hidden], and bias, [hidden].
-        post: norm behind it.
+        post: norm behind the projection, None for none.
         factor: factor of the block's output.
 
     Returns:
-        Contribution of each input, [..., in, hidden], and the constant one, [hidden].
+        Contribution of each input, [..., in, hidden], and the constant contribution, [hidden].
     """
     weight, bias = linear
     constant = torch.zeros(weight.shape[-1]) if bias is None else bias

@@ -1,6 +1,6 @@
-"""Layouts of decoder layers' weights: which module of transformers' layer holds which weights, by naming scheme.
+"""Layouts of decoder layers' weights: names of the modules in transformers' layer, for each naming scheme.
 
-Only dense weights that were checked against transformers' modules are here; all others are refused by name.
+Only layouts that were checked against transformers' modules are listed; other architectures are refused.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class Layout:
     The last projections of both blocks, and factors, are defined by the family.
 
     Args:
-        architectures: names in `config.json`.
-        attn_norm: norm before the attention block; "" if it reads the stream directly.
+        architectures: names of architectures in `config.json`.
+        attn_norm: norm before the attention block; "" if the block reads the stream directly.
         query, key, value: separate projections.
-        fused: one projection for all three, instead of these.
+        fused: one projection for queries, keys and values, in place of `query`, `key` and `value`.
         order: order of its outputs: "stacked" is all queries, all keys, all values; "by_head" the three of each head.
         query_norm, key_norm: norms of queries and keys, of each head or of all at once.
         attn_post: norm of the attention block's output.
         mlp_norm: norm before the feed-forward block, as `attn_norm`.
         gate, up: projections to the neurons; without a gate, `up` alone.
-        gate_up: one projection for both, gates first, instead of these.
+        gate_up: one projection for both, gates first, in place of `gate` and `up`.
         mlp_post: norm of the feed-forward block's output.
         experts: names in checkpoints of the router, and of the gate, up and down projection of an expert by its number;
             empty if no layer has experts.
@@ -67,7 +67,7 @@ class Layout:
         return tuple(filter(None, (self.mlp_norm, *projections, self.mlp_post)))
 
     def read_by(self, module: nn.Module, path: str) -> dict[str, torch.Tensor]:
-        """Return the weights of a feed-forward module that read the stream, [neurons, hidden]: "gate" and "up"."""
+        """Return weights that read the stream, [neurons, hidden], of a feed-forward module at `path`: "gate", "up"."""
 
         def weight(name: str) -> torch.Tensor:
             linear = module.get_submodule(name.removeprefix(f"{path}."))
@@ -79,7 +79,7 @@ class Layout:
         return {part: weight(name) for part, name in (("gate", self.gate), ("up", self.up)) if name}
 
 
-#: By name, in the fields that differ from Llama's.
+#: Layouts by name; defaults of the fields are Llama's.
 LAYOUTS: Final[Mapping[str, Layout]] = {
     # Cohere: both blocks read one norm.
     "cohere": Layout(
@@ -194,7 +194,7 @@ def layout_of(architectures: Sequence[str]) -> Layout:
     """Return the weight layout of the first known architecture.
 
     Raises:
-        UnsupportedModel: no architecture is known; the message lists those that are.
+        UnsupportedModel: no architecture is known; the message lists the known ones.
     """
     for architecture in architectures:
         for layout in LAYOUTS.values():

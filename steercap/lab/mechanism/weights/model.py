@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-#: Fields of a configuration that shape a layer's matrices.
+#: Fields of a configuration that determine the shapes of a layer's matrices.
 _SHAPING: Final = (
     "num_attention_heads",
     "num_key_value_heads",
@@ -53,7 +53,7 @@ class ModelWeights:
     Attributes:
         name: name of the checkpoint.
         layers: number of decoder layers.
-        width: number of elements of the stream.
+        width: hidden size, the number of elements of a row of the residual stream.
     """
 
     def __init__(self, config: PretrainedConfig, files: TensorFiles, revision: str | None = None) -> None:
@@ -90,26 +90,26 @@ class ModelWeights:
 
     @property
     def is_parallel(self) -> bool:
-        """True if both blocks of a layer read the layer's input."""
+        """True if both the attention and the feed-forward block of a layer read the layer's input."""
         return not self._family.resid_mid
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 that identifies the checkpoint: `files.fingerprint.weights_digest`, and when each was written."""
+        """SHA-256 that identifies the checkpoint: of `weights_digest` and the modification times of weight files."""
         paths = sorted(set(self._files.held.values()))
         written = [weights_digest(paths[0].parent), *(str(path.stat().st_mtime_ns) for path in paths)]
         return hashlib.sha256(" ".join(written).encode()).hexdigest()
 
     @property
     def structure(self) -> dict[str, Any]:
-        """Architecture, and the numbers of the configuration that shape a layer's matrices."""
+        """Fields of the configuration that determine the shapes of a layer's matrices, by name; None if absent."""
         return {"architectures": self._config.architectures} | {
             name: getattr(self._config, name, None) for name in _SHAPING
         }
 
     @cached_property
     def unembedding(self) -> Unembedding:
-        """Final norm and unembedding.
+        """Final norm and unembedding matrix, read once.
 
         Raises:
             UnsupportedModel, InvalidFile: as for `Unembedding.load`.
@@ -118,7 +118,7 @@ class ModelWeights:
 
     @cached_property
     def embedding(self) -> Float[torch.Tensor, "vocabulary hidden"]:
-        """Rows of the embedding as in the checkpoint, without factors the model applies: float32 [vocabulary, hidden].
+        """Embedding as in the checkpoint, without factors that the model applies: float32 [vocabulary, hidden].
 
         Raises:
             InvalidFile: the files lack the embedding.
@@ -134,12 +134,12 @@ class ModelWeights:
         """Tokenizer of the checkpoint, from transformers.
 
         Raises:
-            ModelNotLoaded: there is no tokenizer beside the checkpoint.
+            ModelNotLoaded: the checkpoint has no tokenizer.
         """
         return read_tokenizer(self.name, self._revision)
 
     def attention(self, layer: int) -> AttentionWeights:
-        """Read the weights of one attention block.
+        """Read the weights of one attention block as linear maps of the residual stream, with norms folded in.
 
         Args:
             layer: index of the layer; negative counts from the last.
@@ -151,7 +151,7 @@ class ModelWeights:
         return self.attention_block(layer).folded()
 
     def attention_block(self, layer: int) -> AttentionBlock:
-        """Read one attention block as a function of rows; arguments and errors as for `attention`."""
+        """Read one attention block as a function of rows of the stream; arguments and errors as for `attention`."""
         index, layout = self._index(layer), self._layout
         self._check_parameters(index)
         norm, post = (self._norm(index, name, self.width) for name in (layout.attn_norm, layout.attn_post))
@@ -167,7 +167,7 @@ class ModelWeights:
     def feed_forward(self, layer: int) -> FeedForward:
         """Read one feed-forward block as a function of rows: transformers' own module between the norms, in float32.
 
-        Experts are read later, each when a row is first routed to it, and not kept.
+        The weights of an expert are not read here but on each call in which a row is routed to it, and not kept.
 
         Args:
             layer: index of the layer; negative counts from the last.
@@ -189,7 +189,7 @@ class ModelWeights:
         return FeedForward(index, inner, norm, post, self._factor, layout.read_by(inner, path))
 
     def neurons(self, layer: int) -> NeuronWeights:
-        """Read the weights of one feed-forward block.
+        """Read the weights of one feed-forward block as linear maps of the residual stream, with norms folded in.
 
         Args:
             layer: index of the layer; negative counts from the last.
@@ -271,7 +271,7 @@ class ModelWeights:
         return FrozenNorm(self._module(layer, name), width) if name else None
 
     def _norm_of_heads(self, layer: int, name: str, head_dim: int, outputs: int) -> FrozenNorm | None:
-        """Return a norm of each head, or of all heads at once."""
+        """Read a norm of queries or keys, over each head or over all `outputs` elements; None for an empty name."""
         if not name:
             return None
         module = self._module(layer, name)
@@ -279,7 +279,7 @@ class ModelWeights:
         return FrozenNorm(module, head_dim if len(gain) == head_dim else outputs)
 
     def _projections(self, layer: int) -> tuple[Linear, Linear, Linear]:
-        """Return the weights and biases of queries, keys and values."""
+        """Read the weights, [out, in], and biases of queries, keys and values; split a fused projection."""
         layout = self._layout
         if layout.fused:
             return taken_apart(self._linear(layer, layout.fused), layout.order, self._heads, self._kv_heads)
@@ -287,7 +287,7 @@ class ModelWeights:
         return query, key, value
 
     def _linear(self, layer: int, name: str) -> Linear:
-        """Return the weight of a projection, [out, in], and its bias."""
+        """Read the weight, [out, in], and the bias of the projection `name` of a layer: float32; None for no bias."""
         module = self._decoder[layer].get_submodule(name)
         prefix = f"{self._family.layers}.{layer}.{name}"
         weight = self._files.read(f"{prefix}.weight", module.weight.shape)

@@ -22,12 +22,12 @@ from steercap.lab.mechanism.weights.blocks import FrozenNorm
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-#: Logits held at once, in bytes of float32.
+#: Maximum bytes of float32 logits, or unembedding rows, in memory at once.
 BLOCK_BYTES: Final = 64 << 20
 
 
 class Unembedding:
-    """Map from rows of the last layer to logits.
+    """Map from rows of the last layer of the residual stream to logits.
 
     It has the final norm, the unembedding (tied to the embedding or not, with or without a bias), and the factor and
     soft-capping of logits if the model has them, in float32.
@@ -98,7 +98,7 @@ class Unembedding:
 
     @cached_property
     def norm(self) -> FrozenNorm:
-        """Final norm, with its scale taken as given.
+        """Final norm as a linear map, with the scale that depends on the row treated as a constant.
 
         Raises:
             UnsupportedModel: the norm is not a scale and a gain, with or without a mean subtracted first.
@@ -106,22 +106,22 @@ class Unembedding:
         return FrozenNorm(self._norm, self.width)
 
     def read(self, directions: Float[torch.Tensor, "n hidden"]) -> Float[torch.Tensor, "n vocabulary"]:
-        """Return the contribution of directions to each token's logit, up to the row's positive scale: float32.
+        """Return the contribution of directions to each token's logit, up to the positive scale of the final norm.
 
         The gain of the final norm, its centring and the factor of logits are in it; the norm's constant, the
-        unembedding's bias, and soft-capping, which keeps the order of tokens, are not.
+        unembedding's bias, and soft-capping, which keeps the order of tokens, are not. The result is float32.
 
         Args:
-            directions: directions in the stream, [n, hidden].
+            directions: directions in the residual stream, any floating dtype.
         """
         with torch.no_grad(), exact_products():
             return self.norm.linear(directions) @ self.weight.T * self._factor
 
     @cached_property
     def reading_lengths(self) -> Float[torch.Tensor, " vocabulary"]:
-        """Norm of each token's logit direction: float32 [vocabulary].
+        """L2 norm of each token's logit direction in the residual stream: float32 [vocabulary].
 
-        `read` of a direction is this times the direction's length times the cosine of both.
+        `read` of a direction is this norm, times the direction's length, times the cosine of the two.
         """
         size = max(1, BLOCK_BYTES // (4 * self.width))
         blocks = [self.norm.through(block).norm(dim=1) for block in self.weight.split(size)]
@@ -152,7 +152,7 @@ class Unembedding:
     def directions(
         self, rows: Float[torch.Tensor, "rows hidden"], token_ids: Int[torch.Tensor, " rows"]
     ) -> tuple[Float[torch.Tensor, "rows hidden"], Float[torch.Tensor, " rows"]]:
-        """Return the direction that a token's logit reads in each row, with the norm's scale fixed at that of the row.
+        """Return the direction that a token's logit reads from each row, with the norm's scale fixed at the row's.
 
         `directions · row + constant` is the logit before any soft-capping. For a part of the row, such as a feature's
         output, `directions · part` is its direct effect on the logit.
@@ -182,7 +182,7 @@ class Unembedding:
             return self.norm.through(weights) * self.norm.scales(rows), constants
 
     def best(self, rows: Float[torch.Tensor, "rows hidden"], count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the most probable next tokens, most probable first, without holding the logits of all rows at once.
+        """Return the most probable next tokens, most probable first, computed in blocks of rows to save memory.
 
         Args:
             rows: rows as for `logits`.
@@ -199,10 +199,10 @@ class Unembedding:
 def _modules(
     path: str, config: PretrainedConfig, model: Any
 ) -> tuple[nn.Module, nn.Module, dict[str, tuple[nn.Module, str]]]:
-    """Return the final norm and the unembedding, without weights, and the tensor name of each of their parameters.
+    """Return the final norm and the unembedding, without weights, and their (module, parameter) by tensor name.
 
     Raises:
-        UnsupportedModel: the last layer is not followed by these alone.
+        UnsupportedModel: other modules follow the last layer.
     """
     family = family_of(config.architectures or ())
     owner, _, name = family.final_norm.rpartition(".")

@@ -1,6 +1,6 @@
 """Assistant axis: the direction from the roles a model can play to its default assistant.
 
-Shape legend: roles = without the assistant; hidden = elements of a row. All arithmetic is in float64.
+Shape legend: roles = number of roles, the assistant not counted; hidden = elements of a row. Arithmetic is in float64.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from steercap.steering.directions import Provenance
 from steercap.steering.edits.inputs import FrozenMapping
 from steercap.steering.layers import LayerVectors
 
-#: Method of finding an axis.
+#: Method of computing an axis; see `AssistantAxis`.
 How = Literal["contrast", "pca"]
 HOWS: Final[tuple[How, ...]] = get_args(How)
-#: Vectors that differ by less, as a share of their norms, count as equal, since means are rounded.
+#: Relative difference below which vectors count as equal, since means are rounded.
 SAME: Final = 1e-6
 
 
@@ -36,12 +36,12 @@ class Directions(NamedTuple):
 
     Args:
         contrast: unit vector from the mean of the roles to the assistant, [hidden].
-        pca: first principal component of the roles, centred on their mean, of length 1, on whose positive side the
-            assistant lies, [hidden].
+        pca: first principal component of the roles' vectors around their mean, a unit vector signed so that the
+            assistant is on its positive side, [hidden].
         explained: share of the roles' variance explained by each component, greatest first, [roles - 1].
         offset: assistant's vector minus the mean of the roles, [hidden].
-        standing: score of the assistant on the component, in the roles' standard deviations from their mean; 0 or more.
-            If it is small, the sign of the component is arbitrary.
+        standing: projection of `offset` on the component, in standard deviations of the roles; 0 or more. If it is
+            small, the sign of the component is arbitrary.
     """
 
     contrast: Float[torch.Tensor, " hidden"]
@@ -51,7 +51,7 @@ class Directions(NamedTuple):
     standing: float
 
     def of(self, how: How) -> Float[torch.Tensor, " hidden"]:
-        """Return the unit vector of one method."""
+        """Return the unit vector of one method, `contrast` or `pca`, [hidden]."""
         return self.contrast if how == "contrast" else self.pca
 
 
@@ -72,20 +72,20 @@ class Axes(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class AssistantAxis:
-    """Direction at each layer from the roles to the default assistant; made by `assistant_axis`.
+    """Direction at each layer from the roles to the default assistant, as `assistant_axis` computes it.
 
     Args:
         how: method: "contrast", the assistant's vector minus the mean of the roles', or "pca", the first principal
             component of the roles' vectors.
         vectors: vectors by layer, scaled so that adding one moves the roles' mean to the assistant's position along it.
         explained: share of the roles' variance explained by each principal component, greatest first, by layer.
-        cosine: cosine of the contrast with the first component, by layer; the component points to the assistant's side,
-            so it is 0 or more.
-        standing: score of the assistant on the first component, in the roles' standard deviations from their mean, by
-            layer. If it is small, the sign of the component is arbitrary.
+        cosine: cosine of the contrast with the first component, by layer; 0 or more, since the component is signed
+            towards the assistant.
+        standing: projection on the first component of the assistant's distance from the roles' mean, in standard
+            deviations of the roles, by layer. If it is small, the sign of the component is arbitrary.
         positions: projections of the roles' vectors, and the assistant's, on the axis, by name and layer, in the units
             of the stream; 0 is the mean of the roles.
-        provenance: provenance of the rows.
+        provenance: model, texts and selection that the rows come from.
     """
 
     how: How
@@ -109,7 +109,7 @@ class AssistantAxis:
         return tuple(self.vectors)
 
     def ranked(self, layer: int) -> list[tuple[str, float]]:
-        """Return roles and assistant with their positions at one layer, from the least assistant-like to the most.
+        """Return (name, position) of roles and assistant at one layer, from the least assistant-like to the most.
 
         Raises:
             LayerOutOfRange: the axis has no vector at the layer.
@@ -120,7 +120,7 @@ class AssistantAxis:
         return sorted(found, key=lambda pair: pair[1])
 
     def save(self, path: str | Path) -> Path:
-        """Write the axis to one safetensors file; see `steercap.files.native`.
+        """Write the axis to one safetensors file, and return its path; see `steercap.files.native`.
 
         Raises:
             InvalidFile: the suffix is not .safetensors.
@@ -141,17 +141,17 @@ class AssistantAxis:
 
 
 def assistant_axis(rows: RoleRows, how: How = "contrast") -> AssistantAxis:
-    """Compute the assistant axis of a model.
+    """Compute the assistant axis of a model, at each layer of the rows.
 
     Source: Lu et al. 2026, The Assistant Axis (arXiv:2601.10387), who use the contrast, as the first component need not
     be the direction that distinguishes the assistant.
 
     Args:
-        rows: rows of roles and assistant.
+        rows: mean rows of the roles' and the assistant's answers.
         how: method, "contrast" or "pca"; see `AssistantAxis`.
 
     Raises:
-        InvalidSpec: an unknown `how`, or all roles are equal.
+        InvalidSpec: `how` is unknown, or as for `directions`.
     """
     how = how_of(how)
     found, positions = {}, dict[str, dict[int, float]]()
@@ -177,14 +177,14 @@ def assistant_axis(rows: RoleRows, how: How = "contrast") -> AssistantAxis:
 
 
 def directions(roles: Float[torch.Tensor, "roles hidden"], assistant: Float[torch.Tensor, " hidden"]) -> Directions:
-    """Compute the contrast and the first principal component at one layer.
+    """Compute the contrast and the first principal component at one layer, float64.
 
     Args:
-        roles: vectors of roles, two at least.
+        roles: vectors of two roles or more, any floating dtype.
         assistant: vector of the assistant.
 
     Raises:
-        InvalidSpec: all roles are equal, or the assistant is their mean: there is no direction.
+        InvalidSpec: all roles have equal vectors, or the assistant's is their mean, so there is no direction.
     """
     roles, assistant = roles.double(), assistant.double()
     found = axes(roles, assistant, torch.ones(len(roles), dtype=torch.bool))
@@ -201,15 +201,15 @@ def axes(
     assistant: Float[torch.Tensor, "*sets hidden"],
     used: Bool[torch.Tensor, "*sets roles"],
 ) -> Axes:
-    """Compute the contrast and the first principal component for each set of roles; NaN for a set without them.
+    """Compute the contrast and the first principal component for each set of roles; NaN where one is not defined.
 
-    The contrast is the unit vector from the mean of the roles to the assistant. The component, of the roles' vectors,
-    has unit norm too and is signed towards the assistant.
+    The contrast is the unit vector from the mean of the roles to the assistant. The component is that of the roles'
+    vectors around their mean, a unit vector signed towards the assistant.
 
     Args:
-        roles: float64 vectors.
-        assistant: float64 vectors.
-        used: True for the roles that belong to each set, at least two.
+        roles: vectors of the roles, float64.
+        assistant: vector of the assistant for each set, float64.
+        used: mask of the roles that belong to each set, at least two.
     """
     weights = used.to(roles.dtype)[..., None]
     mean = (roles * weights).sum(-2, keepdim=True) / weights.sum(-2, keepdim=True)
@@ -230,13 +230,13 @@ def axes(
 def _direction(
     vectors: Float[torch.Tensor, "*sets hidden"], least: Float[torch.Tensor, "*sets 1"]
 ) -> Float[torch.Tensor, "*sets hidden"]:
-    """Scale vectors to length 1; NaN for those that are not longer than `least`."""
+    """Scale vectors to length 1; vectors whose norm is not above `least` become NaN."""
     norms = vectors.norm(dim=-1, keepdim=True)
     return torch.where(norms > least, vectors / norms, math.nan)
 
 
 def how_of(how: Any) -> How:
-    """Check the name of a method of finding an axis, and return it.
+    """Check the name of a method of computing an axis, "contrast" or "pca", and return it.
 
     Raises:
         InvalidSpec: the name is unknown.

@@ -1,4 +1,4 @@
-"""Capping along the assistant axis: rows are held above a floor that is typical of the default assistant."""
+"""Capping along the assistant axis: projections of rows are raised to a floor typical of the default assistant."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Capping:
-    """Floors for projections on the axis at some layers; made by `capping`.
+    """Steering that raises projections on the axis to floors at some layers; made by `capping`.
 
     Args:
         spec: a `Cap` with `low=` at each layer.
-        floors: minimum projections, by layer, in the units of the stream.
-        provenance: origin of the floors, as texts by name; `save` writes it beside the spec.
+        floors: minimum projection by layer, in the units of the residual stream.
+        provenance: origin of the floors, as texts by name; `save` writes it with the spec.
         model: name of the model.
     """
 
@@ -57,7 +57,7 @@ class Capping:
     __repr__ = brief
 
     def save(self, path: str | Path) -> Path:
-        """Write the spec with its provenance to a safetensors file that `SteeringSpec.load` reads.
+        """Write the spec with its provenance to a safetensors file that `SteeringSpec.load` reads; return its path.
 
         Raises:
             InvalidFile: the suffix is not .safetensors.
@@ -66,7 +66,7 @@ class Capping:
 
 
 def calibration_texts(run: RoleRun) -> list[Exchange]:
-    """Return the default assistant's answers of a run, on which typical projections are measured.
+    """Return the default assistant's answers in a run, on which typical projections are measured.
 
     Args:
         run: run, as returned by `load_run`.
@@ -85,7 +85,7 @@ async def token_projections(
     *,
     layers: Sequence[int] | None = None,
 ) -> dict[int, Float[torch.Tensor, " tokens"]]:
-    """Return projections of every token of some answers on the axis, by layer, computed in the workers.
+    """Return projections on the axis of every token of some answers, by layer, computed in the workers.
 
     Args:
         model: an open model.
@@ -94,7 +94,7 @@ async def token_projections(
         layers: layers of the axis; None for all.
 
     Returns:
-        float32 [tokens of all answers] for each layer, in the units of the stream.
+        By layer, float32 [tokens of all answers, in order], in the units of the residual stream.
 
     Raises:
         InvalidSpec: there are no texts.
@@ -112,7 +112,7 @@ async def projections_by_text(
     *,
     layers: Sequence[int] | None = None,
 ) -> list[dict[int, Float[torch.Tensor, " tokens"]]]:
-    """Return projections of every token on the axis, by layer, for each text separately.
+    """Return projections on the axis of every token of each text's answer, float32 [tokens] by layer, text by text.
 
     Where prompt and answer fill the context, the answer's last token is left out: it had no row, and vLLM reads no
     sequence that leaves no room to go on.
@@ -152,7 +152,7 @@ async def calibrated_capping(
     percentile: float = 25.0,
     tokens: Tokens | TokenSelection = BUT_THE_FIRST,
 ) -> Capping:
-    """Build a capping with floors measured on the default assistant's answers of a run.
+    """Build a capping with floors measured on the default assistant's answers in a run.
 
     Args:
         model: an open model, the same as the run's.
@@ -180,18 +180,18 @@ def capping(
     percentile: float = 25.0,
     tokens: Tokens | TokenSelection = BUT_THE_FIRST,
 ) -> Capping:
-    """Build a capping that holds rows above a percentile of measured projections: a `Cap` with `low=` at each layer.
+    """Build a capping that raises rows' projections to a percentile of measured ones: a `Cap(low=)` at each layer.
 
     Source: activation capping, Lu et al. 2026 (arXiv:2601.10387). A floor on the axis is a ceiling, `Cap(high=)`, on
     the vector that points away from the assistant, as `formats.load_capping` reads it.
 
     Args:
         vectors: the axis, or other vectors.
-        projections: projections on it, by layer, as returned by `token_projections` for the default assistant's
-            answers.
+        projections: projections on these vectors, by layer, as returned by `token_projections` for the default
+            assistant's answers.
         percentile: percentile from 0 to 100, interpolated linearly between values as NumPy does.
         tokens: tokens whose rows are capped. By default all but the first, whose row in most models is an attention
-            sink: a hundred times as long as the others, and not among the measured ones.
+            sink: a hundred times as long as the others, and not among the measured rows.
 
     Raises:
         InvalidSpec: the percentile is out of range, or projections are missing or not finite.
@@ -222,7 +222,7 @@ def layers_in(vectors: LayerVectors, layers: Any) -> tuple[int, ...]:
     """Return the selected layers of vectors, ascending; `layers=None` takes all.
 
     Raises:
-        InvalidSpec: no layer is given, or `layers` does not hold indices.
+        InvalidSpec: `layers` is empty, or is not a sequence of indices.
         LayerOutOfRange: a layer has no vector.
     """
     if layers is None:
@@ -247,13 +247,13 @@ class CapRecord(msgspec.Struct, frozen=True):
 
     Args:
         case: case of the answer.
-        condition: name of the steering, "plain" without any.
-        answer: the text.
-        tokens: number of its tokens.
+        condition: name of the steering condition, "plain" without steering.
+        answer: text of the answer.
+        tokens: number of the answer's tokens.
         projection: projection of the answer's rows on the axis after the edits, mean over tokens, by layer.
-        read: the same when the answer is read again without steering, which shows the text's effect without the edit.
+        read: the same when the unsteered model reads the answer, which shows the text's effect without the edits.
         score: score of its role play, 0 to 100; None without a role, or if it could not be scored.
-        perplexity: perplexity of the answer without steering.
+        perplexity: the unsteered model's perplexity of the answer.
     """
 
     case: Case

@@ -1,4 +1,4 @@
-"""Effects of steering on answers in a role: the same requests with and without it, measured; changes with intervals."""
+"""Effects of steering on answers in a role: the same requests with and without steering; changes with intervals."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ async def compare_steering(
     layers: Sequence[int] | None = None,
     scorer: str | None = "minilm",
 ) -> list[CapRecord]:
-    """Generate answers to cases without steering and under each of some specs, and measure the answers.
+    """Generate answers to cases without steering and under each steering spec, and measure the answers.
 
     Args:
         model: an open model.
         axis: axis to project rows on.
-        steering: specs by the name of the condition, such as `Capping.spec`, beside one along random vectors.
+        steering: specs by name of the condition, such as `Capping.spec` and a control along random vectors.
         cases: cases to answer, with the same seeds under every condition.
         settings: settings of sampling, concurrency and the scorer; its roles include those of the cases.
         layers: layers to project at; None for all layers of the axis.
         scorer: name of the scorer of role play; None for no scores.
 
     Returns:
-        A record for each condition, "plain" first, and case.
+        A record for each condition, "plain" (no steering) first, and each case, in order.
 
     Raises:
-        InvalidSpec: no cases, answers of one token, or a condition called "plain".
-        InvalidSetting: a scorer that needs something the roles do not have.
+        InvalidSpec: no cases, `settings.max_tokens` below 2, or a condition called "plain".
+        InvalidSetting: the scorer needs a field that a role lacks.
         The errors of `SteerModel.run`.
     """
     if settings.max_tokens < 2:
@@ -96,8 +96,8 @@ class _Answer(NamedTuple):
 
     Args:
         text: text of the answer.
-        prompt_token_ids, token_ids: tokens of the prompt, and of the answer.
-        projection: mean over the answer's rows, by layer; NaN for an answer without rows.
+        prompt_token_ids, token_ids: token ids of the prompt, and of the answer.
+        projection: mean projection on the axis over the answer's rows, by layer; NaN for an answer without rows.
     """
 
     text: str
@@ -128,7 +128,7 @@ async def _answer(
 async def _read(
     model: SteerModel, axis: AssistantAxis, layers: Sequence[int], answered: Sequence[tuple[Case, _Answer]]
 ) -> list[dict[int, float]]:
-    """Return mean projections of the answers when read without steering; NaN for those without a token."""
+    """Read the answers without steering; return each one's mean projection by layer, NaN without a token."""
     texts = [Exchange(list(answer.prompt_token_ids), answer.token_ids) for _, answer in answered if answer.token_ids]
     found = iter(await projections_by_text(model, axis, texts, layers=layers) if texts else [])
     nothing = dict.fromkeys(layers, math.nan)
@@ -141,7 +141,7 @@ async def _read(
 async def _scores(
     settings: RoleSettings, scorer: str | None, answered: Sequence[tuple[Case, _Answer]]
 ) -> list[float | None]:
-    """Score how well each answer plays its role; None for those without a role or a word."""
+    """Score how well each answer plays its role, 0 to 100; None without a role, text or scorer."""
     found: list[float | None] = [None] * len(answered)
     if scorer is None:
         return found
@@ -182,7 +182,7 @@ class Change(msgspec.Struct, frozen=True):
         condition: condition compared with "plain".
         measure: "projection" (after the edits), "projection read", "in role" (share of the answers), "tokens" or
             "perplexity", whose mean is the geometric one and whose change is a factor.
-        before, after: means under "plain" and under the condition; a question's answers count as one value, their mean.
+        before, after: means under "plain" and under the condition, over questions of the mean over their answers.
         change: after minus before; for perplexity, after over before.
         low, high: bootstrap 95 % interval of the change, over questions; NaN for a single question. See
             `steercap.lab.measures.statistics.estimate`.
@@ -201,9 +201,9 @@ class Change(msgspec.Struct, frozen=True):
 
 
 def changes(records: Sequence[CapRecord], layer: int, *, in_role: float = IN_ROLE, seed: int = 0) -> list[Change]:
-    """Compute the change in the mean of every measure under each condition, by the kind of the cases.
+    """Compute the change in the mean of every measure for each kind of case and each condition.
 
-    Answers are paired by case, with one seed. A pair counts if both have a value.
+    Answers are paired by case, which has one sampling seed. A pair counts if both answers have a value.
 
     Args:
         records: records, as returned by `compare_steering`.
@@ -234,7 +234,7 @@ def changes(records: Sequence[CapRecord], layer: int, *, in_role: float = IN_ROL
 
 
 def _measures(layer: int, in_role: float) -> Mapping[str, tuple[Callable[[CapRecord], float], bool]]:
-    """Return the function that reads each measure of a record, and True for measures whose change is a factor."""
+    """Return, by measure, the function that reads its value from a record, and True if its change is a factor."""
     return {
         "projection": (lambda record: record.projection[layer], False),
         "projection read": (lambda record: record.read[layer], False),
@@ -253,7 +253,7 @@ def _change(  # noqa: PLR0917 -- a column each
     factor: bool,
     seed: int,
 ) -> Change | None:
-    """Return the change of one measure, or None if no pair has a value."""
+    """Return the change of one measure over (before, after) pairs, or None if no pair has two values."""
     known: dict[int, list[tuple[float, float]]] = {}
     for before, after in pairs:
         pair = read(before), read(after)

@@ -1,9 +1,9 @@
 """Folder of a run over roles: a subfolder for each role, with its own record of finished stages.
 
-`settings.json` holds the settings of the run. Results of a role are under `roles/NAME`, and nothing in there depends on
-another role: so several processes, each with its own roles, work in one folder and write no file twice. Every file is
-written atomically, and finished records of a stage go to small files first, so that a process that is killed loses only
-the last ones.
+`settings.json` has the settings of the run. Results of a role are under `roles/NAME` and do not depend on other roles:
+so several processes, each with its own roles, can work in one folder without writing the same file. Every file is
+written atomically, and finished records of a stage are first written to small files, so that a killed process loses
+only its last ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from steercap.lab.personas.settings import scorer_args_of
 
 
 class RolesDefinition(RunDefinition, frozen=True):
-    """Contents of `settings.json` of a run over roles."""
+    """Contents of `settings.json` of a run over roles; `roles` are the names of the roles last requested."""
 
     roles: tuple[str, ...]
 
@@ -40,8 +40,8 @@ class _Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Contents of a role's `state.json`.
 
     Args:
-        done: SHA-256 of each finished stage's inputs.
-        outcome: outcome of the role, once it was read.
+        done: SHA-256 of each finished stage's inputs, by stage.
+        outcome: outcome of the role once its rows were captured, else None.
     """
 
     done: dict[str, str] = {}
@@ -53,7 +53,7 @@ class RoleFolder(StageFolder):
 
     Args:
         path: the folder.
-        name: name of the role, or the assistant's.
+        name: name of the role, or "assistant".
         digests: SHA-256 of each stage's current inputs, in order.
     """
 
@@ -63,7 +63,7 @@ class RoleFolder(StageFolder):
 
     @property
     def outcome(self) -> RoleOutcome | None:
-        """Outcome of the role, None until it was read."""
+        """Outcome of the role, None until its last stage, "read", is done."""
         return self._done().outcome if self.is_done("read") else None
 
     def _done(self) -> _Done:
@@ -81,7 +81,7 @@ class RoleFolder(StageFolder):
 
 
 class RolesFolder:
-    """Folder of one run over roles."""
+    """Folder of one run over roles, with a `RoleFolder` by name for each requested role and the assistant."""
 
     def __init__(self, path: Path, definition: RolesDefinition) -> None:
         self.path, self.definition = path, definition
@@ -89,12 +89,12 @@ class RolesFolder:
 
     @property
     def settings(self) -> RoleSettings:
-        """Settings of the run, as `settings.json` has them, with the roles that were asked for."""
+        """Settings of the run from `settings.json`, with the requested roles alone."""
         return settings_from(self.definition.settings, self.definition.roles)
 
     @property
     def missing(self) -> list[str]:
-        """Names of unfinished roles, the assistant among them."""
+        """Names of the requested roles, or the assistant, that are unfinished."""
         return [name for name, role in self.roles.items() if not role.is_done("read")]
 
     def _role(self, name: str) -> RoleFolder:
@@ -103,12 +103,12 @@ class RolesFolder:
 
 
 def open_folder(path: str | Path, model: Mapping[str, str], settings: RoleSettings) -> RolesFolder:
-    """Open the folder of a run to resume it, creating it if needed.
+    """Open the folder of a run over roles to resume it, creating it if needed; `model` is the model's identity.
 
     Raises:
-        RunDiffers: the folder holds answers of another model, or of settings that give other answers. Where only later
-            settings differ, the stages that depend on them are done again.
-        InvalidFile: the folder holds something else.
+        RunDiffers: the folder has answers of another model, or of other settings that change answers. If only settings
+            of later stages differ, these stages are repeated.
+        InvalidFile: the folder is not that of a run over roles, or cannot be read.
     """
     wanted = RolesDefinition(VERSION, dict(model), described(settings), settings.roles.names)
     found = RUN.open(path, wanted)
@@ -123,10 +123,10 @@ def open_folder(path: str | Path, model: Mapping[str, str], settings: RoleSettin
 
 
 def read_folder(path: str | Path) -> RolesFolder:
-    """Open the folder of a run, without changing it.
+    """Open the folder of an existing run over roles, without changing it.
 
     Raises:
-        InvalidFile: it is not the folder of a run.
+        InvalidFile: the folder is not that of a run over roles, or lacks settings.
     """
     found = RUN.read(path)
     try:
@@ -138,7 +138,7 @@ def read_folder(path: str | Path) -> RolesFolder:
 
 
 def check_same(path: str | Path, settings: RoleSettings) -> None:
-    """Check that a folder holds no answers of other settings; the model is not compared.
+    """Check that a folder, which need not exist, has no answers of other settings; the model is not compared.
 
     Raises:
         RunDiffers, InvalidFile: as for `open_folder`.
@@ -147,7 +147,7 @@ def check_same(path: str | Path, settings: RoleSettings) -> None:
 
 
 def _differing(stored: RolesDefinition, expected: RolesDefinition) -> list[str]:
-    """Return the differences that affect answers, for roles that both have."""
+    """Return descriptions of the differences that change answers of the assistant, or of roles that both have."""
     shared = [name for name in expected.settings["roles"]["roles"] if name in stored.settings["roles"]["roles"]]
     mine, theirs = (
         {"model": one.model, **{name: generation_of(one.settings, name) for name in (ASSISTANT, *shared)}}
@@ -156,5 +156,5 @@ def _differing(stored: RolesDefinition, expected: RolesDefinition) -> list[str]:
     return differences(theirs, mine)
 
 
-#: Folders of runs over roles.
+#: Kind of folder of runs over roles.
 RUN: Final = FolderKind("settings.json", RolesDefinition, "run", _differing)

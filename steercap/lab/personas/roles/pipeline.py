@@ -1,4 +1,4 @@
-"""Pipeline from roles to their rows, in one call or by several processes that share the roles."""
+"""Pipeline from roles to their mean rows, in one call or by several processes that share the roles."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class RoleRun:
     """Result of a run over roles.
 
     Args:
-        rows: rows of the roles that have enough kept answers, and of the assistant.
-        outcomes: outcome of every role.
+        rows: mean rows of the roles with enough kept answers, and of the assistant.
+        outcomes: outcome of every role and the assistant, by name.
         settings: settings of the run.
         folder: folder of the run.
     """
@@ -56,24 +56,24 @@ class RoleRun:
 
 
 async def run(model: SteerModel, settings: RoleSettings, out: str | Path, *, progress: Report | None = None) -> RoleRun:
-    """Have a model play roles, and compute the rows of each.
+    """Generate a model's answers in many roles, and compute the mean rows of each role.
 
     The model answers every question under every system prompt of each role, and of the default assistant; answers are
-    scored, if requested, and read again; their tokens' rows are averaged in the workers.
+    scored, if requested, and read again by the model; the rows of their tokens are averaged in the workers.
 
     Args:
-        model: an open model, with a tap at the site and layers wanted, whose tokenizer has a chat template.
+        model: an open model, with taps at the site and layers of the settings, whose tokenizer has a chat template.
         settings: settings of the run.
-        out: folder of the run. An interrupted run resumes: written answers are not requested again. Where only later
-            settings differ, the stages that depend on them are repeated; roles may be added and dropped.
+        out: folder of the run. An interrupted run is resumed: written answers are not requested again. If only settings
+            of later stages differ, these stages are repeated; roles may be added and dropped.
         progress: function called with a `Progress`; the stages are "generate" and "read".
 
     Source: Lu et al. 2026, The Assistant Axis (arXiv:2601.10387).
 
     Raises:
         MissingExtra: the extra "personas" is not installed.
-        RunDiffers: the folder holds answers of another model or run; the message names the difference.
-        InvalidFile: the folder holds something else.
+        RunDiffers: the folder has answers of another model or run; the message names the difference.
+        InvalidFile: the folder is not that of a run over roles, or cannot be read.
         PointNotArmed, LayerOutOfRange: there is no tap at a point to read; raised before anything is generated.
         TooFewKept: too few answers of the assistant, or of all roles but one.
         The errors of `SteerModel.run`, and of the scorer.
@@ -90,16 +90,15 @@ async def run_share(
     shard: tuple[int, int] = (0, 1),
     progress: Report | None = None,
 ) -> None:
-    """Do a share of a run's roles, so that several processes with an engine each can work in one folder.
+    """Run all stages for a share of the roles, so that several processes, each with an engine, can share a folder.
 
     Args:
         model, settings, out, progress: arguments as for `run`; the same for all shares.
-        shard: (index of the share, number of shares), from 0: role i belongs to share i mod n, the assistant being role
-            0.
+        shard: (index of the share, from 0, number of shares n): role i is in share i mod n; role 0 is the assistant.
 
     Raises:
         InvalidSetting: there is no such share.
-        As for `run`, `TooFewKept` aside.
+        The errors of `run`, except TooFewKept.
     """
     require("personas")
     check(model, settings)
@@ -120,8 +119,8 @@ def load_run(out: str | Path) -> RoleRun:
         out: folder of the run.
 
     Raises:
-        RunUnfinished: some roles are not done.
-        InvalidFile: the folder holds something else.
+        RunUnfinished: a role is not done.
+        InvalidFile: the folder is not that of a run over roles, or cannot be read.
         TooFewKept: too few answers of the assistant, or of all roles but one.
     """
     folder = read_folder(out)
@@ -138,7 +137,7 @@ def load_run(out: str | Path) -> RoleRun:
 
 
 async def _finish(model: SteerModel, settings: RoleSettings, role: RoleFolder, count: Count) -> None:
-    """Score and read the answers of a role."""
+    """Score and read the answers of a role, and mark it as done, with rows, or as left out if too few are kept."""
     if role.is_done("read"):
         count.add(settings.answers_of(role.name))
         return
@@ -200,7 +199,7 @@ def _rows(folder: RolesFolder, settings: RoleSettings, used: list[str]) -> RoleR
 def _layer(
     paths: Mapping[str, Path], headers: Mapping[str, RoleRowsHeader], number: int, name: str, layer: int
 ) -> torch.Tensor:
-    """Return rows of one layer: float32 [questions, hidden], 0 for questions without answers."""
+    """Read a role's rows at one layer: float32 [number, hidden], a row per question, 0 for one without answers."""
     found = load_layer(paths[name], headers[name], layer)
     rows = torch.zeros(number, found.shape[1])
     rows[list(headers[name].questions)] = found

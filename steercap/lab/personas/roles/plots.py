@@ -1,4 +1,4 @@
-"""Pictures of roles: along the axis, on their first two components, split-half stability, changes by capping."""
+"""Pictures of roles: positions on the axis, first two components, split-half stability, changes by steering."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ROLE, HELPER, CHANCE, DEALT = COLOURS[0], COLOURS[1], GREY, COLOURS[4]
 DPI: Final = 130
-#: Maximum number of roles for which all names are written.
+#: Maximum number of roles whose names are all written.
 NAMED: Final = 60
 _SHOWN: Final[Mapping[Of, tuple[str, str]]] = {
     "found": (ROLE, "the axis"),
@@ -64,7 +64,7 @@ def plot_positions(axis: AssistantAxis, layer: int, to: str | Path | Axes) -> No
 def plot_roles(rows: RoleRows, layer: int, to: str | Path | Axes) -> None:
     """Draw roles and assistant in the plane of the roles' first two principal components.
 
-    The component's positive side is the assistant's; an arrow from the roles' mean is the contrast, projected on the
+    The assistant is on the positive side of the first; an arrow from the roles' mean is the contrast, projected on the
     plane.
 
     Args:
@@ -73,8 +73,8 @@ def plot_roles(rows: RoleRows, layer: int, to: str | Path | Axes) -> None:
         to: file to write, whose suffix sets the format, or matplotlib axes.
 
     Raises:
-        InvalidSpec: two roles, which have one component.
-        LayerOutOfRange: a layer that was not read.
+        InvalidSpec: there are only two roles, which have one component.
+        LayerOutOfRange: there are no rows of the layer.
     """
     import torch
 
@@ -105,15 +105,15 @@ def plot_roles(rows: RoleRows, layer: int, to: str | Path | Axes) -> None:
 
 
 def plot_stability(found: Stability, to: str | Path | Axes, *, how: How = "contrast") -> None:
-    """Draw the cosine of the axes of two halves by layer: median and 90 % of the splits, beside both chance levels.
+    """Draw the cosine of both halves' axes by layer: median and central 90 % of the splits, and both chance levels.
 
     Args:
         found: result of `stability`.
         to: file to write, whose suffix sets the format, or matplotlib axes.
-        how: method of the axis.
+        how: method of the axis, "contrast" or "pca".
 
     Raises:
-        InvalidSpec: an unknown `how`.
+        InvalidSpec: `how` is unknown.
     """
     with canvas(to, (6.2, 3.6), dpi=DPI) as axes:
         for of in OFS:
@@ -144,7 +144,7 @@ def plot_changes(
         layer: layer of the projections.
         to: file to write, whose suffix sets the format, or matplotlib axes.
         condition: condition to compare with "plain".
-        read: use the projections of the texts read without steering.
+        read: True to use projections of the answers when read without steering.
 
     Raises:
         InvalidSpec: there are no records of the condition, or no projections at the layer.

@@ -18,9 +18,9 @@ from steercap.files.base import blame
 from steercap.files.fingerprint import nearest_path
 from steercap.lab.personas.roles.role import ASSISTANT, Role, RoleSet
 
-#: File of a folder with the questions and prompts that all roles share.
+#: Name of the file, in a folder of roles, with the questions and prompts that all roles share.
 SHARED: Final = "_shared.yaml"
-#: Names that tables and files have for the default assistant.
+#: Names of the default assistant in tables and of its file.
 DEFAULTS: Final = (ASSISTANT, "default")
 TABLES: Final = (".csv", ".parquet", ".jsonl")
 #: Optional columns of a table that describe a role beside its prompts.
@@ -28,7 +28,7 @@ _TOLD: Final = ("description", "keywords", "examples", "rubric")
 
 
 class _Shared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Questions and prompts shared by all roles of a folder."""
+    """Contents of `_shared.yaml`: questions for all roles, prompts of the assistant, and plain prompts."""
 
     questions: tuple[str, ...] = ()
     assistant: tuple[str, ...] = ()
@@ -36,13 +36,13 @@ class _Shared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Instruction(msgspec.Struct, frozen=True):
-    """System prompt in the file format of the assistant axis."""
+    """Entry of a role's JSON file in the format of the assistant axis: one system prompt."""
 
     pos: str
 
 
 class _Published(msgspec.Struct, frozen=True):
-    """Role in the file format of the assistant axis (Lu et al. 2026); the file's name is the role's."""
+    """Contents of a role's JSON file in the format of the assistant axis (Lu et al. 2026), named after the role."""
 
     instruction: tuple[_Instruction, ...]
     eval_prompt: str = ""
@@ -53,12 +53,12 @@ def load_roles(
 ) -> RoleSet:
     """Read roles from a folder or a table.
 
-    A folder holds a file for each role: YAML with the fields of `Role`, or JSON as the assistant axis publishes them,
-    `{"instruction": [{"pos": ...}]}`, where `default.json` is the assistant. `_shared.yaml`, if it is there, holds
-    `questions`, `assistant` and `plain`.
+    A folder has a file for each role: YAML with the fields of `Role`, or JSON as published with the assistant axis,
+    `{"instruction": [{"pos": ...}]}`, where `default.json` is the assistant. `_shared.yaml` is optional, with the
+    fields `questions`, `assistant` and `plain`, as in `RoleSet`.
 
     A table (.csv, .parquet, .jsonl) has the columns `role` and `prompt`, a row for each system prompt, or in JSON lines
-    and Parquet `prompts`, a list. `description`, `keywords`, `examples` and `rubric` may stand in a role's first row
+    and Parquet `prompts`, a list. `description`, `keywords`, `examples` and `rubric` are read from a role's first row
     (in CSV a list is JSON). The role `assistant`, or `default`, is the default assistant, whose prompt may be empty.
     Other columns are ignored.
 
@@ -66,8 +66,8 @@ def load_roles(
         path: the folder or the table.
         questions: questions for all roles, if the folder has none: texts, or a file with one in each line (.txt), or
             with a column `question` (.csv, .parquet, .jsonl).
-        assistant: system prompts of the default assistant, instead of those found; "" is no system prompt, the default
-            if there are none.
+        assistant: system prompts of the default assistant, in place of those at `path`; "" is no system prompt, the
+            default if there are none.
 
     Raises:
         InvalidFile: a file is missing, cannot be read, or is incomplete.
@@ -107,7 +107,7 @@ def _folder(path: Path) -> tuple[tuple[Role, ...], _Shared]:
 
 
 def _decoded(file: Path, kind: Any) -> Any:
-    """Decode a file of YAML or JSON as one of our types."""
+    """Decode a YAML or JSON file as the type `kind`; raise InvalidFile if it cannot be."""
     with extra("personas"):
         import yaml
     decode = msgspec.json.decode if file.suffix == ".json" else msgspec.yaml.decode
@@ -118,7 +118,7 @@ def _decoded(file: Path, kind: Any) -> Any:
 
 
 def _published(file: Path) -> Role | tuple[str, ...]:
-    """Read a role, or the assistant's prompts."""
+    """Read a role from a JSON file of the assistant axis; for `default.json`, return the assistant's prompts."""
     found = _decoded(file, _Published)
     prompts = tuple(one.pos for one in found.instruction)
     if file.stem in DEFAULTS:
@@ -195,7 +195,7 @@ def _lines(path: Path) -> list[Mapping[str, Any]]:
 
 
 def _prompts(row: Mapping[str, Any]) -> list[str] | None:
-    """Return the prompts of a row, or None."""
+    """Return the system prompts of a table's row, None if it has no valid ones."""
     if isinstance(row.get("prompt"), str):
         return [row["prompt"]]
     several = row.get("prompts")
@@ -205,7 +205,7 @@ def _prompts(row: Mapping[str, Any]) -> list[str] | None:
 
 
 def _field(path: Path, number: int, field: str, row: Mapping[str, Any]) -> Any:
-    """Return the value of one of a row's optional columns."""
+    """Return the value of an optional column of row `number`, lists as tuples; raise InvalidFile if it is not valid."""
     value = row.get(field)
     if field in {"description", "rubric"} or not value:
         return value

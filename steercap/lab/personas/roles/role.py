@@ -1,4 +1,4 @@
-"""Role, set of roles with shared questions and prompts, and the shipped ones."""
+"""Role, set of roles with shared questions and prompts, and prompts without a role that come with steercap."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from steercap.core.values import choices
 from steercap.errors import InvalidSetting, UnknownName
 from steercap.lab.measures.scores import PLACES, Examples, Trait
 
-#: The name under which the default assistant is kept beside the roles.
+#: Name of the default assistant, where it is listed among roles.
 ASSISTANT: Final = "assistant"
-#: Minimum number of a role's example sentences for the scorer "minilm".
+#: Minimum number of a role's example sentences, and of plain ones, for the scorer "minilm".
 LEAST_EXAMPLES: Final = 4
-#: Rubric of the scorer "judge" for a role that has none of its own.
+#: Rubric of the scorer "judge" for a role without a `rubric`.
 RUBRIC: Final = """\
 A model was asked to play a role. The role: {role}
 
@@ -35,9 +35,9 @@ class Role(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Args:
         name: one word of letters, digits, _ and -, other than "assistant".
-        prompts: system prompts that ask for it, one at least.
-        description: one sentence, for a judge.
-        keywords: words and phrases that show it, for the scorer "keywords".
+        prompts: system prompts that ask the model to play the role, one at least.
+        description: description in one sentence, for the scorer "judge".
+        keywords: words and phrases that show the role, for the scorer "keywords".
         examples: sentences as the role would say them, four at least, for the scorer "minilm".
         rubric: prompt of the scorer "judge" to the judging model, with {question} and {answer}; "" for a default with
             the description.
@@ -70,7 +70,7 @@ class RoleSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Set of roles with shared questions and prompts.
 
     Args:
-        roles: two at least, of different names.
+        roles: two roles at least, with different names.
         questions: questions for every role and the assistant, two at least.
         assistant: system prompts of the default assistant; "" is no system prompt.
         plain: sentences of an assistant that plays no role, as negative examples for the scorer "minilm".
@@ -119,11 +119,11 @@ class RoleSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         raise UnknownName(f"no role {name!r}; {choices(name, self.names)}")
 
     def select(self, names: Collection[str]) -> RoleSet:
-        """Return a set with some of the roles, in the order given.
+        """Return a set with the roles of these names, in the order given, and the same questions and prompts.
 
         Raises:
-            UnknownName: there is no role of a name.
-            InvalidSetting: fewer than two names.
+            UnknownName: there is no role of a given name.
+            InvalidSetting: fewer than two names, or one given twice.
         """
         try:
             return msgspec.structs.replace(self, roles=tuple(self.role(name) for name in names))
@@ -134,15 +134,15 @@ class RoleSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def trait_of(role: Role, roles: RoleSet, scorer: str) -> Trait:
-    """Return a role as a trait, for one scorer.
+    """Return a role as a trait, which a scorer can score.
 
-    The role's system prompts are set against "You are a helpful assistant."; its sentences and the set's plain ones are
-    the examples, in pairs. What the role lacks and this scorer does not need is filled in: placeholders for examples,
-    the role's name for keywords, a default rubric.
+    The role's system prompts are positive, "You are a helpful assistant." is negative; its sentences and the set's
+    plain ones are the examples, in pairs. Fields that the role lacks and this scorer does not use are filled in:
+    placeholders for examples, the role's name for keywords, a default rubric.
 
     Raises:
         InvalidSetting: the scorer is "minilm" and there are too few pairs of sentences, or it is "keywords" and the
-            role has none.
+            role has no keywords.
     """
     pairs = min(len(role.examples), len(roles.plain))
     if scorer == "minilm" and pairs < LEAST_EXAMPLES:
@@ -184,6 +184,6 @@ def check_texts(what: str, texts: tuple[str, ...], *, least: int = 1, empty: boo
 
 @functools.cache
 def drift_prompts() -> tuple[str, ...]:
-    """Return prompts without a role that may make an assistant leave its default character."""
+    """Return the shipped prompts without a role that may make an assistant leave its default character; cached."""
     with resources.as_file(resources.files("steercap.lab.personas.roles") / "shipped" / "_drift.txt") as path:
         return tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())

@@ -1,8 +1,8 @@
-"""Rows of roles: one for each role, question and layer, from which vectors and axes are computed; and their files.
+"""Mean rows of roles, one for each role, question and layer, from which vectors and axes are computed; their files.
 
-A file holds the rows of one role. One layer of it can be read without the others.
+A file has the rows of one role; one layer can be read without the others.
 
-Shape legend: roles = without the assistant; questions = of the run; hidden = elements of a row.
+Shape legend: roles = the assistant not counted; questions = of the run; hidden = elements of a row.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ LEAST: Final = 2
 
 @dataclass(frozen=True, eq=False)
 class RoleRows:
-    """Rows by role, question and layer; read on demand, a layer at a time.
+    """Mean rows by role, question and layer, read on demand, a layer at a time.
 
     Args:
-        counts: number of answers averaged in the row of each question, by role, the assistant among them: as many
-            numbers for each role, 0 for a question without answers.
-        layers: layers of the rows, ascending.
-        read: function from a role's name and a layer to float32 [questions, hidden], in the units of the stream; rows
-            of questions without answers are ignored.
+        counts: number of answers averaged in the row of each question, 0 for a question without answers, by role, the
+            "assistant" included; all roles have the same questions.
+        layers: indices of the layers, ascending.
+        read: function from a role's name and a layer to float32 [questions, hidden], in the units of the residual
+            stream; rows of questions without answers are ignored.
         model: name of the model, "" if unknown.
         site: site of the rows.
-        provenance: provenance of the rows.
+        provenance: model, texts and selection that the rows come from.
 
     Raises:
         InvalidSpec: no assistant, fewer than two roles, roles with different numbers of questions, or one without
@@ -76,8 +76,8 @@ class RoleRows:
         """Return rows that are in memory, with one answer to each question, and layers counted from 0.
 
         Args:
-            means: rows by role, the assistant among them.
-            model, site: model and site of the rows.
+            means: rows by role, the "assistant" included.
+            model, site: name of the model, and site of the rows.
         """
         shape = next(iter(means.values())).shape
         counts = {name: (1,) * rows.shape[1] for name, rows in means.items()}
@@ -98,7 +98,7 @@ class RoleRows:
 
         Raises:
             UnknownName: there is no such role.
-            LayerOutOfRange: the layer was not read.
+            LayerOutOfRange: there are no rows of the layer.
         """
         if name not in self.counts:
             raise UnknownName(f"no rows of {name!r}; {choices(name, self.counts)}")
@@ -118,11 +118,11 @@ class RoleRows:
         return found
 
     def means(self, layer: int) -> tuple[Float[torch.Tensor, "roles hidden"], Float[torch.Tensor, " hidden"]]:
-        """Return the vectors of all roles in the order of `names`, and the assistant's: float64."""
+        """Return the vectors of all roles in the order of `names`, [roles, hidden], and the assistant's: float64."""
         return torch.stack([self.mean(name, layer) for name in self.names]), self.mean(ASSISTANT, layer)
 
     def vectors(self) -> DirectionSet:
-        """Return the vectors of roles and assistant at every layer, by name: mean rows, not differences of them."""
+        """Return the vectors of roles and assistant at every layer, by name: mean rows, not differences of means."""
         return DirectionSet(
             {
                 name: LayerVectors(
@@ -139,8 +139,8 @@ class RoleRowsHeader(RowsHeader, frozen=True):
 
     Args:
         role: name of the role.
-        layers: layers along the first axis of both tensors: `means`, float32 [layers, questions, hidden], and `norms`,
-            the mean norm of the answers' rows, float32 [layers, questions].
+        layers: layer indices along the first axis of both tensors: `means`, float32 [layers, questions, hidden], and
+            `norms`, the mean norm of the answers' rows, float32 [layers, questions].
         questions: indices of questions along the second axis, ascending.
         counts: number of answers averaged for each question.
         prompts: SHA-256 of the tokens read for each question, in hexadecimal.
@@ -154,21 +154,21 @@ class RoleRowsHeader(RowsHeader, frozen=True):
 
 
 def rows_path(role: RoleFolder) -> Path:
-    """Return the path of a role's rows."""
+    """Return the path of the file of a role's rows."""
     return role.path / "rows.safetensors"
 
 
 def read_rows_header(path: Path) -> RoleRowsHeader:
-    """Read the header of a file of rows.
+    """Read the header of a file of a role's rows.
 
     Raises:
-        InvalidFile: the file is missing, holds no rows, or is of another version.
+        InvalidFile: the file is missing, is not such a file, or is of another version.
     """
     return read_rows(path, RoleRowsHeader, tensors=False)[0]
 
 
 def load_part(path: Path) -> tuple[RoleRowsHeader, torch.Tensor, torch.Tensor]:
-    """Read a whole file of a role's rows: its header, and its tensors `means` and `norms`.
+    """Read a file of a role's rows; return the header, and the tensors `means` and `norms`, see `RoleRowsHeader`.
 
     Raises:
         InvalidFile: as for `read_rows_header`.
@@ -179,7 +179,7 @@ def load_part(path: Path) -> tuple[RoleRowsHeader, torch.Tensor, torch.Tensor]:
 
 
 def load_layer(path: Path, header: RoleRowsHeader, layer: int) -> torch.Tensor:
-    """Read the rows of one layer alone: float32 [questions, hidden].
+    """Read one layer of a file of a role's rows: float32 [questions, hidden], questions as in the header.
 
     Raises:
         InvalidFile: the rows cannot be read.

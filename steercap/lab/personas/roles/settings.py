@@ -1,4 +1,4 @@
-"""Settings of a run over roles, and the requests, shares and outcomes that follow from them."""
+"""Settings of a run over roles; the requests, outcomes, and shares of several processes, that follow from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from steercap.lab.personas.records import RoleRequest, RoleResponse, seed_of
 from steercap.lab.personas.roles.role import ASSISTANT, RoleSet, drift_prompts, trait_of
 from steercap.lab.personas.settings import check_fields, digest_of
 
-#: Settings that a role's stage depends on, besides the stages before it.
+#: Names of the settings that each stage of a role depends on, besides those of the stages before it.
 _DEPENDS: Final[Mapping[str, tuple[str, ...]]] = {
     "generate": ("seed", "n_samples", "max_tokens", "temperature", "top_p"),
     "score": ("scorer", "scorer_args"),
@@ -26,7 +26,7 @@ _LEAST: Final = {**dict.fromkeys(_SIZES, 1), "n_questions": 2}
 
 
 class RoleSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Settings of `run`. The sizes are those of Lu et al., The Assistant Axis.
+    """Settings of a run over roles, see `run`. The default sizes are those of Lu et al., The Assistant Axis.
 
     Args:
         roles: roles, their questions and the assistant's prompts.
@@ -37,14 +37,14 @@ class RoleSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         max_tokens: maximum tokens of an answer.
         temperature, top_p: sampling parameters.
         max_in_flight: maximum concurrent requests.
-        scorer: name in `steercap.lab.measures.scores.SCORERS` of the scorer of role play; None keeps all answers.
+        scorer: name in `steercap.lab.measures.scores.SCORERS` of the scorer of role play; None uses all answers.
         scorer_args: arguments of the scorer; no API keys, since they are written to the run folder.
-        threshold: minimum score, 0 to 100, of an answer that is kept. The assistant's are not scored.
-        min_kept: minimum number of kept answers; a role with fewer is left out.
-        layers, site: layers and site of the rows: "all", an index or several; several become a tuple.
-        read_system: put the system prompt before an answer when it is read again.
-        read_together: number of answers read at once. One by one (1), a row does not depend on other answers, to the
-            last bit, on a CPU; together it does, by rounding.
+        threshold: minimum score, 0 to 100, of an answer that is used. The assistant's answers are not scored.
+        min_kept: minimum number of used answers; a role with fewer is left out.
+        layers, site: layers and site of the captured rows; layers are "all", an index or several.
+        read_system: True to put the system prompt before an answer when it is read to capture rows.
+        read_together: number of answers read in one batch. With 1, on a CPU, a row is the same to the last bit whatever
+            the other answers; in a batch it depends on them by rounding.
 
     Raises:
         InvalidSetting, UnknownName: a value is not valid.
@@ -80,7 +80,7 @@ class RoleSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         self._check_sizes()
 
     def _check_sizes(self) -> None:
-        """Check that every role, and the assistant, have at least `min_kept` answers requested."""
+        """Check that at least `min_kept` answers of every role, and the assistant, are requested."""
         for name in (ASSISTANT, *self.roles.names):
             if (asked := self.answers_of(name)) < self.min_kept:
                 raise InvalidSetting(
@@ -88,33 +88,33 @@ class RoleSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                 )
 
     def answers_of(self, name: str) -> int:
-        """Return the number of answers requested of a role, or of the assistant."""
+        """Return the number of answers requested of the role of this name, or of the "assistant"."""
         prompts = len(self.roles.prompts_of(name)[: self.n_prompts])
         return len(self.roles.questions[: self.n_questions]) * prompts * self.n_samples
 
     @classmethod
     def small(cls, roles: RoleSet, **changes: Any) -> RoleSettings:
-        """Return sizes for a small model on a CPU: minutes, and the same to the last bit after an interruption.
+        """Return settings for a small model on a CPU: a run of minutes, resumed bit-identically if interrupted.
 
-        One answer to each of eight questions under each of two prompts, 32 tokens long, read one by one.
+        They are one answer to each of eight questions under each of two prompts, 32 tokens long, read one by one.
 
         Args:
             roles: the roles.
-            changes: other settings.
+            changes: settings by name, in place of these or the defaults.
         """
         sizes = {"n_questions": 8, "n_prompts": 2, "max_tokens": 32, "max_in_flight": 64, "read_together": 1}
         return cls(roles=roles, **{**sizes, **changes})
 
 
 def described(settings: RoleSettings) -> dict[str, Any]:
-    """Return the settings as plain values, roles by their names."""
+    """Return the settings as JSON-compatible values, with roles as a mapping by name."""
     plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(settings))
     roles = {role["name"]: role for role in plain["roles"]["roles"]}
     return {**plain, "roles": {**plain["roles"], "roles": roles}}
 
 
 def settings_from(plain: Mapping[str, Any], names: tuple[str, ...]) -> RoleSettings:
-    """Return settings from the plain values of `described`, with some of the roles.
+    """Return settings from `plain`, a return value of `described`, with only the roles of these names, in their order.
 
     Raises:
         msgspec.ValidationError, LookupError: a value is missing or not valid.
@@ -124,7 +124,7 @@ def settings_from(plain: Mapping[str, Any], names: tuple[str, ...]) -> RoleSetti
 
 
 def generation_of(plain: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the settings, of those that `described` returns, that the answers of a role or the assistant depend on."""
+    """Return the settings, from those of `described`, that the answers of the role or the assistant depend on."""
     roles = plain["roles"]
     prompts = roles["assistant"] if name == ASSISTANT else roles["roles"][name]["prompts"]
     common = {field: plain[field] for field in _DEPENDS["generate"]}
@@ -133,9 +133,9 @@ def generation_of(plain: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def digests_of(plain: Mapping[str, Any], model: Mapping[str, str], name: str) -> dict[str, str]:
-    """Return the SHA-256 of the inputs of each stage of a role, which do not depend on other roles.
+    """Return the SHA-256 of the inputs of each stage of a role, by stage, in order; other roles do not matter.
 
-    `plain` are settings as `described` returns them.
+    `plain` is the settings as `described` returns them, `model` the identity of the model, `name` that of the role.
     """
     generate = digest_of([dict(model), generation_of(plain, name)])
     role = plain["roles"]["roles"].get(name)
@@ -146,14 +146,14 @@ def digests_of(plain: Mapping[str, Any], model: Mapping[str, str], name: str) ->
 
 
 class RoleOutcome(msgspec.Struct, frozen=True):
-    """Outcome of a role, in numbers.
+    """Outcome of a role: counts of its answers, and their mean score.
 
     Args:
         responses: number of answers.
         kept: number of answers used.
         unscored: number of answers that the scorer could not score.
         mean_score: mean over the answers with a score, 0 to 100; None if there is none, as without a scorer.
-        left_out: reason why it has no vector, "" if it has one.
+        left_out: reason why the role has no vector, "" if it has one.
     """
 
     responses: int
@@ -164,7 +164,7 @@ class RoleOutcome(msgspec.Struct, frozen=True):
 
 
 def requests_of(settings: RoleSettings, name: str) -> Iterator[RoleRequest]:
-    """Yield every request of a role, or of the assistant, in the order of its table."""
+    """Yield every request of the role of this name, or of the "assistant", in the order of its table of answers."""
     prompts = settings.roles.prompts_of(name)[: settings.n_prompts]
     for prompt, words in enumerate(prompts):
         for question, text in enumerate(settings.roles.questions[: settings.n_questions]):
@@ -174,9 +174,9 @@ def requests_of(settings: RoleSettings, name: str) -> Iterator[RoleRequest]:
 
 
 def share_of(settings: RoleSettings, shard: tuple[int, int]) -> tuple[str, ...]:
-    """Return the roles of one of several processes, the assistant counted among them.
+    """Return the names of the roles, or the assistant, that one of several processes is to run.
 
-    `shard` is (index of the share, number of shares), from 0. Together the shares hold each role once.
+    `shard` is (index of the share, from 0, number of shares). Each role is in exactly one share.
 
     Raises:
         InvalidSetting: there is no such share.
@@ -199,7 +199,7 @@ def outcome_of(
         responses: all answers of the role.
         scores: their scores, in the same order; None if nothing was scored.
         kept: number of answers used.
-        left_out: reason why it has no vector, or "".
+        left_out: reason why the role has no vector, or "".
     """
     known = [score for score in scores or () if score is not None]
     mean = math.fsum(known) / len(known) if known else None
@@ -208,10 +208,10 @@ def outcome_of(
 
 
 class Case(msgspec.Struct, frozen=True):
-    """Request whose answers are compared across conditions.
+    """Request whose answers are compared across steering conditions.
 
     Args:
-        kind: "role", or "drift" for one without a role.
+        kind: "role", or "drift" for a request without a role.
         role: name of the role, "" for none.
         question: index of the question; answers to one question are resampled together for intervals.
         seed: sampling seed, the same under every condition.
@@ -244,9 +244,9 @@ def drift_cases(prompts: Sequence[str] | None = None, *, samples: int = 1, seed:
     """Return cases without a role, with prompts that may make an assistant leave its default character.
 
     Args:
-        prompts: texts; those that come with steercap by default.
-        samples: number of samples of each.
-        seed: seed of sampling.
+        prompts: texts of the user; those that come with steercap by default.
+        samples: number of cases for each prompt, with different seeds.
+        seed: seed from which sampling seeds are derived.
     """
     texts = drift_prompts() if prompts is None else prompts
     return [

@@ -1,4 +1,4 @@
-"""Split-half stability of an axis: cosines between the axes of two halves of the answers, beside chance."""
+"""Split-half stability of an axis: cosines between the axes of two halves of the answers, and their chance levels."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from steercap.lab.personas.roles.rows import LEAST, RoleRows
 
 #: Items that are split between the halves.
 Over = Literal["questions", "roles"]
-#: Input of the cosines: the rows, the rows with permuted roles, or random vectors instead.
+#: Input of the cosines: the rows, the rows with permuted roles, or random vectors.
 Of = Literal["found", "permuted", "random"]
 OFS: Final[tuple[Of, ...]] = get_args(Of)
 
 
 @dataclass(frozen=True, eq=False)
 class Stability:
-    """Cosines between the axes of the two halves of each split; made by `stability`.
+    """Cosines between the axes of the two halves of each random split; made by `stability`.
 
-    For "pca" they are magnitudes, as a component has no sign. NaN for a split in one half of which the assistant, or
-    all roles but one, have no answers.
+    For "pca" they are absolute values, as a component has no sign. NaN for a split in which the assistant, or all roles
+    but one, have no answers in a half.
 
     Args:
         over: "questions" if the halves share roles but no question, "roles" if they share neither.
-        layers: layers of the rows.
-        cosines: cosines by method and input: float64 [layers, splits].
+        layers: indices of the layers.
+        cosines: cosines by (method, input): float64 [layers, splits].
     """
 
     over: Over
@@ -55,13 +55,13 @@ class Stability:
         return dict(zip(self.layers, np.nanmedian(self.cosines[how_of(how), of], 1).tolist(), strict=True))
 
     def band(self, how: How = "contrast", of: Of = "found", share: float = 0.9) -> dict[int, tuple[float, float]]:
-        """Return the interval, by layer, that holds the central share of the splits' cosines; NaN is ignored.
+        """Return the interval of the central share of the splits' cosines, by layer; NaN is ignored.
 
         Args:
-            how: direction of the axes: "contrast" or "pca".
+            how: method of the axes: "contrast" or "pca".
             of: input of the cosines: "found" for the rows, "permuted" for rows with permuted roles, "random" for
                 random vectors.
-            share: share of the splits in the interval: 0.9 leaves out a twentieth at either end.
+            share: share of the splits in the interval: 0.9 leaves out 5 % at either end.
 
         Returns:
             Lower and upper end at each layer.
@@ -74,13 +74,11 @@ def stability(rows: RoleRows, *, over: Over = "questions", splits: int = 20, see
     """Split the questions, or questions and roles, in random halves, and compare the axes of both.
 
     Two chance levels are computed by the same splits. "permuted": within each question the rows are permuted among the
-    roles and the assistant, so that labels mean nothing, but the distribution of rows stays; the cosine left is that of
-    any two axes of such rows. "random": as many vectors, drawn from a normal distribution. For "pca" they are
-    magnitudes, as a component has no sign.
+    roles and the assistant, so that labels mean nothing, but the distribution of rows is the same; the remaining cosine
+    is that of any two axes of such rows. "random": as many vectors, drawn from a normal distribution.
 
     Args:
-        rows: rows of roles and assistant; read a layer at a time, so that one half's vectors for all splits are in
-            memory.
+        rows: rows of roles and assistant; one layer at a time is read, and in memory for both halves of all splits.
         over: items split between the halves: "questions", or "roles" (and questions, since the assistant is in both).
         splits: number of splits.
         seed: seed of all draws.
@@ -106,7 +104,7 @@ def stability(rows: RoleRows, *, over: Over = "questions", splits: int = 20, see
 
 
 class _Split:
-    """Split into halves: the half of each question and role, and permuted roles for the answers to each question.
+    """Random split in halves: the half, 0 or 1, of each question and role, and a permutation of the roles per question.
 
     The last role is the assistant.
     """
@@ -119,12 +117,12 @@ class _Split:
         self.seed = int(rng.integers(2**62))
 
     def has(self, half: int) -> torch.Tensor:
-        """Return the roles of a half, without the assistant: bool [roles]."""
+        """Return a mask of the roles in a half, without the assistant: bool [roles]."""
         return torch.ones(len(self.dealt) - 1, dtype=torch.bool) if self.side is None else self.side == half
 
 
 def _halved(number: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
-    """Assign items to halves at random, 0 or 1: as many of each, or one more of 0."""
+    """Assign items at random to half 0 or 1, as many to each, or one more to 0: int64 [number]."""
     found: npt.NDArray[np.int64] = (np.arange(number) % 2)[rng.permutation(number)]
     return found
 
@@ -134,7 +132,7 @@ class _Halves(NamedTuple):
 
     Args:
         means: mean rows of roles and then the assistant: float64 [splits, 2, roles + 1, hidden].
-        there: True where there are answers: bool [splits, 2, roles + 1].
+        there: True for roles with answers in the half: bool [splits, 2, roles + 1].
     """
 
     means: Float[torch.Tensor, "splits halves both hidden"]
@@ -142,7 +140,7 @@ class _Halves(NamedTuple):
 
 
 def _cosines(drawn: list[_Split], halves: _Halves) -> dict[How, npt.NDArray[np.float64]]:
-    """Compute cosines of the axes of both halves of each split; NaN if a half has no axis."""
+    """Compute the cosine of both halves' axes for each split, float64 [splits] by method; NaN if a half has no axis."""
     used = torch.stack([torch.stack([split.has(half) for half in (0, 1)]) for split in drawn]) & halves.there[..., :-1]
     found = axes(halves.means[..., :-1, :], halves.means[..., -1, :], used)
     lacking = (~halves.there[..., -1] | (used.sum(-1) < LEAST)).any(-1)
@@ -152,7 +150,7 @@ def _cosines(drawn: list[_Split], halves: _Halves) -> dict[How, npt.NDArray[np.f
 
 
 def _halves(rows: RoleRows, layer: int, drawn: list[_Split], of: Of) -> _Halves:
-    """Compute the halves of each split at one layer."""
+    """Compute the mean rows of both halves of each split at one layer, of the input `of`."""
     both = len(rows.names) + 1
     if of == "random":
         width = rows.at(ASSISTANT, layer).shape[1]
@@ -166,7 +164,7 @@ def _halves(rows: RoleRows, layer: int, drawn: list[_Split], of: Of) -> _Halves:
 def _sums(
     rows: RoleRows, layer: int, drawn: list[_Split], *, dealt: bool
 ) -> tuple[Float[torch.Tensor, "splits halves both hidden"], Int[torch.Tensor, "splits halves both"]]:
-    """Sum rows over the questions of each half, and count them; the files of roles are read one after another."""
+    """Sum rows over the questions of each half and count these, with permuted roles if `dealt`; reads role by role."""
     names = (*rows.names, ASSISTANT)
     shape = (len(drawn), 2, len(names))
     sums = torch.zeros(*shape, rows.at(ASSISTANT, layer).shape[1], dtype=torch.float64)

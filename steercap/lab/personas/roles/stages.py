@@ -1,8 +1,8 @@
 """Stages of a run over roles: "generate", "score" and "read".
 
-Every role and the assistant answer every question under each of their prompts; answers are scored by how well they play
-the role; and the kept ones are read, which gives one row per question and layer, the mean over the answers to it of
-each answer's mean row.
+The model answers every question under each system prompt of each role and of the assistant; answers are scored by how
+well they play the role; kept answers are read, and averaged to one row per question and layer: the mean over its
+answers of each answer's mean row.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 async def answer(model: SteerModel, settings: RoleSettings, roles: Sequence[RoleFolder], report: Report | None) -> None:
-    """Generate answers, and write `answers.parquet` of each role once all of its answers are there.
+    """Generate the missing answers of roles, and write a role's `answers.parquet` once all its answers exist.
 
     Raises:
         The errors of `SteerModel.run`.
@@ -61,7 +61,7 @@ def _group(settings: RoleSettings, role: RoleFolder) -> AnswerGroup[RoleResponse
 
 
 def _write(role: RoleFolder, responses: Sequence[RoleResponse]) -> None:
-    """Write all answers of a role as one table."""
+    """Write all answers of a role as one table, and mark its stage "generate" as done."""
     write_table(role.path / "answers.parquet", responses)
     role.finish("generate")
 
@@ -72,7 +72,7 @@ async def score(
     """Score a role's answers and write `scores.parquet`, or load the scores that an earlier run wrote.
 
     Returns:
-        A score of 0 to 100 for each answer, None where it could not be scored; None in place of the list if there is no
+        A score of 0 to 100 for each answer, None if it could not be scored; None in place of the list if there is no
         scorer or the role is the assistant.
 
     Raises:
@@ -99,7 +99,7 @@ async def score(
 def kept_of(
     settings: RoleSettings, responses: Sequence[RoleResponse], scores: Sequence[float | None] | None
 ) -> list[RoleResponse]:
-    """Select the answers of a role to use: those that have a token and, unless `scores` is None, a sufficient score."""
+    """Return the answers of a role that have a token and, unless `scores` is None, at least the threshold's score."""
     if scores is None:
         return [response for response in responses if response.token_ids]
     return [
@@ -120,8 +120,8 @@ async def read(
 ) -> None:
     """Read a role's kept answers, each of which fits the context, with the model, and write `rows.safetensors`.
 
-    Each answer becomes one row per layer in the workers, and the answers to a question become one here, before the next
-    are read: memory does not grow with the number of answers.
+    Each answer is averaged to one row per layer in the workers, and the answers to a question to one row here, before
+    the next are read, so that memory does not grow with their number. `room` is as for `answer_rows`.
 
     Raises:
         The errors of `SteerModel.read`.
@@ -154,7 +154,7 @@ async def read(
 
 
 def _batches(settings: RoleSettings, kept: Sequence[RoleResponse]) -> Iterator[list[RoleResponse]]:
-    """Yield answers to whole questions, at least `read_together` at once, regardless of what was read before."""
+    """Yield batches of all answers to whole questions, at least `read_together` each, the same in every run."""
     ordered = sorted(kept, key=lambda response: response.question)  # stable: by prompt and sample within a question
     batch: list[RoleResponse] = []
     for _, answers in groupby(ordered, key=lambda response: response.question):
@@ -169,7 +169,7 @@ def _batches(settings: RoleSettings, kept: Sequence[RoleResponse]) -> Iterator[l
 async def _means(
     model: SteerModel, settings: RoleSettings, batch: Sequence[RoleResponse], room: Mapping[str, int]
 ) -> tuple[RoleRowsHeader, dict[str, torch.Tensor]]:
-    """Return the rows of some questions, with their header."""
+    """Read the answers to some questions; return a header, and the tensors `means` and `norms`, by question."""
     pieces = [batch[at : at + settings.read_together] for at in range(0, len(batch), settings.read_together)]
     read = [await answer_rows(model, settings, piece, room) for piece in pieces]
     rows = torch.cat([one.values for one in read]).double()

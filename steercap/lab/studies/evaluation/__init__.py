@@ -1,4 +1,4 @@
-"""Evaluation of methods beside each other on the same questions, with intervals and costs."""
+"""Evaluation: comparison of steering methods and prompts on the same questions, with intervals and costs."""
 
 from steercap.lab.measures.statistics import Difference, Estimate, benjamini_hochberg, holm
 from steercap.lab.studies.evaluation.definition import Condition, Evaluation

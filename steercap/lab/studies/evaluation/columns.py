@@ -1,4 +1,4 @@
-"""Columns of numbers for each line and dose, the mean of each question or item, and doses of equal cost among them."""
+"""Columns of an evaluation: means of each question or item by method and dose; interpolated doses of equal cost."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from steercap.lab.studies.evaluation.definition import Condition, Evaluation
 from steercap.lab.studies.evaluation.store import Answer
 from steercap.lab.studies.evaluation.tasks import Task
 
-#: Tolerance for being at a dose, as a share of the step: costs are exponentials of logarithms.
+#: Tolerance for being at a tried dose, as a share of the step between doses: costs are exponentials of logarithms.
 ROUNDING: Final = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Numbers of an evaluation; its arguments are those of `EvaluationResults`.
+    """Values of an evaluation by column, a measure or task; arguments as for `EvaluationResults`.
 
     A *line* is a method, or several pooled under one name. Numbers in a column of factors are logarithms.
     """
@@ -67,7 +67,7 @@ class Columns:
         return list(dict(self.lines))
 
     def doses(self, line: str) -> list[float]:
-        """Return the doses of a line.
+        """Return the doses of a line, in the order of the evaluation.
 
         Raises:
             InvalidSpec: there is no line of this name.
@@ -78,7 +78,7 @@ class Columns:
         return found
 
     def control_of(self, line: str) -> str:
-        """Return the method that a line is a control of, or ""."""
+        """Return the name of the method that a line is a control of, or ""."""
         return next(method.control_of for method in self.evaluation.methods if method.line == line)
 
     def has_doses(self, line: str) -> bool:
@@ -155,10 +155,10 @@ class Columns:
         return 1 if self.less_better(column) else -1
 
     def _shared(self, column: str) -> npt.NDArray[np.bool_]:
-        """Return a mask of the questions, or items of a task, that were measured everywhere.
+        """Return a mask of the questions, or items of a task, that were measured under every method and dose.
 
         Raises:
-            InvalidSpec: there are no such questions.
+            InvalidSpec: there are no such questions or items.
         """
         known = [~np.isnan(means) for means in self.means[column].values()]
         found: npt.NDArray[np.bool_] = np.logical_and.reduce([one for one in known if one.any()])
@@ -172,7 +172,7 @@ class Columns:
         return next(bool(method.system) for method in self.evaluation.methods if method.line == line)
 
     def place(self, line: str, by: str, at: float) -> Place:
-        """Return the place between doses at which the column of the cost has a given value.
+        """Return the first dose, interpolated, at which the column `by` of a line is `at`, in the column's unit.
 
         Raises:
             InvalidSpec: the value is a factor, and not above 0.
@@ -187,12 +187,12 @@ class Columns:
 
 @dataclass(frozen=True)
 class Place:
-    """Dose between two that were tried.
+    """Interpolated dose, between two that were tried.
 
     Args:
-        low, high: tried doses on both sides; equal if it is one of them. Dose 0 is no steering.
-        share: position from the first to the second, in [0, 1].
-        reached: True if the method has the wanted cost there.
+        low, high: neighbouring tried doses; equal if the dose itself was tried. Dose 0 is no steering.
+        share: position between `low` (0) and `high` (1).
+        reached: True if the method has the wanted cost at this dose.
     """
 
     low: float
@@ -206,10 +206,10 @@ class Place:
         return self.low + self.share * (self.high - self.low)
 
     def between(self, at: Mapping[float, Floats]) -> Floats:
-        """Interpolate values measured at both doses; for a factor, its logarithm.
+        """Interpolate values linearly between both doses: float64 [clusters]; logarithms for a factor.
 
         Args:
-            at: float64 [clusters] by dose, 0 included.
+            at: values of each question or item by dose, 0 included: float64 [clusters] each.
         """
         if self.low == self.high or not self.share:
             return at[self.low]
@@ -224,14 +224,14 @@ def path(doses: Sequence[float]) -> list[float]:
 
 
 def place_of(costs: Mapping[float, float], wanted: float) -> Place:
-    """Find where the cost first equals the wanted one, on straight lines from dose to dose.
+    """Find the first dose with the wanted cost, interpolated linearly between neighbouring doses.
 
     Args:
-        costs: costs by dose, in the order of the path; for a factor, its logarithm.
+        costs: costs by dose, in the order of `path`; for a factor, their logarithms.
         wanted: wanted cost, on the same scale.
 
     Returns:
-        The place; if the cost is never reached, the dose with the highest cost, except dose 0, marked as not reached.
+        The dose; if the cost is never reached, the dose with the highest cost, except dose 0, marked as not reached.
     """
     doses, near = list(costs), partial(math.isclose, wanted, rel_tol=ROUNDING, abs_tol=ROUNDING)
     for low, high in pairwise(doses):

@@ -1,4 +1,4 @@
-"""Evaluation of methods on the same questions, and the definition that its answers depend on."""
+"""Evaluation of methods on the same questions, and its definition: everything that the answers depend on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Condition(msgspec.Struct, frozen=True):
 
     Args:
         method: name of the method.
-        dose: factor on its steering; 1 for a method without steering.
+        dose: factor on the scale of the method's edits; 1 for a method without steering.
     """
 
     method: str
@@ -34,7 +34,7 @@ class Condition(msgspec.Struct, frozen=True):
 
 
 class Conversation(NamedTuple):
-    """Conversation to run; `number` is that of its first answer in the folder."""
+    """Conversation `sample` about a question, by index, to run; `number` is that of its first answer in the folder."""
 
     number: int
     condition: Condition
@@ -43,10 +43,10 @@ class Conversation(NamedTuple):
 
 
 class KnownCondition(msgspec.Struct, frozen=True):
-    """Condition that a folder has, or will have, answers under.
+    """Condition of answers that a folder has or will have.
 
     Args:
-        digest: SHA-256 of its edits and its system prompt.
+        digest: SHA-256 of the condition's edits and system prompt, in hexadecimal.
         method: name of the method when it was added; for readers.
         dose: dose of the method.
     """
@@ -61,7 +61,7 @@ class EvaluationDefinition(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         model: identity of the model; see `steercap.files.fingerprint`.
-        questions: turns of each question.
+        questions: texts of each question's turns.
         sampling: vLLM sampling parameters.
         samples: number of conversations about each question.
         chat: True if questions go through the chat template.
@@ -78,7 +78,7 @@ class EvaluationDefinition(msgspec.Struct, frozen=True, kw_only=True):
     conditions: list[KnownCondition] = []
 
 
-#: Folders of evaluations, to which conditions may be added.
+#: Kind of folder of an evaluation; it may be resumed with other conditions, which are added.
 FOLDER: Final = FolderKind(
     "evaluation.json", EvaluationDefinition, "evaluation", partial(differences, but=("conditions",))
 )
@@ -86,14 +86,14 @@ FOLDER: Final = FolderKind(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Evaluation:
-    """Set of methods that answer the same questions.
+    """Set of methods to compare on the same questions.
 
-    The method without steering and prompt is always included, named "none" unless you name it yourself.
+    A method without steering and system prompt is always included, named "none" unless you name it yourself.
 
     Args:
         methods: methods to compare.
-        questions: questions, each a text, or several texts that the user says one after another, each after the model's
-            own answer to the one before. Questions that no vector was made from and no dose was chosen with.
+        questions: questions, each a text, or several texts of the user's turns, each after the model's own answer to
+            the one before. Use questions from which no vector was made and by which no dose was chosen.
         sampling: vLLM sampling parameters except `n` and `seed`, which the evaluation sets.
         samples: number of conversations about each question; the same question, sample and turn have the same seed
             under every method.
@@ -169,7 +169,7 @@ class Evaluation:
         return tuple(Condition(method.name, dose) for method in self.methods for dose in method.doses)
 
     def spec(self, condition: Condition) -> SteeringSpec | None:
-        """Return the edits of a condition; None for none."""
+        """Return the edits of a condition; None without steering."""
         return self.method(condition.method).spec(condition.dose)
 
     def digest(self, condition: Condition) -> str:
@@ -179,18 +179,18 @@ class Evaluation:
         return hashlib.sha256(msgspec.json.encode(said)).hexdigest()
 
     def conversations(self, places: Mapping[Condition, int]) -> Iterator[Conversation]:
-        """Yield all conversations, grouped by condition, so that few steering slots are in use at once."""
+        """Yield all conversations, grouped by condition; `places` are the conditions' indices in the folder."""
         per = len(self.questions) * self.samples * self.turns
         for condition in self.conditions():
             for at, (question, sample) in enumerate(product(range(len(self.questions)), range(self.samples))):
                 yield Conversation(places[condition] * per + at * self.turns, condition, question, sample)
 
     def prompt(self, condition: Condition, said: Sequence[str]) -> Any:
-        """Return the prompt that the model reads.
+        """Return the prompt of the next answer: chat messages, or text if `chat` is False.
 
         Args:
             condition: condition with the system prompt.
-            said: texts of user and model, in turns; the user begins and ends.
+            said: texts of user and model so far, in turns; the user begins and ends.
         """
         system = self.method(condition.method).system
         if not self.chat:
@@ -199,11 +199,11 @@ class Evaluation:
         return [*([{"role": "system", "content": system}] if system else []), *spoken]
 
     def sampling_of(self, question: int, sample: int, turn: int) -> dict[str, Any]:
-        """Return vLLM sampling parameters of one answer; its seed does not depend on the condition."""
+        """Return vLLM sampling parameters of the answer of these indices; the seed does not depend on the condition."""
         return {**self.sampling, "seed": derived_seed(f"{self.seed}/{question}/{sample}/{turn}")}
 
     def definition(self, model: Mapping[str, str]) -> EvaluationDefinition:
-        """Return the definition that the answers depend on.
+        """Return the definition, everything that the answers depend on.
 
         Args:
             model: identity of the model; see `steercap.files.fingerprint`.

@@ -1,4 +1,4 @@
-"""Method of an evaluation: steering at some doses or a system prompt; and controls for it."""
+"""Method of an evaluation, steering at some doses or a system prompt; and controls for methods."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from steercap.steering.edits.add import Add
 from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec, spec_of
 
-#: Default name of the method without steering and prompt.
+#: Default name of the method without steering and system prompt.
 PLAIN = "none"
-#: Lengths of what is added, in the units of the stream: 100 to 1,000 by hundreds, in both directions.
+#: Default lengths of added vectors, in the units of the residual stream: 100 to 1,000 by hundreds, in both directions.
 SCALES: Final = tuple(sign * length for sign in (1, -1) for length in range(100, 1001, 100))
 
 
@@ -38,16 +38,16 @@ class Method:
             none. A member of a DirectionSet is LayerVectors; a trained file is read by `SteeringSpec.load`.
         doses: factors on the scale of every edit, each tried by itself; not 0, which is no method. An edit without a
             scale, such as a Cap, has dose 1 alone.
-        layers: for LayerVectors, the layers to add them at, all at once; by default all that they have.
+        layers: for LayerVectors, the layers to add them at, all at once; by default all that have a vector.
         tokens: for LayerVectors, the tokens to edit; "generated" by default.
         system: system prompt; "" for that of the model's chat template.
-        control_of: name of the method that it is a control of, "" for none. Controls are drawn in grey, and have no
-            comparison of their own.
+        control_of: name of the method that this one is a control of, "" for none. Controls are drawn in grey, and left
+            out of `EvaluationResults.compare`.
         pooled: name under which methods are pooled in tables and pictures, such as several random vectors.
 
     Raises:
         InvalidSpec: an empty name, no dose or one that is 0, not finite, duplicated, or not 1 with nothing to scale;
-            layers or tokens without LayerVectors, or a layer that they lack.
+            layers or tokens without LayerVectors, or a layer without a vector.
     """
 
     name: str
@@ -76,21 +76,21 @@ class Method:
 
     @property
     def line(self) -> str:
-        """Name of its line in tables and pictures, pooled or its own."""
+        """Name of the method's line in tables and pictures: `pooled`, or else `name`."""
         return self.pooled or self.name
 
     @property
     def is_plain(self) -> bool:
-        """True if it changes nothing."""
+        """True if the method has neither steering nor a system prompt."""
         return self.steering is None and not self.system
 
     @property
     def scales(self) -> bool:
-        """True if its steering can be scaled to several doses."""
+        """True if the method's steering has scales, so that it can have several doses."""
         return isinstance(self.steering, SteeringSpec) and has_doses(self.steering)
 
     def spec(self, dose: float) -> SteeringSpec | None:
-        """Return its steering at a dose."""
+        """Return the method's edits with their scales times `dose`; None without steering."""
         assert self.steering is None or isinstance(self.steering, SteeringSpec)
         return None if self.steering is None else dosed(self.steering, dose)
 
@@ -98,7 +98,7 @@ class Method:
         """Return controls: the same edits with random vectors of the same norms, at the same doses.
 
         Args:
-            count: number of controls; they are pooled.
+            count: number of controls, which are pooled in tables and pictures.
             seed: seed of the draws.
 
         Raises:
@@ -162,25 +162,25 @@ async def shuffled(
 ) -> LayerVectors:
     """Extract a control direction from the same texts with half of the labels exchanged at random.
 
-    It shares the properties of any direction between such texts, but has as many texts of the trait on one side as on
-    the other, of each group within one; of an odd number of texts one is left out. Where all groups have one text of
-    each label, these stay on two sides. The control is scaled to the norm of the vector it is compared with; at its own
-    norm it would do less merely by being shorter.
+    It shares the properties of any direction between such texts, but each side has as many texts of the trait as the
+    other, in each group to within one; of an odd number of texts one is left out. If all groups have one text of each
+    label, the two stay on different sides. The control is scaled to the norms of `like`; at its own it would have less
+    effect merely by being shorter.
 
     Args:
         model: an open model.
         positive, negative: the texts that the vector was extracted from.
-        like: the vector; the control takes its layers, site and norms.
-        method, tokens, reduce, groups, negative_groups, add_special_tokens: arguments of its extraction, see
+        like: the vector; the control has the same layers, site and norms.
+        method, tokens, reduce, groups, negative_groups, add_special_tokens: arguments of the vector's extraction by
             `steercap.lab.directions.extract`.
-        seed: seed of the draw.
+        seed: seed of the random exchange.
 
     Returns:
         Vectors at the layers of `like`.
 
     Raises:
-        InvalidSpec: fewer than two texts of a label: nothing can be exchanged; or a method that compares pairs, for
-            which an exchange within a pair changes nothing.
+        InvalidSpec: fewer than two texts of a label, so that none can be exchanged; or a method that compares pairs,
+            where an exchange within a pair changes nothing.
         The errors of `steercap.lab.directions.extract`.
     """
     if min(len(positive), len(negative)) < 2:
@@ -220,7 +220,7 @@ async def shuffled(
 def _dealt(
     texts: Sequence[Text], groups: Sequence[Hashable], order: Sequence[Hashable], draw: Random
 ) -> tuple[list[tuple[Text, Hashable]], list[tuple[Text, Hashable]]]:
-    """Deal texts to two sides in turn, group by group; the last of an odd number is left out."""
+    """Deal texts with their groups to two sides in turn, in random order within each group; an odd last is left out."""
     rank = {group: place for place, group in enumerate(order)}
     dealt = sorted(zip(texts, groups, strict=True), key=lambda one: (rank[one[1]], draw.random()))
     even = len(dealt) // 2 * 2
@@ -235,22 +235,23 @@ def rollout_methods(
     layers: Sequence[int] | None = None,
     tokens: Tokens | TokenSelection = "generated",
 ) -> list[Method]:
-    """Return vectors at unit length times each scale, and at the length that was learned.
+    """Return methods that add vectors scaled to each length, and to the length that was learned.
 
     The methods are named `trained_scale_100`, `trained_scale_-100`, ..., and `trained_scale_learned` for the trained
     vector as it is; `activation_scale_100`, ..., and `activation_scale_learned` for the averaged one, at the length of
     the trained one, layer by layer.
 
     Args:
-        trained: trained vector at one or more layers, to which it is added at once.
-        averaged: difference of means, at the same site and layers.
-        scales: lengths of what is added, in the units of the stream; negative for the opposite direction. May be empty.
-        layers: some of the layers; all by default.
+        trained: trained vector of each layer; all layers are steered together.
+        averaged: difference of means, at the same site and layers; None for none.
+        scales: lengths of the added vector, in the units of the residual stream; negative for the opposite direction.
+            May be empty.
+        layers: layers to use; all by default.
         tokens: tokens to steer.
 
     Raises:
-        InvalidSpec: a scale is 0, not finite, or there twice; or the two are not of the same site, layers and width.
-        LayerOutOfRange: a layer without a vector.
+        InvalidSpec: a scale is 0, not finite, or given twice; or the vectors differ in site, layers or width.
+        LayerOutOfRange: a layer has no vector.
         InvalidVector: a vector is zero.
     """
     lengths = _lengths(scales)
@@ -276,7 +277,7 @@ def scaled_name(name: str, scale: float) -> str:
 
 
 def listed(methods: Sequence[Method]) -> Iterator[Method]:
-    """Yield the methods, preceded by the plain one if it is missing."""
+    """Yield the methods, preceded by one without steering and system prompt if none is."""
     if not any(method.is_plain for method in methods):
         yield Method(name=PLAIN)
     yield from methods

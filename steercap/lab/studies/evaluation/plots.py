@@ -1,4 +1,4 @@
-"""Picture of methods: effect against cost, and all methods at equal cost."""
+"""Picture of an evaluation: each method's effect by its cost, and all methods at equal cost."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from steercap.lab.studies.sweeps.summaries import RANDOM, frame, scale_log
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Marks of methods, each with the colour of its place.
+#: Matplotlib markers of methods, in order, as `COLOURS` are their colours.
 MARKS: Final = ("o", "s", "^", "D", "v", "P")
-#: Marks of controls, in grey.
+#: Matplotlib markers of controls, which are grey.
 CONTROL_MARKS: Final = ("x", "+", "1", "2")
-#: Inches of the panel of doses, of one of a column, and of a row; dots per inch.
+#: Widths in inches of the panel of doses and of a column's panel, height of a row; dots per inch.
 DOSES, COLUMN, HEIGHT, DPI = 4.4, 2.0, 3.0, 150
 
 
 class Drawn(Protocol):
-    """Interface of `EvaluationResults`, for drawing."""
+    """Part of the interface of `EvaluationResults` that `plot_methods` needs."""
 
     @property
     def columns(self) -> list[str]:
@@ -37,25 +37,25 @@ class Drawn(Protocol):
         """Name of the method that changes nothing."""
 
     def summary(self) -> list[Line]:
-        """Return every method at every dose."""
+        """Return the means of every method at every dose."""
 
     def path(self, method: str) -> list[float]:
         """Return the doses through which a method is followed, 0 for no steering."""
 
     def matched(self, *, by: str, at: float | None = None) -> list[Matched]:
-        """Return the methods at equal cost."""
+        """Return the means of every method at equal cost; see `EvaluationResults.matched`."""
 
     def reached_by_all(self, by: str) -> float:
-        """Return the highest cost that all methods reach."""
+        """Return the highest cost that every method with doses reaches."""
 
     def is_log(self, column: str) -> bool:
-        """Return True if a column holds factors."""
+        """Return True if a column's values are factors, drawn on a logarithmic axis."""
 
     def axis(self, column: str) -> str:
         """Return the axis label of a column."""
 
     def check(self, *columns: str) -> None:
-        """Check that columns are known."""
+        """Check that measures or tasks were taken; raise InvalidSpec if one was not."""
 
 
 def plot_methods(
@@ -66,7 +66,7 @@ def plot_methods(
     by: str,
     at: float | Mapping[str, float] | None = None,
 ) -> Path:
-    """Draw the effects of methods against their costs.
+    """Draw the effects of methods by their costs, and return the file's path.
 
     On the left is the first column against the cost, each method a line through the doses that `matched` follows, and
     a mark at others. A dashed line is the cost at which all are compared. On the right is a panel for each column: each
@@ -74,16 +74,16 @@ def plot_methods(
     Controls are grey.
 
     Args:
-        results: results of one evaluation, or of several by name, such as a trait, a row each.
+        results: results of one evaluation, or of several by name, such as that of a trait, each drawn in a row.
         to: file to write; its suffix sets the format.
-        columns: measures and tasks, first the one that methods aim at; by default all but the cost. For several
-            results, by their names.
+        columns: measures and tasks, first the one that methods are to change; by default all but the cost. For several
+            results, a mapping by their names.
         by: measure or task of the cost.
         at: cost at which to compare; by default the highest that every method with doses reaches. For several results,
-            by their names.
+            a mapping by their names.
 
     Raises:
-        InvalidSpec: a column was not taken, there is none, or no method has doses.
+        InvalidSpec: a column was not taken, there is none but the cost, or no method has doses.
     """
     rows = results if isinstance(results, Mapping) else {"": results}
     chosen = {
@@ -131,7 +131,7 @@ def _figure(
 
 
 def _styles(results: Iterable[Drawn]) -> dict[str, dict[str, Any]]:
-    """Return colour and mark of each method: no steering black, controls grey."""
+    """Return matplotlib's `color` and `marker` by name of the method: controls grey, no steering in the text colour."""
     found: dict[str, dict[str, Any]] = {}
     own = controls = 0
     for one in results:
@@ -150,7 +150,7 @@ def _styles(results: Iterable[Drawn]) -> dict[str, dict[str, Any]]:
 
 
 def _draw_doses(axes: Any, results: Drawn, column: str, styles: Mapping[str, Any], *, by: str, at: float) -> None:
-    """Draw the column against the cost, a line for each method."""
+    """Draw a column by the cost `by`, a line for each method, and the cost `at` as a dashed line."""
     lines: dict[str, list[Line]] = {}
     for line in results.summary():
         lines.setdefault(line.method, []).append(line)
@@ -223,6 +223,6 @@ def _draw_matched(
 
 
 def _bars(estimates: Sequence[Estimate]) -> list[list[float]]:
-    """Return the lengths below and above; 0 without an interval."""
+    """Return the lengths of error bars, below and above each value; 0 without an interval."""
     pairs = [(one.value - one.low, one.high - one.value) if one.low == one.low else (0.0, 0.0) for one in estimates]
     return [[max(below, 0.0) for below, _ in pairs], [max(above, 0.0) for _, above in pairs]]

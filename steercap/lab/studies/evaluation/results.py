@@ -26,21 +26,21 @@ from steercap.lab.studies.evaluation.tasks import Task
 if TYPE_CHECKING:
     import pyarrow as pa
 
-#: Default cost: the task of neutral prose.
+#: Label of the task that measures cost by default, the perplexity of neutral prose (`Passages`).
 COST = "neutral"
 
 
 @dataclass(frozen=True, eq=False)
 class EvaluationResults:
-    """Answers under every method, numbers for them, and readings of fixed texts.
+    """Answers under every method, their values by measure, and values of the tasks of fixed texts.
 
     Intervals are of 95 %, over questions or the items of a task, see `steercap.lab.measures.statistics.estimate`.
 
     Args:
         evaluation: evaluation that was run.
         answers: every answer, in the order of the evaluation.
-        values: value of each answer, by measure.
-        readings: value of each item under each condition, by task.
+        values: value of each answer, by label of the measure; NaN if it could not be measured.
+        readings: value of each item under each condition, by label of the task.
         measures, tasks: measures and tasks taken, by label.
     """
 
@@ -69,11 +69,11 @@ class EvaluationResults:
         return table_of(self.answers, self.values)
 
     def save(self, to: str | Path) -> Path:
-        """Write the table of answers to one Parquet file, atomically."""
+        """Write the table of answers to one Parquet file, atomically; return its path."""
         return save_table(to, self.table)
 
     def summary(self) -> list[Line]:
-        """Return every method at every dose, in the order of the evaluation; pooled methods are one."""
+        """Return means and intervals of every method at every dose, in the evaluation's order; pooled ones are one."""
         return [
             Line(
                 line,
@@ -114,14 +114,14 @@ class EvaluationResults:
         return self._numbers.path(method)
 
     def compare(self, column: str, *, against: str | None = None, dose: float | None = None) -> list[Comparison]:
-        """Compare every method at every dose with one of them, on the same questions, with p adjusted for all.
+        """Compare every method at every dose with `against`, on the same questions, p adjusted for all comparisons.
 
         Controls are left out: `compare_matched` compares them at equal cost.
 
         Args:
             column: a measure or task.
             against: name of the method to compare with; no steering by default.
-            dose: its dose; may be left out if there is only one.
+            dose: dose of `against`; may be left out if it has only one.
 
         Raises:
             InvalidSpec: a column, method or dose is missing, or there are several doses and none is given.
@@ -144,17 +144,17 @@ class EvaluationResults:
         )
 
     def matched(self, *, by: str = COST, at: float | None = None) -> list[Matched]:
-        """Return the methods at equal cost, interpolated linearly between doses, question by question.
+        """Return means of each method at equal cost, interpolated linearly between doses, question by question.
 
-        Each method is followed from no steering through its doses; the first place with the given cost counts. A method
-        that never reaches it is given at its most costly dose, and marked; a method without doses is given as it is.
+        The dose is the first from no steering on, in order of strength, that has the cost. For a method that never
+        reaches it, the means are those at its most costly dose, marked "never"; those without doses stay as they are.
 
         Args:
             by: measure or task of the cost; the perplexity of neutral prose by default.
-            at: its value; by default that of `reached_by_all`.
+            at: value of the column `by`, in its unit; by default that of `reached_by_all`.
 
         Raises:
-            InvalidSpec: a column was not taken, or `at` is no value of it.
+            InvalidSpec: the column `by` was not measured or cannot have the value `at`; or as for `reached_by_all`.
         """
         self.check(by)
         at = self.reached_by_all(by) if at is None else at
@@ -163,13 +163,13 @@ class EvaluationResults:
     def reached_by_all(self, by: str = COST) -> float:
         """Return the highest cost that every method with doses reaches at one of them, controls aside.
 
-        Methods that never cost more than no steering are ignored: they would leave nothing to compare but dose 0.
+        Methods that never cost more than no steering are ignored: with these, all would be compared at dose 0.
 
         Args:
             by: measure or task of the cost. Of a task whose more is better, such as accuracy, less costs more.
 
         Raises:
-            InvalidSpec: no method has doses and costs more than no steering, or a column was not taken.
+            InvalidSpec: no method has doses and costs more than no steering, or the column was not measured.
         """
         self.check(by)
         most = []
@@ -187,10 +187,10 @@ class EvaluationResults:
     def compare_matched(
         self, column: str, *, against: str, by: str = COST, at: float | None = None
     ) -> list[Comparison]:
-        """Compare every method with one of them at equal cost, on the same questions, with p adjusted for all.
+        """Compare every method with `against` at equal cost, on the same questions, p adjusted for all comparisons.
 
         Controls are compared too. Methods that never reach the cost are left out, and those without doses: see
-        `matched`. The method that all are compared with may be without doses.
+        `matched`. `against` itself may be without doses.
 
         Args:
             column: a measure or task.
@@ -223,13 +223,13 @@ class EvaluationResults:
         )
 
     def drift(self, column: str) -> list[Drift]:
-        """Return every method's course over the turns of the conversations.
+        """Return every method's mean at each turn of the conversations, and its slope over turns, for each dose.
 
         Args:
-            column: a measure.
+            column: label of a measure.
 
         Raises:
-            InvalidSpec: the measure was not taken, or questions have one turn.
+            InvalidSpec: the measure was not taken, or the questions have only one turn.
         """
         if column not in self.values or self.evaluation.turns < 2:
             raise InvalidSpec(
@@ -248,15 +248,15 @@ class EvaluationResults:
         return tables.markdown(self.summary(), self.columns)
 
     def save_summary(self, to: str | Path) -> Path:
-        """Write the summary: `.md` as Markdown, `.parquet` with a row for each method, dose and column.
+        """Write the summary, `.md` as Markdown or `.parquet` with a row per method, dose and column; return the path.
 
         Raises:
-            InvalidFile: the suffix is another one.
+            InvalidFile: the file has another suffix.
         """
         return tables.save(self.summary(), self.columns, Path(to))
 
     def plot(self, to: str | Path, *, columns: Sequence[str] | None = None, by: str = COST) -> Path:
-        """Draw methods beside each other; see `steercap.lab.studies.evaluation.plots.plot_methods`."""
+        """Draw methods' effects by cost, and return `to`; see `steercap.lab.studies.evaluation.plots.plot_methods`."""
         return plot_methods(self, to, columns=columns, by=by)
 
     def check(self, *columns: str) -> None:
@@ -269,11 +269,11 @@ class EvaluationResults:
             _ = self._numbers[column]
 
     def is_log(self, column: str) -> bool:
-        """Return True if a column holds factors."""
+        """Return True if a column's values are factors, which have geometric means and logarithmic axes."""
         return self._numbers[column].log
 
     def axis(self, column: str) -> str:
-        """Return the axis label of a column."""
+        """Return the axis label of a column, or its own label."""
         return self._numbers[column].axis or column
 
     @cached_property

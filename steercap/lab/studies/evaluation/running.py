@@ -1,4 +1,4 @@
-"""Runner of an evaluation in one engine: every missing answer, value and reading."""
+"""Runner of an evaluation in one engine, which computes every missing answer, measure and task value."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ async def evaluate(
     concurrent: int = CONCURRENT,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> EvaluationResults:
-    """Have every question answered under every method at every dose, and measure answers and fixed texts.
+    """Generate answers to every question under every method at every dose, and measure answers and fixed texts.
 
-    All requests run in one engine, each with its own steering, and share its batches. An interrupted evaluation
-    resumes: run it again and only missing requests are made, also after methods, doses, measures or tasks were added.
+    All requests run in one engine, each with its own steering, and share batches. An interrupted evaluation is resumed
+    by another call, which makes only missing requests, also after methods, doses, measures or tasks were added.
 
     Args:
         model: an open model.
@@ -54,10 +54,10 @@ async def evaluate(
 
     Raises:
         MissingExtra: the extra "evaluation" is not installed.
-        RunDiffers: the folder holds answers to other questions, of another model, or sampled otherwise.
+        RunDiffers: the folder has answers to other questions, of another model, or with other sampling.
         InvalidRequest: another call writes to the folder.
-        InvalidSpec: two measures or tasks have one label, or an edit cannot apply to a text that is read.
-        The errors of `SteerModel.generate`, before anything is answered where an edit does not fit the engine.
+        InvalidSpec: two measures or tasks have one label, or an edit cannot apply to a text of a task.
+        The errors of `SteerModel.generate`; with a task, before any answer if an edit does not fit the engine.
     """
     require("evaluation")
     taken, read = measures_of(measures, COLUMNS), tasks_of(tasks)
@@ -87,12 +87,12 @@ def read_results(
     Args:
         evaluation: all or some of the methods and doses that were evaluated, on the same questions.
         out: the folder.
-        measures, tasks: all or some of those that were taken.
+        measures, tasks: all or some of the measures and tasks that were taken.
 
     Raises:
         MissingExtra: the extra "evaluation" is not installed.
-        RunDiffers: the folder holds another evaluation.
-        InvalidFile: the folder holds no evaluation, or lacks a part of this one.
+        RunDiffers: the folder has another evaluation.
+        InvalidFile: the folder has no evaluation, or lacks a part of this one.
     """
     require("evaluation")
     folder = Folder(out, evaluation, FOLDER.read(out).model, write=False)
@@ -114,21 +114,21 @@ def _results(
 
 
 def tasks_of(given: Sequence[str | Task]) -> tuple[Task, ...]:
-    """Resolve tasks given by name or as objects.
+    """Return the tasks that are given by name in `TASKS` or as objects, in order.
 
     Raises:
-        UnknownName: no task has a name.
+        UnknownName: no task has a given name.
         InvalidSpec: an entry is not a task, or two have one label.
     """
     return chosen(given, TASKS, Task)
 
 
 def _silent(_what: str, _done: int, _all: int) -> None:
-    """Ignore progress."""
+    """Ignore a progress report, as the default callback."""
 
 
 class _Reading(NamedTuple):
-    """Item to read; `number` is that of its reading in the folder."""
+    """Item of a task to read under a condition; `number` is the number of its value in the folder."""
 
     number: int
     condition: Condition
@@ -137,7 +137,7 @@ class _Reading(NamedTuple):
 
 @dataclass(frozen=True)
 class _Run:
-    """Running evaluation; see `evaluate`."""
+    """State of an `evaluate` call, with its arguments and opened folder."""
 
     model: SteerModel
     evaluation: Evaluation
@@ -146,7 +146,7 @@ class _Run:
     tell: Callable[[str, int, int], None]
 
     async def answer(self) -> None:
-        """Run all missing conversations, each from where it stopped."""
+        """Generate all missing answers; a conversation continues after its last stored answer."""
         kept, questions = self.folder.answers, self.evaluation.questions
         wanted = {one.number: one for one in self.evaluation.conversations(self.folder.places)}
         turns = {number: len(questions[one.question]) for number, one in wanted.items()}
@@ -165,7 +165,7 @@ class _Run:
         await self._fill(kept, missing, talk, numbers, "answers")
 
     async def read(self, task: Task) -> None:
-        """Read the items of a task under every condition that is missing."""
+        """Compute the missing values of a task, each of an item under a condition."""
         kept = self.folder.readings(task)
         wanted = {
             number: _Reading(number, condition, item)
@@ -205,7 +205,7 @@ class _Run:
 
         Args:
             at: the conversation.
-            spec: steering of its condition, None for none.
+            spec: edits of the conversation's condition, None for none.
             replies: questions and answers so far, alternating; the new question is last.
         """
         prompt, turn = self.evaluation.prompt(at.condition, replies), len(replies) // 2

@@ -21,7 +21,7 @@ class Answer(Answered, frozen=True, kw_only=True):
     Args:
         number: number of the answer in the folder.
         method, dose: condition of the answer, with the method's name at that time.
-        question, sample, turn: index of the question, of the conversation about it, and of the answer in that.
+        question, sample, turn: index of the question, of the conversation about it, and of the turn.
         finish_reason: vLLM's finish reason: "stop" or "length".
     """
 
@@ -75,7 +75,7 @@ class Folder(StudyFolder[Answer]):
         return Table(self.path / "tasks" / folder_of(task.label, made), Value)
 
     def numbers(self, condition: Condition, task: Task) -> range:
-        """Return the numbers of a task's items under a condition."""
+        """Return the numbers, in the table of the task, of its items under a condition."""
         place, count = self.places[condition], len(task.items)
         return range(place * count, (place + 1) * count)
 
@@ -93,7 +93,7 @@ class Folder(StudyFolder[Answer]):
         return found
 
     def values_of(self, measure: Measure, answers: Sequence[Answer]) -> list[float]:
-        """Return the value of each answer by a measure.
+        """Return a measure's stored value of each answer, in the order of the answers.
 
         Raises:
             InvalidFile: a value is missing.
@@ -102,7 +102,7 @@ class Folder(StudyFolder[Answer]):
         return [self._stored_row(kept, one.number, measure).value for one in answers]
 
     def readings_of(self, task: Task, evaluation: Evaluation) -> dict[Condition, list[float]]:
-        """Return the value of each item of a task under each condition.
+        """Return the stored value of each item of a task, in order, under each condition of an evaluation.
 
         Raises:
             InvalidFile: a value is missing.

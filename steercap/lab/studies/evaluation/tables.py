@@ -1,4 +1,4 @@
-"""Lines, comparisons and other findings of an evaluation, and their tables with intervals."""
+"""Summaries and comparisons of methods in an evaluation, and their tables in Markdown and Parquet."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from steercap.lab.measures.statistics import Difference, Estimate, benjamini_hoc
 
 
 class Line(msgspec.Struct, frozen=True):
-    """Method at a dose, with its means in every column.
+    """Method at a dose, with its mean in every column.
 
     Args:
-        method: name of the method, or its pooled name.
-        dose: factor on its steering; 1 for a method without steering.
-        control_of: name of the method that it is a control of, or "".
-        means: means by measure, over questions, and by task, over its items.
+        method: name of the method, or the name under which several are pooled.
+        dose: factor on the scale of the method's edits; 1 for a method without steering.
+        control_of: name of the method that this one is a control of, or "".
+        means: mean and interval by measure, over questions, and by task, over items.
     """
 
     method: str
@@ -34,13 +34,13 @@ class Comparison(msgspec.Struct, frozen=True):
     """Comparison of one method with another on the same questions.
 
     Args:
-        column: measure or task.
-        method, dose: method and dose, which may be interpolated.
-        against, against_dose: method and dose it is compared with.
-        difference: difference of the first minus the second.
-        holm: p adjusted for all comparisons of its list, controlling the probability of any false one below a level;
-            see `steercap.lab.measures.statistics.holm`.
-        bh: p adjusted to control the false discovery rate (Benjamini and Hochberg).
+        column: label of the measure or task.
+        method, dose: first method and its dose, which may be interpolated.
+        against, against_dose: second method and its dose.
+        difference: first minus second, with interval and p.
+        holm: p adjusted for all comparisons together to control the family-wise error rate; see
+            `steercap.lab.measures.statistics.holm`. NaN before `corrected`.
+        bh: p adjusted for all comparisons together to control the false discovery rate (Benjamini and Hochberg).
     """
 
     column: str
@@ -54,14 +54,14 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 class Matched(msgspec.Struct, frozen=True):
-    """Method at a cost equal to that of the others.
+    """Method at the dose at which its cost equals a given one.
 
     Args:
-        method, control_of: fields as for `Line`.
-        how: "interpolated" between two doses, or dose 0 and the least; "as it is", for a method without doses; "never",
-            if no dose reaches the cost: then it is at its most costly dose.
-        dose: dose of the method there.
-        means: means by column, at that dose. Intervals do not include the uncertainty of the dose.
+        method, control_of: as in `Line`.
+        how: "interpolated" between two doses, or no steering and the least dose; "as it is", for a method without
+            doses; "never", if no dose reaches the cost and `dose` is the most costly one.
+        dose: dose of the method at that cost.
+        means: mean by column, at that dose. Intervals do not include the uncertainty of the dose.
     """
 
     method: str
@@ -72,11 +72,11 @@ class Matched(msgspec.Struct, frozen=True):
 
 
 class Drift(msgspec.Struct, frozen=True):
-    """Course of a method over the turns of a conversation.
+    """Mean of a measure at each turn of the conversations, under a method at a dose.
 
     Args:
-        method, dose: fields as for `Line`.
-        turns: mean at each turn, over the questions that have one.
+        method, dose: as in `Line`.
+        turns: mean at each turn, over the questions that have this turn.
         slope: change per turn, the mean of the questions' least-squares slopes; for a factor, the factor.
     """
 
@@ -87,10 +87,10 @@ class Drift(msgspec.Struct, frozen=True):
 
 
 def corrected(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """Return the comparisons with p adjusted for all of them, such as those of all traits together.
+    """Return the comparisons in order, with `holm` and `bh`, p adjusted for all of them.
 
     Args:
-        comparisons: comparisons that are considered together.
+        comparisons: comparisons that are considered together, such as those of all traits.
     """
     p = [one.difference.p for one in comparisons]
     return [
@@ -100,7 +100,7 @@ def corrected(comparisons: Sequence[Comparison]) -> list[Comparison]:
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """Value of one method, dose and column, as stored in Parquet; see `Line` and `Estimate`."""
+    """Mean of one method, dose and column, a row of a Parquet table; fields as in `Line` and `Estimate`."""
 
     method: str
     dose: float
@@ -127,7 +127,7 @@ def markdown(lines: Sequence[Line], columns: Sequence[str]) -> str:
 
 
 def matched_markdown(lines: Sequence[Matched], columns: Sequence[str]) -> str:
-    """Format a Markdown table of methods at equal cost; those that never reach it, or have no doses, are marked."""
+    """Format a Markdown table of methods at equal cost; `how` follows the dose unless it is "interpolated"."""
     rows = [
         [
             _name(line.method, line.control_of),
@@ -140,7 +140,7 @@ def matched_markdown(lines: Sequence[Matched], columns: Sequence[str]) -> str:
 
 
 def compared_markdown(comparisons: Sequence[Comparison]) -> str:
-    """Format a Markdown table of differences with raw and adjusted p."""
+    """Format a Markdown table of comparisons, a row each: difference with interval, raw and adjusted p."""
     rows = [
         [
             one.column,
@@ -155,7 +155,7 @@ def compared_markdown(comparisons: Sequence[Comparison]) -> str:
 
 
 def save(lines: Sequence[Line], columns: Sequence[str], to: Path) -> Path:
-    """Write the table to a file, atomically.
+    """Write lines to a file, atomically, a row for each in .md, for each line and column in .parquet; return `to`.
 
     Raises:
         InvalidFile: the suffix is neither .md nor .parquet.
@@ -177,7 +177,7 @@ def save(lines: Sequence[Line], columns: Sequence[str], to: Path) -> Path:
 
 
 def interval(estimate: Estimate) -> str:
-    """Format a mean with its interval, "" for no value."""
+    """Format a mean with its interval, as "1.2 (0.9 to 1.5)"; "" if the mean is NaN."""
     if math.isnan(estimate.value):
         return ""
     if math.isnan(estimate.low):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from steercap.model import SteerModel
 
 Kind = TypeVar("Kind")
-#: The first log probability that vLLM gives is that of the second token.
+#: Minimum tokens before a scored text: vLLM gives no log probability for the first token of a prompt.
 FIRST_SCORED: Final = 1
 
 
@@ -49,19 +49,17 @@ class Item(NamedTuple):
 
 
 def first_of(items: Sequence[Item], first: int | None, what: str) -> Sequence[Item]:
-    """Return the first items of a task; `first=None` takes all. `what` is the task's name, for the message.
+    """Return the first `first` items of a task, all of them for None; `what` is the task's name, for the error.
 
     Raises:
-        InvalidSpec: there are not enough items.
+        InvalidSpec: `first` is not an integer from 1 to the number of items.
     """
     return items if first is None else items[: count_of(first, f"{what}: first", 1, len(items))]
 
 
 @functools.cache
 def read_shipped(name: str, kind: type[Kind]) -> Kind:
-    """Read texts that come with steercap, written for it and free of any data set, from
-    `evaluation/shipped/<name>.yaml`.
-    """
+    """Return `evaluation/shipped/<name>.yaml`, texts written for steercap, decoded as the type `kind`; cached."""
     with extra("experiments"):
         import yaml
 
@@ -77,7 +75,7 @@ class Task(ABC):
     placed as if the model had generated them: those of tokens="generated" begin after the prompt.
     """
 
-    #: True if it is a factor, with a geometric mean and a logarithmic axis.
+    #: True if the value is a factor, such as perplexity, with a geometric mean and a logarithmic axis.
     log: ClassVar[bool] = False
     #: Axis label, with its unit.
     axis: ClassVar[str] = ""
@@ -100,7 +98,7 @@ class Task(ABC):
 
         Args:
             item: index of the item.
-            logprobs: natural log probability of each token of each of its texts: float64 [tokens] each.
+            logprobs: natural log probabilities of the tokens of each text of the item, in order: float64 [tokens] each.
         """
 
 
@@ -112,13 +110,13 @@ class Passages(Task):
     the subject. A method that asks for another style makes plain prose less likely by design; that is part of its cost.
 
     Args:
-        texts: passages by the question that each answers; those that come with steercap by default: twelve of some 40
-            words, written for it, about things that everybody knows.
+        texts: passages by the question that each answers; by default twelve that come with steercap, written for it,
+            of some 40 words each, about common knowledge.
 
         first: number of passages to use, from the first; all by default.
 
     Raises:
-        InvalidSpec: there is no passage, an empty one, or fewer than `first`.
+        InvalidSpec: there is no passage, one is empty, or there are fewer than `first`.
     """
 
     log = True
@@ -187,8 +185,8 @@ class Choices(Task):
     probabilities count as wrong.
 
     Args:
-        questions: those that come with steercap by default: forty of everyday knowledge, written for it, each with
-            three wrong answers of about the same length; chance is 0.25.
+        questions: questions with answers; by default forty of everyday knowledge that come with steercap, written for
+            it, each with three wrong answers of about the same length, so that chance is 0.25.
 
         first: number of questions to use, from the first; all by default.
 
@@ -248,11 +246,12 @@ class PromptAndText(NamedTuple):
 
 
 def tokenized(tokenizer: Any, prompt: Any, item: Item) -> list[PromptAndText]:
-    """Tokenize an item: one result for each of its texts, after the prompt, a text or a conversation for the chat
-    template; after a text on a new line.
+    """Return token ids of the prompt, the item's lead and one of its texts, for each of its texts in order.
+
+    The prompt is text, which a new line follows, or a conversation for the tokenizer's chat template.
 
     Raises:
-        InvalidSpec: a text has no token.
+        InvalidSpec: a text has no token, or no token comes before it.
     """
     plain = isinstance(prompt, str)
     read = tokenizer.encode(f"{prompt}\n") if plain else templated(tokenizer, prompt, {}, spans=False)[0]
@@ -266,9 +265,9 @@ def tokenized(tokenizer: Any, prompt: Any, item: Item) -> list[PromptAndText]:
 async def logprobs_of(
     model: SteerModel, parts: Sequence[PromptAndText], spec: SteeringSpec | None
 ) -> list[npt.NDArray[np.float64]]:
-    """Return the natural log probability of each token of each text, given all before it: float64 [tokens] each.
+    """Return the natural log probability of each token of each text, given all tokens before it: float64 [tokens] each.
 
-    The edits are those of a generation, moved to the corresponding tokens.
+    Edits of `spec` (None for no steering) apply where they would if the model had generated the text after the prompt.
 
     Raises:
         InvalidSpec: an edit or a LogitBias cannot apply to a text that is read, see `over_read`.
@@ -282,7 +281,7 @@ async def logprobs_of(
 
 
 def _scored(parts: PromptAndText, logprobs: Sequence[Mapping[int, float]] | None) -> npt.NDArray[np.float64]:
-    """Return the log probabilities of the text from an entry for each token that holds the token."""
+    """Return the log probabilities of the text's tokens; `logprobs` maps token ids to them, one mapping per token."""
     ids = parts.ids
     if logprobs is None or len(logprobs) != len(ids):
         got = "none" if logprobs is None else len(logprobs)

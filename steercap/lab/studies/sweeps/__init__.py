@@ -1,4 +1,4 @@
-"""Sweeps: many ways of steering in one engine, with controls."""
+"""Sweeps over vectors, layers, operations and scales of steering in one engine, with controls."""
 
 from steercap.lab.measures import MEASURES, Answered, Measure
 from steercap.lab.studies.sweeps.grid import Condition, Sweep

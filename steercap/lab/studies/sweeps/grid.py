@@ -1,4 +1,4 @@
-"""Sweep over vectors, layers, operations and scales on the same prompts, with its controls."""
+"""Sweep over vectors, layers, operations and scales on the same prompts, with controls."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class SweepRequest(NamedTuple):
     """Request for one answer.
 
     Args:
-        number: number in the sweep, from 0.
-        condition: condition to steer it by.
+        number: number of the request in the sweep, from 0.
+        condition: condition under which to generate the answer.
         prompt: index of the prompt.
-        sample: index of the sample.
+        sample: index of the answer among those to this prompt.
     """
 
     number: int
@@ -64,7 +64,7 @@ class SweepDefinition(msgspec.Struct, frozen=True, kw_only=True, rename={"negate
     Args:
         model: identity of the model; see `steercap.files.fingerprint`.
         vectors: SHA-256 of the vectors at the layers swept, by name.
-        layers: layers steered at once, of each condition.
+        layers: groups of layers steered together.
         scales, operations, tokens, relative, random, negated, seed, prompts: as for `Sweep`; tokens as text.
         sampling: sampling parameters of an answer.
         samples: number of answers to each prompt under each condition.
@@ -85,7 +85,7 @@ class SweepDefinition(msgspec.Struct, frozen=True, kw_only=True, rename={"negate
     samples: int
 
 
-#: Folders of sweeps: all of the definition counts.
+#: Kind of folder of a sweep; it is resumed only by a sweep whose definition is equal in all fields.
 SWEEP: Final = FolderKind("sweep.json", SweepDefinition, "sweep")
 
 
@@ -94,22 +94,22 @@ class Sweep:
     """All combinations of vectors, layers, operations and scales, on the same prompts, with their controls.
 
     A scale is a multiple of the vector: at scale 1, directions from `steercap.lab.directions.extract` move the mean
-    of the negative texts to that of the positive ones. With `relative=True` it is the length of what is added as a
-    fraction of the row's norm. For what it means to other operations, see `OPERATIONS`.
+    of the negative texts to that of the positive ones. With `relative=True` it is the length of the added vector as a
+    fraction of the row's norm. `OPERATIONS` documents its meaning for other operations.
 
-    Every sweep includes the prompts without steering, once: condition "none", which also stands for every scale that
-    changes nothing, such as 0 of "add".
+    Every sweep includes the prompts without steering, once: control "none", which also stands for every scale that
+    changes nothing, such as 0 for "add".
 
     Args:
         vectors: LayerVectors by name; a DirectionSet is such a mapping.
-        layers: layers to steer: `(10, 14)` is each layer alone, `[(10,), (10, 12, 14)]` one alone and three at once,
-            each with its own vector.
+        layers: layers to steer: `(10, 14)` is each layer by itself, `[(10,), (10, 12, 14)]` one by itself, and three
+            at once, each with its own vector.
         scales: numbers, NumPy's included; a negated one is another condition.
         operations: names in `OPERATIONS`.
         tokens: tokens to steer, as in every edit.
         relative: True if scales are fractions of the row's norm; for "add" only.
-        random: number of random vectors of the same norm at each layer, for each vector: all operations, layers and
-            scales. The norm matters only to "add"; for the other operations they are random directions.
+        random: number of random vectors for each vector, of its norm at each layer, tried with all operations, layers
+            and scales. The norm matters only to "add"; for the other operations they are random directions.
         negated: try each scale negated too, for operations where that has the opposite effect (`Operation.signed`): not
             for "cap" and "set_projection".
         seed: seed of the random vectors and of the sampling.
@@ -188,7 +188,7 @@ class Sweep:
         return self.layers  # type: ignore[return-value]  # normalised above
 
     def conditions(self) -> tuple[Condition, ...]:
-        """Return all ways of steering: none first, then each vector with its controls."""
+        """Return all conditions: no steering first, then those of each vector, each followed by its controls."""
         found: dict[Condition, None] = {Condition(control="none"): None}
         for name, operation, layers in product(self.vectors, self.operations, self.groups):
             neutral = OPERATIONS[operation].neutral
@@ -203,7 +203,7 @@ class Sweep:
         return tuple(found)
 
     def spec(self, condition: Condition) -> SteeringSpec | None:
-        """Return the edits of one condition, created on demand: a large sweep has more vectors than memory."""
+        """Return the edits of a condition, None for no steering; made on each call, to keep no random vectors."""
         if condition.control == "none":
             return None
         vectors = self.vectors[condition.vector]
@@ -218,7 +218,7 @@ class Sweep:
         )
 
     def requests(self) -> Iterator[SweepRequest]:
-        """Yield all requests, grouped by condition, so that few steering slots are in use at once."""
+        """Yield all requests in order of number, grouped by condition so that few steering slots are in use at once."""
         each = product(self.conditions(), range(len(self.prompts)), range(self.samples))
         for number, (condition, prompt, sample) in enumerate(each):
             yield SweepRequest(number, condition, prompt, sample)
@@ -229,7 +229,7 @@ class Sweep:
         return {**self.sampling, "seed": seed}
 
     def definition(self, model: Mapping[str, str]) -> SweepDefinition:
-        """Return the definition that the answers depend on.
+        """Return the definition, everything that the answers depend on.
 
         Args:
             model: identity of the model; see `steercap.files.fingerprint`.
@@ -261,7 +261,7 @@ def _several(given: object, axis: str) -> list[Any]:
 
 
 def _together(layers: object) -> tuple[int, ...]:
-    """Return the layers that are steered together, from one index or several."""
+    """Return the layers that are steered together, ascending, from one index or several; else raise InvalidSpec."""
     index = index_of(layers)
     indices: list[int | None] = [index]
     if index is None:

@@ -1,4 +1,4 @@
-"""Operations that a sweep can scale, and specs scaled to a dose, moved or drawn at random."""
+"""Operations that a sweep can scale; steering specs scaled to a dose, moved to other tokens, or with random vectors."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from steercap.steering.spec import SteeringSpec
 
 @dataclass(frozen=True)
 class Operation:
-    """Operation of a sweep, such as addition, and what its scale is.
+    """Operation of a sweep, such as addition, and the meaning of its scale.
 
-    Where the scale is a projection, the vector's length does not count, so random vectors of the same norm are random
-    directions: the change of a row depends on the row.
+    If the scale is a projection, the vector's length does not matter, so that random vectors of the same norm are
+    random directions: the change of a row depends on the row.
 
     Args:
-        edit: function of a vector, [hidden] in the units of the stream, and a scale, which returns the edit. Further
-            arguments are the edit's `layer`, `site` and `tokens` and, if the operation has it, `relative`.
+        edit: function that returns an edit for a vector, [hidden] in the units of the residual stream, and a scale.
+            Keyword arguments are the edit's `layer`, `site`, `tokens` and, if `relative` is True, `relative`.
         axis: axis label of the scale.
-        neutral: scale at which it changes nothing; None if there is none.
-        relative: True if its scale can be a fraction of the row's norm.
-        signed: True if minus the scale has the opposite effect, so that there is a negated control. Another sign of a
-            projection is another value, not the reverse.
+        neutral: scale at which the edit changes nothing; None if there is none.
+        relative: True if the scale can be a fraction of the row's norm.
+        signed: True if minus the scale has the opposite effect, so that there is a negated control. A negated
+            projection is another target, not the opposite effect.
     """
 
     edit: Callable[..., Edit]
@@ -65,7 +65,7 @@ OPERATIONS: Final[Registry[Operation]] = Registry(
 
 
 def dosed(spec: SteeringSpec, dose: float) -> SteeringSpec:
-    """Return the edits with their scale multiplied by a dose; at 1, any spec is returned unchanged.
+    """Return the edits with their scales multiplied by a dose; for dose 1, any spec is returned unchanged.
 
     Raises:
         InvalidSpec: an edit has no scale, such as a Cap, and the dose is not 1.
@@ -92,7 +92,7 @@ def _has_scale(edit: Any) -> bool:
 
 
 def over_read(spec: SteeringSpec, prompt_len: int, total: int) -> SteeringSpec:
-    """Return the edits for reading a text, placed as if the model had generated it after its prompt.
+    """Return the edits for reading a text, at the tokens at which they apply if the model generates it.
 
     Args:
         spec: edits of a generation.
@@ -117,19 +117,19 @@ def over_read(spec: SteeringSpec, prompt_len: int, total: int) -> SteeringSpec:
 
 
 def random_spec(spec: SteeringSpec, name: str, index: int, seed: int) -> SteeringSpec:
-    """Return edits with random directions of the same norms as the given ones.
+    """Return the edits with their vectors replaced by random ones of the same norms.
 
-    A vector becomes one uniform on the sphere of its length. `read` and `write` of a LowRank are rotated: their
-    singular values stay, and so does every scalar product of a row of one with a row of the other.
+    A vector becomes one uniform on the sphere of its length. `read` and `write` of a LowRank are rotated together,
+    which preserves their singular values and all scalar products of their rows.
 
     Args:
         spec: edits to match.
-        name: name of the method, for the draw.
+        name: name of the method, which seeds the draw together with `index` and `seed`.
         index: index of the random control, from 0.
         seed: seed of the draw.
 
     Raises:
-        InvalidSpec: an edit is other than Add and LowRank: its size depends on the rows.
+        InvalidSpec: an edit is not an Add or LowRank, so that its size depends on the rows.
     """
     place = -1
 
@@ -152,7 +152,7 @@ def random_spec(spec: SteeringSpec, name: str, index: int, seed: int) -> Steerin
 
 
 def _rotated(read: torch.Tensor, write: torch.Tensor, turn: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate both: an isometry maps the span of their rows to a random one."""
+    """Return both matrices, [rank, hidden], rotated by one random isometry of the span of their rows: float64."""
     rows = torch.cat([read, write]).double()
     basis = torch.linalg.qr(rows.T).Q  # [width, rows at most]
     other = torch.linalg.qr(torch.randn(basis.shape, generator=turn).double()).Q
@@ -161,6 +161,6 @@ def _rotated(read: torch.Tensor, write: torch.Tensor, turn: torch.Generator) -> 
 
 
 def _map_edits(spec: SteeringSpec, change: Callable[[Any], Any]) -> SteeringSpec:
-    """Return the spec with every edit changed, nested specs included, in order."""
+    """Return the spec with `change` applied to every edit in order, those of nested specs included."""
     changed = [_map_edits(edit, change) if isinstance(edit, SteeringSpec) else change(edit) for edit in spec.edits]
     return SteeringSpec(changed, preserve_norm=spec.preserve_norm)

@@ -1,4 +1,4 @@
-"""Runner of a sweep in one engine, every missing answer, then every missing value; and its results."""
+"""Runner of a sweep in one engine, which generates missing answers, then measures them; and results of a sweep."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class SweepResults:
-    """Answers of a sweep and their values.
+    """Answers of a sweep and their values by measure.
 
     Args:
         sweep: sweep that was run.
         records: every answer, in the order of the sweep.
-        values: value of each answer, by measure.
+        values: value of each answer, by label of the measure; NaN if it could not be measured.
         measures: the measures by label.
     """
 
@@ -57,11 +57,11 @@ class SweepResults:
         return table_of(self.records, self.values)
 
     def save(self, path: str | Path) -> Path:
-        """Write the table to one Parquet file, atomically."""
+        """Write the table to one Parquet file, atomically; return its path."""
         return save_table(path, self.table)
 
     def summary(self) -> list[Summary]:
-        """Return means of every measure by condition, in the order of the sweep."""
+        """Return the means of every measure under each condition, in the order of the sweep."""
         places: dict[Condition, list[int]] = {}
         for place, record in enumerate(self.records):
             places.setdefault(record.condition, []).append(place)
@@ -71,7 +71,7 @@ class SweepResults:
         ]
 
     def effects(self, measure: str) -> list[Effect]:
-        """Return every vector at every scale, with its controls.
+        """Return the effect on one measure of every vector, operation, group of layers and scale, with its controls.
 
         Raises:
             InvalidSpec: the measure was not taken.
@@ -125,7 +125,7 @@ class SweepResults:
         return html_table(f"Sweep: {known}", [*places, "plain", "steered", "negated", "random", "outside"], rows)
 
     def plot(self, path: str | Path, *, vector: str | None = None, measures: Sequence[str] | None = None) -> Path:
-        """Draw measures against scale; see `steercap.lab.studies.sweeps.summaries.plot_doses`."""
+        """Draw measures by scale, and return `path`; see `steercap.lab.studies.sweeps.summaries.plot_doses`."""
         return plot_doses(self, path, vector=vector, measures=measures)
 
     def check(self, *measures: str) -> None:
@@ -147,7 +147,7 @@ class SweepResults:
 
 
 def mean_of(by_prompt: Sequence[Sequence[float]], *, log: bool = False) -> Mean:
-    """Compute mean and standard error over prompts; answers to one prompt are dependent, so prompts are the units.
+    """Return mean and standard error over prompts; answers to one prompt are dependent, so prompts are the units.
 
     Args:
         by_prompt: values of each prompt's answers, NaN for a missing one.
@@ -171,26 +171,26 @@ async def run_sweep(
     concurrent: int = CONCURRENT,
     progress: Callable[[int, int], None] | None = None,
 ) -> SweepResults:
-    """Have every prompt answered under every condition, and measure the answers.
+    """Generate answers to every prompt under every condition, and measure the answers.
 
-    All requests run in one engine, each with its own steering, and share its batches. An interrupted sweep resumes: run
-    it again and only missing requests are made. A killed process loses two seconds of work.
+    All requests run in one engine, each with its own steering, and share batches. An interrupted sweep is resumed by
+    the same call, which makes only missing requests. A killed process loses at most two seconds of work.
 
     Args:
         model: an open model.
         sweep: sweep to run.
         out: folder for answers and values, created if needed.
-        measures: names in `MEASURES`, or measure objects; you can add others in a later call.
+        measures: names in `MEASURES`, or measure objects; a later call can add others.
         concurrent: maximum concurrent requests.
         progress: function called with the number of answers so far, and of all answers.
 
     Raises:
         MissingExtra: the extra "experiments" is not installed.
-        RunDiffers: the folder holds another sweep, or that of another model: other weights are another model, whatever
-            their folder is called.
+        RunDiffers: the folder has another sweep, or a sweep of another model: one with other weights, whatever its
+            name.
         InvalidRequest: another call writes to the folder.
         PointNotArmed, InvalidVector: the vectors do not fit the engine; raised before anything runs.
-        The errors of `SteerModel.generate`; what was answered until then is kept.
+        The errors of `SteerModel.generate`; answers generated until then stay in the folder.
     """
     require("experiments")
     chosen = measures_of(measures, Record.__struct_fields__)
@@ -209,8 +209,8 @@ def open_folder(path: str | Path, definition: SweepDefinition) -> StudyFolder[Re
     """Open the folder of a sweep, created if needed.
 
     Raises:
-        RunDiffers: the folder holds a sweep of another definition.
-        InvalidFile: a file in it cannot be read.
+        RunDiffers: the folder has a sweep of another definition.
+        InvalidFile: a file in the folder cannot be read.
     """
     if SWEEP.open(path, definition) is None:
         SWEEP.write(path, definition)
@@ -235,7 +235,7 @@ def _check(model: SteerModel, sweep: Sweep) -> None:
 async def _answer(
     model: SteerModel, sweep: Sweep, kept: Table[Record], concurrent: int, progress: Callable[[int, int], None]
 ) -> None:
-    """Have every missing request answered."""
+    """Generate the answers to all requests that `kept` lacks, and add them to it."""
     requests = list(sweep.requests())
     missing = [one for one in requests if one.number not in kept.rows or not kept.rows[one.number].answers(one)]
 

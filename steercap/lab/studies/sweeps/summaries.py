@@ -1,4 +1,4 @@
-"""Answers of a sweep, means by condition, effects of a vector beside its controls; and plots of measures by scale."""
+"""Records of a sweep's answers, means by condition, effects of vectors and controls; plots of measures by scale."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Record(Answered, frozen=True, kw_only=True):
     """Answer of a sweep, with its condition; see `Condition` and `Answered`.
 
     Args:
-        number: number in the sweep.
-        prompt_index, sample: index of the prompt, and of the answer to it.
+        number: number of the request in the sweep, from 0.
+        prompt_index, sample: index of the prompt, and of the answer among those to this prompt.
         finish_reason: vLLM's finish reason: "stop" or "length".
     """
 
@@ -47,11 +47,11 @@ class Record(Answered, frozen=True, kw_only=True):
 
     @property
     def condition(self) -> Condition:
-        """Condition by which it was steered."""
+        """Condition under which the answer was generated."""
         return Condition(**{name: getattr(self, name) for name in Condition.__struct_fields__})
 
     def answers(self, request: SweepRequest) -> bool:
-        """Return True if it is the answer to a request."""
+        """Return True if the record has the number, condition, prompt and sample of a request."""
         asked = (request.number, request.condition, request.prompt, request.sample)
         return (self.number, self.condition, self.prompt_index, self.sample) == asked
 
@@ -77,7 +77,7 @@ class Summary(msgspec.Struct, frozen=True):
     Args:
         condition: condition of the answers.
         answers: number of answers.
-        means: means by measure.
+        means: mean of each measure, by its label.
     """
 
     condition: Condition
@@ -86,13 +86,13 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 class Effect(msgspec.Struct, frozen=True):
-    """Effect of a vector at one scale on one measure, with its controls.
+    """Effect of a vector at one scale on one measure, beside its controls.
 
     Args:
-        condition: condition of the vector.
-        steered, plain: means with the vector, and without steering.
+        condition: condition that steers with the vector.
+        steered, plain: means of the measure with the vector, and without steering.
         negated: mean at minus the scale, None if that was not swept.
-        random: means of the random vectors at the same place and scale, in their order.
+        random: mean of each random vector with the same operation, layers and scale, in the order of their numbers.
     """
 
     condition: Condition
@@ -103,9 +103,9 @@ class Effect(msgspec.Struct, frozen=True):
 
     @property
     def outside(self) -> float:
-        """Distance of the mean outside the range of the random vectors, over the width of that range; 0 inside.
+        """Distance of the steered mean from the range of the random vectors' means, over that range's width; 0 inside.
 
-        Infinite if all random vectors agree, NaN without them, or if one of these means is NaN.
+        Infinite if all random vectors have one other mean; NaN without random vectors, or if a mean is NaN.
         """
         if not self.random or any(map(math.isnan, (*self.random, self.steered.value))):
             return math.nan
@@ -117,7 +117,7 @@ class Effect(msgspec.Struct, frozen=True):
 
     @property
     def deviations(self) -> float:
-        """Distance of the mean from that of the random vectors, in their standard deviations.
+        """Steered mean minus that of the random vectors, in standard deviations of the random vectors' means.
 
         Infinite if they all agree and it does not, NaN with fewer than two of them, or if one of these means is NaN.
         """
@@ -136,7 +136,7 @@ DPI: Final = 110
 
 
 class Plotted(Protocol):
-    """Interface of `SweepResults`, for drawing."""
+    """Part of the interface of `SweepResults` that `plot_doses` needs."""
 
     @property
     def sweep(self) -> Sweep:
@@ -144,14 +144,14 @@ class Plotted(Protocol):
 
     @property
     def values(self) -> Mapping[str, Sequence[float]]:
-        """Value of each answer, by measure."""
+        """Value of each answer in the order of the answers, by the label of the measure; NaN if not measured."""
 
     @property
     def measures(self) -> Mapping[str, Measure]:
         """Measures by label."""
 
     def summary(self) -> Sequence[Summary]:
-        """Return means by condition."""
+        """Return the means of all measures under each condition."""
 
     def check(self, *measures: str) -> None:
         """Check that measures were taken.
@@ -164,7 +164,7 @@ class Plotted(Protocol):
 def plot_doses(
     results: Plotted, path: str | Path, *, vector: str | None = None, measures: Sequence[str] | None = None
 ) -> Path:
-    """Draw each measure against the scale of one vector: a row per measure, a column per operation and its layers.
+    """Draw each measure by the scale of a vector, a row per measure, a column per operation and layers; return `path`.
 
     The vector is drawn with one standard error over prompts, the negated scales dashed, every random
     vector as a thin line in the band from the least to the greatest, and no steering as a dot where the scale
@@ -225,7 +225,7 @@ def _figure(results: Plotted, vector: str, labels: Sequence[str]) -> Figure:
 
 
 def _chosen(results: Plotted, vector: str | None, measures: Sequence[str] | None) -> tuple[str, list[str]]:
-    """Return the vector and the measures to draw."""
+    """Return the checked name of the vector, the only one for None, and the labels of measures to draw."""
     labels = list(results.values) if measures is None else list(measures)
     results.check(*labels)
     names = list(results.sweep.vectors)
@@ -237,7 +237,7 @@ def _chosen(results: Plotted, vector: str | None, measures: Sequence[str] | None
 
 
 def _draw(axes: Any, means: Mapping[Condition, Mean], plain: Mean, operation: str, *, log: bool) -> None:
-    """Draw one panel: random vectors below, then no steering, the negated scales, and the vector on top."""
+    """Draw one panel from means by condition: random vectors, no steering, negated scales, and the vector on top."""
     if log:
         scale_log(axes)
     neutral = OPERATIONS[operation].neutral

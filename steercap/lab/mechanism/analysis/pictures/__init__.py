@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from matplotlib.figure import Figure
 
-#: Width of a column and of a page of text in inches; dots per inch of pictures that have dots.
+#: Width of a column and of a page of text in inches; dots per inch of raster pictures.
 COLUMN, PAGE, DPI = 3.4, 6.9, 160
 #: Diverging colour map: blue is negative, red is positive.
 DIVERGING: Final = "RdBu_r"
-#: Where values beyond a scale are drawn, as a share of its limit.
+#: Position at which values beyond a scale are drawn, as a multiple of its limit.
 EDGE: Final = 1.1
-#: matplotlib settings.
+#: Settings of matplotlib (rcParams) for all pictures.
 STYLE: Final[Mapping[str, Any]] = {
     "font.size": 8,
     "axes.titlesize": 8.5,
@@ -79,7 +79,7 @@ class Picture:
 
 
 def bare(axes: Any) -> None:
-    """Hide the upper and right line of the frame."""
+    """Hide the upper and right line of the frame of matplotlib axes."""
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -89,12 +89,12 @@ def written(name: str) -> str:
 
 
 def token(text: str, width: int = 14) -> str:
-    """Return a token as drawn, with visible spaces."""
+    """Return a token's text as drawn, with visible spaces, cut to `width` characters."""
     return drawn(text if len(text) <= width else f"{text[: width - 1]}…")
 
 
 def only(rows: Sequence[Mapping[str, Any]], column: str, asked: Any) -> Any:
-    """Return the single value of a column of a table, or the requested one.
+    """Return the requested value `asked` of a table's column, or the only one for None.
 
     Raises:
         InvalidSpec: there are several values and none was requested, or the requested one is missing.
@@ -108,20 +108,20 @@ def only(rows: Sequence[Mapping[str, Any]], column: str, asked: Any) -> Any:
 
 
 def clipped(values: Any, scale: Scale) -> Any:
-    """Return values, those beyond the scale at its edge."""
+    """Return values as an array, clipped to 1.1 times the limit of a scale in both directions."""
     return np.clip(np.asarray(values, dtype=float), -EDGE * scale.limit, EDGE * scale.limit)
 
 
 def plot_layer_sweep(table: pa.Table, path: str | Path, *, metric: str = "change of the metric") -> Path:
-    """Draw the mean effect over prompts by layer, with one standard error; in grey the range of random vectors.
+    """Draw the mean effect over prompts by layer, ± one standard error, over the range of random vectors.
 
     Args:
         table: table from `layer_sweep`.
-        path: file to write; its suffix sets the format.
+        path: file to write, which is returned; its suffix sets the format.
         metric: label of the vertical axis.
 
     Raises:
-        InvalidSpec: another table.
+        InvalidSpec: the table is not from `layer_sweep`.
     """
     rows = rows_of(table, "name", "control", "layer", "prompt", "difference", maker="layer_sweep")
     names = list(dict.fromkeys(row["name"] for row in rows))
@@ -143,7 +143,7 @@ def plot_layer_sweep(table: pa.Table, path: str | Path, *, metric: str = "change
 
 
 def _draw_random(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
-    """Draw the range of the means of random vectors."""
+    """Draw the range of the random vectors' means over prompts, by layer."""
     each = [_by_layer([row for row in rows if row["control"] == one]) for one in sorted({r["control"] for r in rows})]
     if each:
         means = np.array([mean for _, mean, _ in each])
@@ -152,7 +152,7 @@ def _draw_random(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _by_layer(rows: Sequence[dict[str, Any]]) -> tuple[list[int], Any, Any]:
-    """Return layers, and the mean and standard error over prompts at each."""
+    """Return the layers, ascending, and the mean and standard error over prompts at each, arrays [layers]."""
     layers = sorted({row["layer"] for row in rows})
     values = [np.array([row["difference"] for row in rows if row["layer"] == layer]) for layer in layers]
     error = [one.std(ddof=1) / np.sqrt(len(one)) if len(one) > 1 else 0.0 for one in values]
@@ -162,7 +162,7 @@ def _by_layer(rows: Sequence[dict[str, Any]]) -> tuple[list[int], Any, Any]:
 def plot_position_sweep(
     table: pa.Table, path: str | Path, *, prompt: int = 0, name: str | None = None, metric: str = "change of the metric"
 ) -> Path:
-    """Draw layers × tokens of one prompt: red where adding the vector raises the metric, blue where it lowers it.
+    """Draw effects by layer and token of one prompt: red where adding the vector raises the metric, blue where lower.
 
     Args:
         table: table from `position_sweep`.
@@ -172,7 +172,7 @@ def plot_position_sweep(
         metric: label of the colour scale.
 
     Raises:
-        InvalidSpec: another table, or no such prompt or vector.
+        InvalidSpec: the table is not from `position_sweep`, or there is no such prompt or vector.
     """
     rows = rows_of(table, "name", "control", "layer", "prompt", "position", "difference", maker="position_sweep")
     if any(row["position"] is None for row in rows):

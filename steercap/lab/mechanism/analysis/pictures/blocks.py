@@ -1,4 +1,4 @@
-"""Pictures of heads as maps of layers × heads, of neurons as points over the layers, and of tokens as bars."""
+"""Pictures of heads as maps of layers × heads, of neurons as points by layer, and of tokens as bars."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from steercap.lab.mechanism.patching.plots import Scale
 if TYPE_CHECKING:
     import pyarrow as pa
 
-#: Size of a cell in inches; number of heads named in a map.
+#: Size of a cell in inches; number of heads framed and named in a map.
 CELL, NAMED = 0.12, 3
-#: Columns that hold the vectors' names, by table.
+#: Columns that may have the vectors' names, depending on the table.
 NAMES = ("name", "query")
-#: Columns drawn by default, the first that a table has.
+#: Columns drawn by default: the first of these that a table has.
 VALUES = ("copied_z", "z")
 SAID = {"copied_z": "copied, z", "strength_z": "strength, z", "z": "z"}
 
@@ -41,17 +41,17 @@ SAID = {"copied_z": "copied, z", "strength_z": "strength, z", "z": "z"}
 def plot_heads(
     table: pa.Table, path: str | Path, *, value: str | None = None, part: str | None = None, key: str | None = None
 ) -> Path:
-    """Draw layers × heads, a panel for each vector: red above chance, blue below; the outermost heads are named.
+    """Draw values by layer and head, a panel for each vector: red above 0, blue below; the outermost heads are named.
 
     Args:
         table: table from `ov_circuit`, `qk_circuit` or `head_reads`.
         path: file to write; its suffix sets the format.
         value: column to draw; "copied_z" or "z" by default.
         part: for `head_reads`, "q", "k" or "v".
-        key: for `qk_circuit`, the vector in the key's row; each query's own by default.
+        key: for `qk_circuit`, the name of the key's vector; by default that of each query.
 
     Raises:
-        InvalidSpec: another table, a missing column, or `head_reads` without a part.
+        InvalidSpec: the table is of another kind, lacks the column, or is from `head_reads` and no part is given.
     """
     maker = "ov_circuit, qk_circuit or head_reads"
     rows = rows_of(table, "layer", "head", maker=maker)
@@ -99,7 +99,7 @@ def _draw_maps(maps: dict[str, Any], layers: Sequence[int], path: Path, said: st
 
 
 def _mark(axes: Any, values: Any, layers: Sequence[int]) -> str:
-    """Frame the outermost heads; return their names, layer.head, the outermost first."""
+    """Frame the heads with the greatest absolute values; return their names, "layer.head", the greatest first."""
     with extra("analysis"):
         from matplotlib.patches import Rectangle
 
@@ -112,7 +112,7 @@ def _mark(axes: Any, values: Any, layers: Sequence[int]) -> str:
 
 
 def plot_neurons(table: pa.Table, path: str | Path, *, named: int = 4) -> Path:
-    """Draw the neurons that read or write each vector most, over the layers; dashed lines are chance.
+    """Draw the z of the neurons that read or write each vector most, by layer; dashed lines are chance.
 
     Args:
         table: table from `neuron_reads` or `neuron_writes`.
@@ -120,7 +120,7 @@ def plot_neurons(table: pa.Table, path: str | Path, *, named: int = 4) -> Path:
         named: number of outermost neurons of each vector to name, as layer.neuron.
 
     Raises:
-        InvalidSpec: another table.
+        InvalidSpec: the table is of another kind.
     """
     rows = rows_of(table, "name", "layer", "neuron", "z", maker="neuron_reads or neuron_writes")
     names, chance = list(dict.fromkeys(row["name"] for row in rows)), about(table)["once"]
@@ -150,7 +150,7 @@ def plot_neurons(table: pa.Table, path: str | Path, *, named: int = 4) -> Path:
 
 
 def _name(axes: Any, rows: Sequence[dict[str, Any]], count: int, scale: Scale) -> None:
-    """Name the outermost neurons, layer.neuron, each once; those beyond the scale are at its edge, with their z."""
+    """Name the `count` outermost neurons, "layer.neuron", each once; beyond the scale they are at its edge, with z."""
     points: dict[str, tuple[int, float]] = {}
     for row in sorted(rows, key=lambda row: -abs(row["z"])):
         at = float(clipped(row["z"], scale))
@@ -159,7 +159,7 @@ def _name(axes: Any, rows: Sequence[dict[str, Any]], count: int, scale: Scale) -
     place_names(axes, list(points)[:count], list(points.values())[:count], size=5.5)
 
 
-#: Panels in a row, and the number of tokens shown for either end.
+#: Maximum panels in a row, and default number of tokens for either end.
 ACROSS, TOKENS = 3, 8
 
 
@@ -176,7 +176,7 @@ def plot_tokens(table: pa.Table, path: str | Path, *, layer: int | None = None, 
         top: number of tokens for either end.
 
     Raises:
-        InvalidSpec: another table, or several layers and none named.
+        InvalidSpec: the table is not from `vector_lens`, or has several layers and none is named.
     """
     rows = rows_of(table, "name", "layer", "end", "place", "token", "z", maker="vector_lens")
     at = only(rows, "layer", layer)
@@ -201,9 +201,7 @@ def plot_tokens(table: pa.Table, path: str | Path, *, layer: int | None = None, 
 
 
 def _draw(axes: Any, rows: list[dict[str, Any]], chance: float, most: float, scale: Scale) -> None:
-    """Draw raised tokens to the right, lowered ones to the left, the strongest on top; what is beyond the scale ends at
-    its edge, with its z.
-    """
+    """Draw bars of raised tokens to the right, lowered to the left, strongest on top; z is written beyond the scale."""
     for end, colour, sign in (("raised", COLOURS[1], 1), ("lowered", COLOURS[0], -1)):
         own = [row for row in rows if row["end"] == end]
         ends = clipped([row["z"] for row in own], scale)

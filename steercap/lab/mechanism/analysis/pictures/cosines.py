@@ -1,4 +1,4 @@
-"""Pictures of cosines, of methods layer by layer, of principal components, and of two checkpoints' comparison."""
+"""Pictures of cosines, of methods by layer, of principal components, and of the comparison of two checkpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from steercap.lab.mechanism.patching.plots import Scale
 if TYPE_CHECKING:
     import pyarrow as pa
 
-#: Lines drawn of `method_similarity`: column, name in the legend, and style.
+#: Lines drawn from a table of `method_similarity`: column, name in the legend, and matplotlib's style.
 LINES: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (
     ("cosine", "same rows", {"color": COLOURS[0], "linewidth": 1.2}),
     ("apart", "different halves", {"color": COLOURS[1], "linewidth": 1.2}),
@@ -38,16 +38,17 @@ MOST_WITH_VALUES = 12
 
 
 def plot_cosines(table: pa.Table, path: str | Path, *, tree: pa.Table | None = None, layer: int | None = None) -> Path:
-    """Draw a matrix of cosines: red positive, blue negative, white orthogonal; with a tree, in its order and beside it.
+    """Draw a matrix of cosines, red positive, blue negative; with a tree, beside it and in its order. Return the path.
 
     Args:
         table: table from `cosines`.
         path: file to write; its suffix sets the format.
-        tree: table from `merges`, for the same vectors.
-        layer: layer to draw, if the table has several; the tree's by default.
+        tree: table from `merges` of the same vectors, drawn as a dendrogram; None for none.
+        layer: layer to draw, if the table has several; that of the tree by default.
 
     Raises:
-        InvalidSpec: another table, several layers and none named, or a tree of other vectors.
+        InvalidSpec: the table is not from `cosines`, has several layers and none is named, or the tree is of other
+            vectors.
     """
     rows = rows_of(table, "layer", "first", "second", "cosine", maker="cosines")
     known = None if tree is None else about(tree)
@@ -93,7 +94,7 @@ def _write(axes: Any, values: Any) -> None:
 
 
 def _draw_tree(axes: Any, rows: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
-    """Draw the merges, leaves at the right in the order of the names."""
+    """Draw rows of a table of `merges` as a dendrogram, leaves at the right in the order of the names."""
     places: dict[str, tuple[float, float]] = {name: (0.0, place) for place, name in enumerate(names)}
     for row in rows:
         (near, upper), (far, lower) = places[row["left"]], places[row["right"]]
@@ -108,14 +109,14 @@ def _draw_tree(axes: Any, rows: Sequence[dict[str, Any]], names: Sequence[str]) 
 
 
 def plot_methods(table: pa.Table, path: str | Path) -> Path:
-    """Draw cosines of every two methods, layer by layer, with the ceiling and the chance level.
+    """Draw cosines of every two methods by layer, with the ceiling and the chance level, and return the path.
 
     Args:
         table: table from `method_similarity`.
         path: file to write; its suffix sets the format.
 
     Raises:
-        InvalidSpec: another table.
+        InvalidSpec: the table is not from `method_similarity`.
     """
     columns = ("layer", "first", "second", "cosine", "apart", "ceiling", "shuffled", "chance")
     rows = rows_of(table, *columns, maker="method_similarity")
@@ -135,21 +136,21 @@ def plot_methods(table: pa.Table, path: str | Path) -> Path:
     return Path(path)
 
 
-#: Line of the mean susceptibility, by the group of the table that are not vectors of the user.
+#: Matplotlib line style of the mean susceptibility, by those groups of the table that are not the user's vectors.
 DASHES: Final = {"components": ":", "random": "--"}
-#: Most components that a scree shows.
+#: Maximum number of components that `plot_scree` draws.
 COMPONENTS = 20
 
 
 def plot_scree(table: pa.Table, path: str | Path) -> Path:
-    """Draw the variance explained by each component, over the band of random vectors of the same norms.
+    """Draw each component's explained variance over the band of random vectors of the same norms; return the path.
 
     Args:
         table: table from `scree`.
         path: file to write; its suffix sets the format.
 
     Raises:
-        InvalidSpec: another table.
+        InvalidSpec: the table is not from `scree`.
     """
     columns = ("component", "explained", "random_mean", "random_low", "random_high")
     rows = rows_of(table, *columns, maker="scree")[:COMPONENTS]
@@ -168,14 +169,14 @@ def plot_scree(table: pa.Table, path: str | Path) -> Path:
 
 
 def plot_scores(table: pa.Table, path: str | Path) -> Path:
-    """Draw each vector by name on the first two components.
+    """Draw each vector's scores on the first two components, with names, and return the path.
 
     Args:
         table: table from `scores`, with two components at least.
         path: file to write; its suffix sets the format.
 
     Raises:
-        InvalidSpec: another table.
+        InvalidSpec: the table is not from `scores`, or has one component.
     """
     rows = rows_of(table, "component", "name", "score", "explained", maker="scores")
     by = {(row["component"], row["name"]): row["score"] for row in rows}
@@ -209,18 +210,18 @@ def _share(component: int, shares: dict[int, float]) -> str:
 
 
 def draw_comparison(tables: Mapping[str, pa.Table], folder: str | Path) -> list[Path]:
-    """Draw the pictures of a comparison into a folder, from its tables alone.
+    """Draw the pictures of a comparison of two checkpoints into a folder, from its tables.
 
-    "susceptibility" has the mean distance by layer for each matrix: a solid line of the vectors, a dotted one of the
-    components, a dashed one of the random vectors; "altered" each vector's absolute against its angular change at the
-    focus layers, and their histograms; "components" the mean |delta| beside the variance.
+    "susceptibility.png" has the mean distance by layer for each matrix: a solid line for the vectors, a dotted one for
+    the components, a dashed one for random vectors; "altered.png" each vector's angular change by its absolute change
+    at the focus layers, and histograms; "components.png" the mean |delta| of each component, and its variance.
 
     Args:
-        tables: tables of `comparison.compare`, or the same read from its folder; those missing are not drawn.
+        tables: tables of `comparison.compare` by name, or the same read from its folder; missing ones are not drawn.
         folder: folder of the pictures.
 
     Returns:
-        Paths of the files, .png.
+        Paths of the files, sorted.
     """
     how = {"susceptibility": _draw_susceptibility, "feed_forward": _draw_altered, "components": _draw_components}
     paths = []
@@ -254,7 +255,7 @@ def _draw_susceptibility(table: pa.Table, path: Path) -> None:
 
 
 def _draw_altered(table: pa.Table, path: Path) -> None:
-    """Draw a row for each focus layer: a scatter of both measures, and a histogram of the one it is the focus of."""
+    """Draw a row of panels for each focus layer: a scatter plot of both changes, and a histogram of one of them."""
     rows = table.to_pylist()
     groups = list(dict.fromkeys(row["group"] for row in rows))
     focus: dict[str, int] = about(table)["focus"]
@@ -289,5 +290,5 @@ def _draw_components(table: pa.Table, path: Path) -> None:
 
 
 def _labelled(row: Mapping[str, Any]) -> str:
-    """Return a component's name, and the variance that it explains unless the vectors do not vary."""
+    """Return a component's name, with the share of variance that it explains if that is known."""
     return row["component"] if row["explained"] is None else f"{row['component']}\n{row['explained']:.0%}"
