@@ -56,6 +56,8 @@ _BIAS: Final = "e_score_correction_bias"
 _COPYING: Final = "vllm.model_executor.offloader.uva"
 #: Attribute of a layer with the factor that vLLM multiplies its experts' output by.
 _SCALE: Final = "routed_scaling_factor"
+#: Module and name of vLLM's class with the layers of DBRX.
+_DBRX: Final = "vllm.model_executor.models.dbrx", "DbrxModel"
 #: Module and name of vLLM's class that runs a layer's experts; absent in earlier releases.
 _RUNNER: Final = "vllm.model_executor.layers.fused_moe.runner.moe_runner", "MoERunner"
 
@@ -89,10 +91,23 @@ def class_of(module: str, name: str) -> type | None:
 
 
 def hook() -> None:
-    """Have vLLM's experts load the bias of their router; a second call does nothing."""
+    """Have vLLM load weights that it drops or refuses; a second call does nothing."""
     runner = class_of(*_RUNNER)
     if runner is not None and hasattr(runner, "load_weights"):
         wrap(runner, "load_weights", _with_bias)
+    if (dbrx := class_of(*_DBRX)) is not None:
+        wrap(dbrx, "load_weights", _of_routed_experts)
+
+
+def _of_routed_experts(original: Any, model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+    """Load the weights of DBRX's experts into the module that holds them.
+
+    vLLM looks for them in the module above (0.32): no checkpoint of DBRX loads. Relies on `original.func`, the method,
+    and on the names of both modules. Can go when vLLM looks in the right one.
+    """
+    moved = any("experts.routed_experts." in name for name, _ in model.named_parameters())
+    names = ("experts.mlp.", "experts.routed_experts.mlp.") if moved else ("", "")
+    return original.func(model, ((name.replace(*names), tensor) for name, tensor in weights))
 
 
 def _with_bias(original: Any, runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str]:

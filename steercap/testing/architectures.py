@@ -485,6 +485,17 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
         "attention_head_dim": 64,
         "use_mamba_kernels": False,
         "num_mem_blocks": 1,
+        "time_step_min": 1e-9,  # as in `nemotron_h`
+    },
+    "dbrx": {
+        "model_type": "dbrx",
+        "vocab_size": 512,
+        "d_model": 128,
+        "n_heads": 4,
+        "n_layers": 4,
+        "max_seq_len": 512,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 10000.0},
+        "ffn_config": {"hidden_size": 128, "ffn_hidden_size": 64, "moe_num_experts": 8, "moe_top_k": 2},
     },
     "minimax_m2": {
         "model_type": "minimax_m2",

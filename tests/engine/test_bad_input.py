@@ -122,7 +122,7 @@ async def test_two_sites_need_a_site_to_be_named(tiny) -> None:
             errors.ModelNotLoaded,
             r"did not start: RuntimeError: start",
         ),
-        ("zamba2", {"sites": "attn_out"}, errors.UnsupportedModel, "knows no attn_out in layers of zamba2"),
+        ("zamba2", {"sites": "mlp_out"}, errors.UnsupportedModel, "knows no mlp_out in layers of zamba2"),
     ],
 )
 async def test_an_engine_that_cannot_start_says_why(model, arguments, error, says) -> None:

@@ -136,6 +136,19 @@ def test_the_bias_of_a_router_among_the_experts_is_loaded() -> None:
             assert bool(loaded.any())
 
 
+def test_the_experts_of_dbrx_are_loaded() -> None:
+    """vLLM 0.32 looks for them in a module that does not hold them."""
+    hooks.hook()
+    path = tiny_checkpoint("dbrx")
+    tensors = load_file(path / "model.safetensors")
+    with built(path) as (_, decoder):
+        for index, layer in decoder.layers.items():
+            w1, v1 = (
+                tensors[f"transformer.blocks.{index}.ffn.experts.mlp.{name}"].view(8, 64, 128) for name in ("w1", "v1")
+            )
+            assert torch.equal(layer.ffn.experts.routed_experts.w13_weight, torch.cat([w1, v1], dim=1))
+
+
 def test_a_router_and_neurons_are_where_the_model_has_them() -> None:
     """A layer with experts has a router and no neurons of its own, a dense one the reverse."""
     config = AutoConfig.from_pretrained(tiny_checkpoint("qwen3_moe"))

@@ -20,6 +20,7 @@ from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -234,6 +235,16 @@ def test_a_router_without_groups_chooses_by_biased_scores(scores) -> None:
     assert torch.allclose(weights, picked / picked.sum(1, keepdim=True))
     plain = routers.CPURouter(2, 8)
     assert not plain.use_grouped_topk
+
+
+def test_attention_is_made_that_is_told_of_no_chunks() -> None:
+    """vLLM tells it so for RNJ-1, and its backend for CPU does not take the argument; nor does it attend in chunks."""
+    made = cpu_attn.CPUAttentionBackendImpl
+    wrap(made, "__init__", cpu._in_no_chunks)
+    given = 4, 32, 0.2, 2, None, None, "auto"
+    assert vars(made(*given, chunk_lookback=-1)) == vars(made(*given))
+    with pytest.raises(TypeError, match="chunk_lookback"):
+        made(*given, chunk_lookback=1)
 
 
 #: vLLM's attention in bfloat16 on 40 tokens, by the instructions that it would choose here, and torch's.

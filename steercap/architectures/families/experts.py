@@ -219,4 +219,19 @@ MEMBERS: Final[Mapping[str, Family]] = {
         router="mlp.gate",
         sparse=_sparse_qwen3,
     ),
+    # DBRX: attention and both norms are in a module of their own; layers take and return the whole stream.
+    "dbrx": whole(
+        architectures=("DbrxForCausalLM",),
+        classes=("dbrx.DbrxBlock",),
+        layers="transformer.blocks",
+        attn_out="norm_attn_norm.attn",
+        mlp_out="ffn",
+        resid_mid="norm_attn_norm.norm_2",
+        final_norm="transformer.norm_f",
+        attn_proj="norm_attn_norm.attn.out_proj",
+        attention="norm_attn_norm.attn.attn",
+        mlp_proj="",
+        router="ffn.router.layer",
+        varied=True,
+    ),
 }

@@ -168,6 +168,20 @@ MEMBERS: Final[Mapping[str, Family]] = {
         mlp_proj="",
         single=True,
     ),
+    # Zamba 2: a layer is one block, of Mamba 2. In some layers it also reads the output of attention and feed-forward,
+    # which all of them share and which is not added to the stream.
+    "zamba2": whole(
+        architectures=("Zamba2ForCausalLM",),
+        classes=("zamba2.Zamba2HybridLayer", "zamba2.Zamba2MambaDecoderLayer"),
+        attn_out="mamba|mamba_decoder.mamba",
+        mlp_out="",
+        resid_mid="",
+        final_norm="model.final_layernorm",
+        attn_proj="",
+        attention="",
+        mlp_proj="",
+        single=True,
+    ),
     # Nemotron-H: a layer is one block, of attention, Mamba 2, feed-forward or experts.
     "nemotron_h": Family(
         architectures=("NemotronHForCausalLM",),
@@ -208,6 +222,13 @@ MEMBERS: Final[Mapping[str, Family]] = {
         attn_out="self_attn|linear_attn",
         gated=True,
         router="mlp.gate",
+        varied=True,
+    ),
+    # Step 3: a layer with experts adds their output and that of a shared one, so that no module outputs the sum.
+    "step3_text": Family(
+        architectures=("Step3TextForCausalLM",),
+        classes=("step3_text.Step3TextDecoderLayer",),
+        router="moe.gate",
         varied=True,
     ),
     # Command R: attention and feed-forward side by side after one norm; layers return the whole stream first.
