@@ -142,6 +142,19 @@ def _step3p5(tensors: Tensors) -> Tensors:
     return _renamed(left, _STEP3P5)
 
 
+def _olmo_hybrid(tensors: Tensors) -> Tensors:
+    """Name norms as vLLM does, and split the joint convolution by its parts' sizes, which transformers splits in three."""
+    left = dict(tensors)
+    for name in tensors:
+        if name.endswith("q_conv1d.weight"):
+            each = [name.replace("q_conv1d", f"{part}_conv1d") for part in "qkv"]
+            sizes = [len(tensors[one.replace("conv1d", "proj")]) for one in each]
+            left |= zip(each, torch.cat([tensors[one] for one in each]).split(sizes), strict=True)
+    return _renamed(
+        left, (("feedforward_layer_norm", "post_attention_layernorm"), ("attention_layer_norm", "input_layernorm"))
+    )
+
+
 _STEP3P5: Final = (
     (r"mlp\.gate\.e_score_correction_bias", "moe.router_bias"),
     (r"mlp\.shared_experts", "share_expert"),
@@ -459,6 +472,7 @@ TWINS: Final[Mapping[str, Twin]] = {
         },
         _step3,
     ),
+    "olmo_hybrid": Twin("OlmoHybridForCausalLM", "olmo_hybrid", {}, _olmo_hybrid),
     "plamo3": Twin(
         "Plamo3ForCausalLM",
         "gemma3",

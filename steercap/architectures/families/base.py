@@ -45,7 +45,8 @@ class Family:
     """Description of decoder layers of one kind, in vLLM and in transformers alike.
 
     Modules of a layer are dotted paths; "a|b" is the first of them that a layer has, since names differ between the two
-    libraries, and between the layers of a hybrid. "" stands for a module that does not exist.
+    libraries, and between the layers of a hybrid; "a?b" is b in layers that have a too. "" stands for a module that
+    does not exist.
 
     Args:
         architectures: names in `config.json` of models with such layers; used before a model is loaded.
@@ -188,15 +189,16 @@ def arguments_of(module: nn.Module) -> list[str]:
 
 
 def located(layer: nn.Module, path: str) -> str:
-    """Return the dotted path of a module of a layer: the first of "a|b" that it has.
+    """Return the dotted path of a module of a layer: the first of "a|b" that it has, or of "a?b", b if it has both.
 
     Raises:
         AttributeError: it has none of them.
     """
     for candidate in path.split("|"):
+        names = candidate.split("?")
         try:
-            layer.get_submodule(candidate)
+            list(map(layer.get_submodule, names))
         except AttributeError:
             continue
-        return candidate
+        return names[-1]
     raise AttributeError(f"it has no module {path.replace('|', ' or ')}")

@@ -182,6 +182,36 @@ MEMBERS: Final[Mapping[str, Family]] = {
         mlp_proj="",
         single=True,
     ),
+    # Mamba 1: a layer is one block, which vLLM passes an output buffer.
+    "mamba": Family(
+        architectures=("MambaForCausalLM", "FalconMambaForCausalLM"),
+        classes=("mamba.MambaDecoderLayer", "mamba.MambaBlock", "falcon_mamba.FalconMambaBlock"),
+        layers="backbone.layers",
+        attn_out="mixer.out_proj",
+        mlp_out="",
+        attn_in="mixer",
+        resid_mid="",
+        final_norm="backbone.norm_f",
+        attn_proj="",
+        attention="",
+        mlp_proj="",
+        single=True,
+    ),
+    # Jamba: Mamba 1 in place of attention in most layers. vLLM's layers hold attention's modules themselves.
+    "jamba": Family(
+        architectures=("JambaForCausalLM",),
+        classes=("jamba.JambaAttentionDecoderLayer", "jamba.JambaMambaDecoderLayer"),
+        attn_out="mamba.out_proj|self_attn|o_proj",
+        mlp_out="feed_forward",
+        attn_in="mamba|self_attn|qkv_proj",
+        resid_mid="pre_ff_layernorm",
+        final_norm="model.final_layernorm",
+        attn_proj="self_attn.o_proj|o_proj",
+        attention="self_attn.attn|attn",
+        mlp_proj="feed_forward.down_proj",
+        router="feed_forward.router",
+        varied=True,
+    ),
     # Nemotron-H: a layer is one block, of attention, Mamba 2, feed-forward or experts.
     "nemotron_h": Family(
         architectures=("NemotronHForCausalLM",),
@@ -204,6 +234,22 @@ MEMBERS: Final[Mapping[str, Family]] = {
         router="mixer.gate",
         varied=True,
         single=True,
+    ),
+    # OLMo Hybrid: gated delta networks, with norms before blocks, between layers of attention, with norms after them.
+    # vLLM passes the networks an output buffer.
+    "olmo_hybrid": whole(
+        architectures=("OlmoHybridForCausalLM",),
+        classes=(
+            "olmo_hybrid.OlmoHybridDecoderLayer",
+            "olmo_hybrid.OlmoHybridAttentionDecoderLayer",
+            "olmo_hybrid.OlmoHybridLinearAttentionDecoderLayer",
+        ),
+        attn_out="linear_attn.o_proj|post_attention_layernorm",
+        mlp_out="post_feedforward_layernorm|mlp",
+        attn_in="linear_attn|self_attn",
+        mlp_in="mlp",
+        resid_mid="linear_attn?post_attention_layernorm|mlp",
+        varied=True,
     ),
     # Qwen 3 Next: a gated delta network in place of attention in most layers, a gate on the heads' output in others.
     # Laguna has such a gate in all layers, and no network.
