@@ -145,7 +145,7 @@ def _in_one_group(original: Callable[[], Any], router: Any, *_args: Any, **_opti
         router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1
 
 
-def _in_no_chunks(original: Any, attention: Any, *args: Any, **options: Any) -> None:
+def _in_no_chunks(original: Any, attention: Any, *args: Any, **options: Any) -> Any:
     """Make attention that is told that it does not attend in chunks.
 
     vLLM tells it so for RNJ-1 by an argument that only another backend takes (0.32): the model does not load. Relies on

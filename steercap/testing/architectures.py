@@ -88,6 +88,8 @@ FAMILY_CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "stablelm": {"model_type": "stablelm", **TINY},
 }
 
+_DBRX: Final = {"vocab_size": 512, "d_model": 128, "n_heads": 4, "n_layers": 4, "max_seq_len": 512}
+_JAMBA: Final = {"mamba_d_state": 16, "mamba_dt_rank": 8, "attn_layer_period": 3, "attn_layer_offset": 1}
 _SCANNED: Final = {"vocab_size": 512, "hidden_size": 128, "state_size": 16, "num_hidden_layers": 4, "time_step_rank": 8}
 _HYBRID: Final = {
     "model_type": "granitemoehybrid",
@@ -488,38 +490,16 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
         "num_mem_blocks": 1,
         "time_step_min": 1e-9,  # as in `nemotron_h`
     },
-    "olmo_hybrid": {
-        "model_type": "olmo_hybrid",
-        **TINY,
-        "layer_types": ["linear_attention", "full_attention"] * 2,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 64,
-    },
+    "olmo_hybrid": {"model_type": "olmo_hybrid", **TINY, "linear_key_head_dim": 32, "linear_value_head_dim": 64},
     "dbrx": {
         "model_type": "dbrx",
-        "vocab_size": 512,
-        "d_model": 128,
-        "n_heads": 4,
-        "n_layers": 4,
-        "max_seq_len": 512,
+        **_DBRX,
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 10000.0},
         "ffn_config": {"hidden_size": 128, "ffn_hidden_size": 64, "moe_num_experts": 8, "moe_top_k": 2},
     },
     "mamba": {"model_type": "mamba", **_SCANNED},
     "falcon_mamba": {"model_type": "falcon_mamba", **_SCANNED},
-    "jamba": {
-        "model_type": "jamba",
-        **TINY,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "expert_layer_period": 3,
-        "expert_layer_offset": 2,
-        "mamba_d_state": 16,
-        "mamba_dt_rank": 8,
-        "use_mamba_kernels": False,
-    },
+    "jamba": {"model_type": "jamba", **TINY, **_JAMBA, "num_experts": 8},
     "minimax_m2": {
         "model_type": "minimax_m2",
         **TINY,

@@ -532,7 +532,8 @@ def _as_step3(layer: Any) -> None:
     """Give a layer of Qwen 2 with experts what `_step3` writes."""
     first, norm, second = _queries(layer.self_attn.q_proj.weight, layer.input_layernorm.weight)
     middle = nn.RMSNorm(len(norm), eps=layer.input_layernorm.variance_epsilon)
-    made = nn.Sequential(nn.Linear(*first.T.shape, bias=False), middle, nn.Linear(*second.T.shape, bias=False))
+    ends = [nn.Linear(one.shape[1], one.shape[0], bias=False) for one in (first, second)]
+    made: Any = nn.Sequential(ends[0], middle, ends[1])
     layer.self_attn.q_proj = made.requires_grad_(requires_grad=False)
     for module, weight in zip(made, (first, norm, second), strict=True):
         module.weight.copy_(weight)

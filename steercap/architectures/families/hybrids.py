@@ -168,8 +168,7 @@ MEMBERS: Final[Mapping[str, Family]] = {
         mlp_proj="",
         single=True,
     ),
-    # Zamba 2: a layer is one block, of Mamba 2. In some layers it also reads the output of attention and feed-forward,
-    # which all of them share and which is not added to the stream.
+    # Zamba 2: Mamba 2, which in some layers also reads what attention and feed-forward, shared by them, give.
     "zamba2": whole(
         architectures=("Zamba2ForCausalLM",),
         classes=("zamba2.Zamba2HybridLayer", "zamba2.Zamba2MambaDecoderLayer"),
@@ -197,21 +196,6 @@ MEMBERS: Final[Mapping[str, Family]] = {
         mlp_proj="",
         single=True,
     ),
-    # Jamba: Mamba 1 in place of attention in most layers. vLLM's layers hold attention's modules themselves.
-    "jamba": Family(
-        architectures=("JambaForCausalLM",),
-        classes=("jamba.JambaAttentionDecoderLayer", "jamba.JambaMambaDecoderLayer"),
-        attn_out="mamba.out_proj|self_attn|o_proj",
-        mlp_out="feed_forward",
-        attn_in="mamba|self_attn|qkv_proj",
-        resid_mid="pre_ff_layernorm",
-        final_norm="model.final_layernorm",
-        attn_proj="self_attn.o_proj|o_proj",
-        attention="self_attn.attn|attn",
-        mlp_proj="feed_forward.down_proj",
-        router="feed_forward.router",
-        varied=True,
-    ),
     # Nemotron-H: a layer is one block, of attention, Mamba 2, feed-forward or experts.
     "nemotron_h": Family(
         architectures=("NemotronHForCausalLM",),
@@ -236,7 +220,6 @@ MEMBERS: Final[Mapping[str, Family]] = {
         single=True,
     ),
     # OLMo Hybrid: gated delta networks, with norms before blocks, between layers of attention, with norms after them.
-    # vLLM passes the networks an output buffer.
     "olmo_hybrid": whole(
         architectures=("OlmoHybridForCausalLM",),
         classes=(
@@ -268,13 +251,6 @@ MEMBERS: Final[Mapping[str, Family]] = {
         attn_out="self_attn|linear_attn",
         gated=True,
         router="mlp.gate",
-        varied=True,
-    ),
-    # Step 3: a layer with experts adds their output and that of a shared one, so that no module outputs the sum.
-    "step3_text": Family(
-        architectures=("Step3TextForCausalLM",),
-        classes=("step3_text.Step3TextDecoderLayer",),
-        router="moe.gate",
         varied=True,
     ),
     # Command R: attention and feed-forward side by side after one norm; layers return the whole stream first.
