@@ -79,7 +79,7 @@ def main(
 
         print(MARK + json.dumps(asyncio.run(prove(only[0]))), flush=True)
         return
-    names = only or [*FAMILY_CONFIGS, *ARCHITECTURES, *TWINS, *runnable(), *BLIND]
+    names = only or list(dict.fromkeys([*FAMILY_CONFIGS, *ARCHITECTURES, *TWINS, *runnable(), *BLIND]))
     refused = 0
     with ThreadPoolExecutor(together) as pool:
         for done in as_completed([pool.submit(in_process, name) for name in names]):

@@ -1,8 +1,8 @@
 """Repairs of vLLM's code for CPU, made in each worker.
 
 They concern seeds of chunked prompts, requests without an adapter beside others with one, the temperature, top-k and
-top-p of drafted tokens, prompts of one token in gated delta networks, experts chosen by sigmoids or biased scores, and
-the right to use a processor's AMX. Each part says what it relies on, and when it can go.
+top-p of drafted tokens, prompts of one token in gated delta networks, experts chosen by sigmoids or biased scores,
+attention of RNJ-1, and the right to use a processor's AMX. Each part says what it relies on, and when it can go.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ _CONVOLUTION: Final = "causal_conv1d_fwd_cpu"
 _STRIDED: Final = "__steercap_strided__"
 #: Module and name of vLLM's class of routers; absent in earlier releases.
 _ROUTER: Final = "vllm.model_executor.layers.fused_moe.router.cpu_router", "CPURouter"
+#: Those of vLLM's attention.
+_ATTENTION: Final = "vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackendImpl"
 
 
 def hook() -> None:
@@ -49,6 +51,8 @@ def hook() -> None:
         setattr(_custom_ops, _CONVOLUTION, for_single_tokens(operator))
     if (router := class_of(*_ROUTER)) is not None:
         wrap(router, "__init__", _in_one_group)
+    if (attention := class_of(*_ATTENTION)) is not None:
+        wrap(attention, "__init__", _in_no_chunks)
     for name in _BY_INDEX:
         operator = getattr(lora_ops, name)
         if not hasattr(operator, _MASKED):
@@ -139,6 +143,18 @@ def _in_one_group(original: Callable[[], Any], router: Any, *_args: Any, **_opti
     others = getattr(router, "use_grouped_topk", True) or getattr(router, "custom_routing_function", None) is not None
     if not others and (scores == "sigmoid" or (scores == "softmax" and bias is not None)):
         router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1
+
+
+def _in_no_chunks(original: Any, attention: Any, *args: Any, **options: Any) -> Any:
+    """Make attention that is told that it does not attend in chunks.
+
+    vLLM tells it so for RNJ-1 by an argument that only another backend takes (0.32): the model does not load. Relies on
+    `original.func`, the method, and on -1 for no chunks; RNJ-1 with chunks is refused as before. Can go when vLLM's
+    backend for CPU takes the argument.
+    """
+    if options.get("chunk_lookback") != -1:
+        return original()
+    return original.func(attention, *args, **{name: one for name, one in options.items() if name != "chunk_lookback"})
 
 
 def _constrained(original: Callable[[], Any], logits: torch.Tensor, *_args: Any, **_options: Any) -> Any:

@@ -56,6 +56,10 @@ _BIAS: Final = "e_score_correction_bias"
 _COPYING: Final = "vllm.model_executor.offloader.uva"
 #: Attribute of a layer: factor by which vLLM multiplies the experts' output.
 _SCALE: Final = "routed_scaling_factor"
+#: Module and name of the vLLM class with the layers of DBRX.
+_DBRX: Final = "vllm.model_executor.models.dbrx", "DbrxModel"
+#: Module and name of the vLLM function that makes the loader of OLMo Hybrid's convolutions; absent in earlier releases.
+_CONVOLUTIONS: Final = "vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn", "_make_fused_conv1d_weight_loader"
 #: Module and name of the vLLM class that runs a layer's experts; absent in earlier releases.
 _RUNNER: Final = "vllm.model_executor.layers.fused_moe.runner.moe_runner", "MoERunner"
 
@@ -89,10 +93,40 @@ def class_of(module: str, name: str) -> type | None:
 
 
 def hook() -> None:
-    """Make vLLM's experts load their router's bias; a second call does nothing."""
+    """Have vLLM load weights that it drops or refuses; a second call does nothing."""
     runner = class_of(*_RUNNER)
     if runner is not None and hasattr(runner, "load_weights"):
         wrap(runner, "load_weights", _with_bias)
+    if (dbrx := class_of(*_DBRX)) is not None:
+        wrap(dbrx, "load_weights", _of_routed_experts)
+    module, name = _CONVOLUTIONS
+    if class_of(module, name) is not None:
+        wrap(import_module(module), name, _by_part)
+
+
+def _of_routed_experts(original: Any, model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+    """Load the weights of DBRX's experts into the module that holds them.
+
+    vLLM looks for them in the module above (0.32): no checkpoint of DBRX loads. Relies on `original.func`, the method,
+    and on the names of both modules. Can go when vLLM looks in the right one.
+    """
+    moved = any("experts.routed_experts." in name for name, _ in model.named_parameters())
+    names = ("experts.mlp.", "experts.routed_experts.mlp.") if moved else ("", "")
+    return original.func(model, ((name.replace(*names), tensor) for name, tensor in weights))
+
+
+def _by_part(original: Callable[[], Any], *_args: Any, **_options: Any) -> Callable[..., Any]:
+    """Return the loader of a joint convolution that takes the number of a part from its weights.
+
+    vLLM's takes it as an argument, which its caller does not pass (0.32): no checkpoint of OLMo Hybrid loads. Relies on
+    the attribute `shard_id`, which the caller sets on the weights. Can go when vLLM's loader reads it.
+    """
+    load = original()
+
+    def loaded(param: torch.Tensor, weights: torch.Tensor, part: int | None = None) -> None:
+        load(param, weights, getattr(weights, "shard_id", None) if part is None else part)
+
+    return loaded
 
 
 def _with_bias(original: Any, runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str]:

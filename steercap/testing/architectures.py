@@ -88,6 +88,9 @@ FAMILY_CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "stablelm": {"model_type": "stablelm", **TINY},
 }
 
+_DBRX: Final = {"vocab_size": 512, "d_model": 128, "n_heads": 4, "n_layers": 4, "max_seq_len": 512}
+_JAMBA: Final = {"mamba_d_state": 16, "mamba_dt_rank": 8, "attn_layer_period": 3, "attn_layer_offset": 1}
+_SCANNED: Final = {"vocab_size": 512, "hidden_size": 128, "state_size": 16, "num_hidden_layers": 4, "time_step_rank": 8}
 _HYBRID: Final = {
     "model_type": "granitemoehybrid",
     **TINY,
@@ -485,7 +488,18 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
         "attention_head_dim": 64,
         "use_mamba_kernels": False,
         "num_mem_blocks": 1,
+        "time_step_min": 1e-9,  # as in `nemotron_h`
     },
+    "olmo_hybrid": {"model_type": "olmo_hybrid", **TINY, "linear_key_head_dim": 32, "linear_value_head_dim": 64},
+    "dbrx": {
+        "model_type": "dbrx",
+        **_DBRX,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 10000.0},
+        "ffn_config": {"hidden_size": 128, "ffn_hidden_size": 64, "moe_num_experts": 8, "moe_top_k": 2},
+    },
+    "mamba": {"model_type": "mamba", **_SCANNED},
+    "falcon_mamba": {"model_type": "falcon_mamba", **_SCANNED},
+    "jamba": {"model_type": "jamba", **TINY, **_JAMBA, "num_experts": 8},
     "minimax_m2": {
         "model_type": "minimax_m2",
         **TINY,
@@ -526,6 +540,7 @@ ENGINES: Final[Mapping[str, Mapping[str, Any]]] = {
     "llama_tf": _TRANSFORMERS,
     "nemotron_h_attn": {"enable_prefix_caching": False},  # it would need states of Mamba layers
     "phimoe": {"hf_overrides": {"architectures": ["PhiMoEForCausalLM"]}},  # vLLM's spelling, not transformers'
+    "olmo_hybrid": _DELTA,
     "qwen3_moe_tf": _TRANSFORMERS,
     "qwen3_5": _DELTA,
     "qwen3_5_moe": _DELTA,

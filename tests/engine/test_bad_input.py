@@ -122,7 +122,12 @@ async def test_two_sites_need_a_site_to_be_named(tiny) -> None:
             errors.ModelNotLoaded,
             r"did not start: RuntimeError: start",
         ),
-        ("zamba2", {"sites": "attn_out"}, errors.UnsupportedModel, "knows no attn_out in layers of zamba2"),
+        (
+            "gemma3",
+            {"sites": "router", "hf_overrides": {"architectures": ["Rnj1ForCausalLM"]}},
+            errors.UnsupportedModel,
+            "knows no router in layers of rnj1",
+        ),
     ],
 )
 async def test_an_engine_that_cannot_start_says_why(model, arguments, error, says) -> None:

@@ -115,10 +115,44 @@ def _k2_horizon(tensors: Tensors) -> Tensors:
     return _renamed(left, ((r"gate\.e_score_correction_bias", "gate.bias"),))
 
 
+def _step3(tensors: Tensors) -> Tensors:
+    """Make queries by two projections with a norm between, and join experts; the shared one has no gate: it is open."""
+    left = {name: one for name, one in tensors.items() if not name.endswith("shared_expert_gate.weight")}
+    for name, tensor in tensors.items():
+        layer = name.removesuffix(".self_attn.q_proj.weight")
+        if layer != name:
+            norm = tensors[f"{layer}.input_layernorm.weight"]
+            parts = zip(("q_proj", "inter_norm", "wq"), _queries(tensor, norm), strict=True)
+            left |= {f"{layer}.self_attn.{part}.weight": one.clone() for part, one in parts}
+        elif found := re.fullmatch(r"(.*)\.mlp\.experts\.0\.(\w+_proj\.weight)", name):
+            each = [left.pop(name.replace("experts.0", f"experts.{expert}")) for expert in range(8)]
+            left[f"{found[1]}.moe.{found[2]}"] = torch.stack(each)
+    return _renamed(left, ((r"mlp\.shared_expert\.", "share_expert."), (r"mlp\.gate\.", "moe.gate.")))
+
+
+def _queries(weight: torch.Tensor, norm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the weights of Step 3's queries, a projection, a norm and a projection, as parts of others'."""
+    half = len(weight) // 2
+    return weight[:half], norm[:half], weight[:, :half]
+
+
 def _step3p5(tensors: Tensors) -> Tensors:
     """Leave out of norms the 1 that vLLM adds, and name experts as published."""
     left = {name: one - 1 if name.endswith("norm.weight") else one for name, one in tensors.items()}
     return _renamed(left, _STEP3P5)
+
+
+def _olmo_hybrid(tensors: Tensors) -> Tensors:
+    """Name norms as vLLM does, and split the joint convolution by its parts' sizes, which transformers splits in three."""
+    left = dict(tensors)
+    for name in tensors:
+        if name.endswith("q_conv1d.weight"):
+            each = [name.replace("q_conv1d", f"{part}_conv1d") for part in "qkv"]
+            sizes = [len(tensors[one.replace("conv1d", "proj")]) for one in each]
+            left |= zip(each, torch.cat([tensors[one] for one in each]).split(sizes), strict=True)
+    return _renamed(
+        left, (("feedforward_layer_norm", "post_attention_layernorm"), ("attention_layer_norm", "input_layernorm"))
+    )
 
 
 _STEP3P5: Final = (
@@ -420,6 +454,25 @@ TWINS: Final[Mapping[str, Twin]] = {
         _step3p5,
         {"model_type": "step3p5", "rope_theta": 10000.0},
     ),
+    "step3_text": Twin(
+        "Step3TextForCausalLM",
+        "qwen2_moe",
+        {
+            "num_key_value_heads": 1,
+            "qkv_bias": False,
+            "head_dim": 32,
+            "norm_topk_prob": True,
+            "norm_expert_weight": True,
+            "moe_num_experts": 8,
+            "moe_top_k": 2,
+            "moe_layers_enum": "0,2,3",
+            "share_expert_dim": 64,
+            "share_q_dim": 64,
+            "max_position_embedding": 512,
+        },
+        _step3,
+    ),
+    "olmo_hybrid": Twin("OlmoHybridForCausalLM", "olmo_hybrid", {}, _olmo_hybrid),
     "plamo3": Twin(
         "Plamo3ForCausalLM",
         "gemma3",
@@ -462,12 +515,31 @@ def published_checkpoint(name: str) -> Path:
 
 
 def reference_of(name: str) -> Reference:
-    """transformers on a tiny model, Bloom with vLLM's GELU, which is exact: transformers' own, by tanh, is not."""
+    """transformers on a tiny model.
+
+    Bloom has vLLM's GELU, which is exact: transformers' own, by tanh, is not. Step 3 has its queries and shared expert.
+    """
     reference = Reference(transformers_checkpoint(name))
-    if name == "bloom":
-        for layer in reference.layers.values():
+    for layer in reference.layers.values():
+        if name == "bloom":
             layer.get_submodule("mlp").gelu_impl = nn.GELU()
+        elif name == "step3_text":
+            _as_step3(layer)
     return reference
+
+
+def _as_step3(layer: Any) -> None:
+    """Give a layer of Qwen 2 with experts what `_step3` writes."""
+    first, norm, second = _queries(layer.self_attn.q_proj.weight, layer.input_layernorm.weight)
+    middle = nn.RMSNorm(len(norm), eps=layer.input_layernorm.variance_epsilon)
+    ends = [nn.Linear(one.shape[1], one.shape[0], bias=False) for one in (first, second)]
+    made: Any = nn.Sequential(ends[0], middle, ends[1])
+    layer.self_attn.q_proj = made.requires_grad_(requires_grad=False)
+    for module, weight in zip(made, (first, norm, second), strict=True):
+        module.weight.copy_(weight)
+    if hasattr(layer.mlp, "shared_expert_gate"):
+        del layer.mlp.shared_expert_gate
+        layer.mlp.shared_expert_gate = lambda rows: rows.new_full((len(rows), 1), torch.inf)
 
 
 def engine_of(name: str) -> Mapping[str, Any]:

@@ -148,6 +148,14 @@ def test_the_first_path_that_a_layer_has_is_taken() -> None:
         located(layer, "self_attn|mixer.o_proj")
 
 
+def test_a_path_may_need_another_module_of_the_layer() -> None:
+    """Layers of one class may use one name for different modules, as OLMo Hybrid's do."""
+    layer = nn.ModuleDict({"norm": nn.Linear(1, 1), "mlp": nn.Linear(1, 1)})
+    assert located(layer, "linear_attn?norm|mlp") == "mlp"
+    layer["linear_attn"] = nn.Linear(1, 1)
+    assert located(layer, "linear_attn?norm|mlp") == "norm"
+
+
 # Families of layers
 
 

@@ -16,18 +16,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.wrong import ANYTHING, WRONG_PARAMS, WRONG_PROMPTS
+from torch import nn
 from transformers import AutoTokenizer
 from vllm import _custom_ops
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from steercap.adapters import cpu, detokenizer, hardware
+from steercap.adapters import cpu, detokenizer, hardware, hooks
 from steercap.adapters.arguments import read_arguments
 from steercap.adapters.hooks import class_of, wrap
 from steercap.adapters.parameters import ParamsReader, read_params
@@ -267,6 +271,31 @@ def test_a_router_without_groups_chooses_by_biased_scores(scores) -> None:
     assert torch.allclose(weights, picked / picked.sum(1, keepdim=True))
     plain = routers.CPURouter(2, 8)
     assert not plain.use_grouped_topk
+
+
+def test_attention_is_made_that_is_told_of_no_chunks() -> None:
+    """vLLM tells it so for RNJ-1, and its backend for CPU does not take the argument; nor does it attend in chunks."""
+    made = cpu_attn.CPUAttentionBackendImpl
+    wrap(made, "__init__", cpu._in_no_chunks)
+    given = 4, 32, 0.2, 2, None, None, "auto"
+    with set_current_vllm_config(EngineArgs(str(tiny_checkpoint("gemma3"))).create_engine_config()):
+        assert vars(made(*given, chunk_lookback=-1)) == vars(made(*given))
+        with pytest.raises(TypeError, match="chunk_lookback"):
+            made(*given, chunk_lookback=1)
+
+
+def test_a_joint_convolution_is_loaded_by_parts() -> None:
+    """vLLM's loader of OLMo Hybrid wants the number of a part, which its caller sets on the weights."""
+    module = pytest.importorskip("vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn")
+    wrap(module, "_make_fused_conv1d_weight_loader", hooks._by_part)
+    load = module._make_fused_conv1d_weight_loader([2, 2, 3], 1, 0)
+    joint, whole = nn.Parameter(torch.zeros(7, 1, 4)), torch.randn(7, 1, 4)
+    for part, weights in enumerate(whole.split([2, 2, 3])):
+        weights.shard_id = part
+        load(joint, weights)
+    assert torch.equal(joint, whole)
+    load(joint, whole[5:], 0)
+    assert torch.equal(joint[:2], whole[5:])
 
 
 #: vLLM's attention in bfloat16 on 40 tokens, by the instructions that it would choose here, and torch's.

@@ -45,7 +45,8 @@ class Family:
     """Decoder layers of one kind: architecture names, classes, module paths and factors, in vLLM and transformers.
 
     Modules are given as dotted paths within a layer. "a|b" means the first that the layer has, since names differ
-    between the two libraries and between layers of a hybrid; "" means that there is no such module.
+    between the two libraries and between layers of a hybrid; "a?b" means b in layers that have a too; "" means that
+    there is no such module.
 
     Args:
         architectures: names in `config.json` of models with such layers; decisive before a model is loaded.
@@ -189,15 +190,16 @@ def arguments_of(module: nn.Module) -> list[str]:
 
 
 def located(layer: nn.Module, path: str) -> str:
-    """Return the first of the paths "a|b" at which a layer has a module.
+    """Return the path of a module in a layer: the first of "a|b" that the layer has; of "a?b", b if it has both.
 
     Raises:
         AttributeError: the layer has a module at none of them.
     """
     for candidate in path.split("|"):
+        names = candidate.split("?")
         try:
-            layer.get_submodule(candidate)
+            list(map(layer.get_submodule, names))
         except AttributeError:
             continue
-        return candidate
+        return names[-1]
     raise AttributeError(f"it has no module {path.replace('|', ' or ')}")

@@ -219,4 +219,41 @@ MEMBERS: Final[Mapping[str, Family]] = {
         router="mlp.gate",
         sparse=_sparse_qwen3,
     ),
+    # DBRX: attention and both norms are in a module of their own; layers take and return the whole stream.
+    "dbrx": whole(
+        architectures=("DbrxForCausalLM",),
+        classes=("dbrx.DbrxBlock",),
+        layers="transformer.blocks",
+        attn_out="norm_attn_norm.attn",
+        mlp_out="ffn",
+        resid_mid="norm_attn_norm.norm_2",
+        final_norm="transformer.norm_f",
+        attn_proj="norm_attn_norm.attn.out_proj",
+        attention="norm_attn_norm.attn.attn",
+        mlp_proj="",
+        router="ffn.router.layer",
+        varied=True,
+    ),
+    # Step 3: a layer with experts adds their output and that of a shared one, so that no module outputs the sum.
+    "step3_text": Family(
+        architectures=("Step3TextForCausalLM",),
+        classes=("step3_text.Step3TextDecoderLayer",),
+        router="moe.gate",
+        varied=True,
+    ),
+    # Jamba: Mamba 1 in place of attention in most layers. vLLM's layers hold attention's modules themselves.
+    "jamba": Family(
+        architectures=("JambaForCausalLM",),
+        classes=("jamba.JambaAttentionDecoderLayer", "jamba.JambaMambaDecoderLayer"),
+        attn_out="mamba.out_proj|self_attn|o_proj",
+        mlp_out="feed_forward",
+        attn_in="mamba|self_attn|qkv_proj",
+        resid_mid="pre_ff_layernorm",
+        final_norm="model.final_layernorm",
+        attn_proj="self_attn.o_proj|o_proj",
+        attention="self_attn.attn|attn",
+        mlp_proj="feed_forward.down_proj",
+        router="feed_forward.router",
+        varied=True,
+    ),
 }

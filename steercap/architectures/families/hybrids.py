@@ -168,6 +168,34 @@ MEMBERS: Final[Mapping[str, Family]] = {
         mlp_proj="",
         single=True,
     ),
+    # Zamba 2: Mamba 2, which in some layers also reads what attention and feed-forward, shared by them, give.
+    "zamba2": whole(
+        architectures=("Zamba2ForCausalLM",),
+        classes=("zamba2.Zamba2HybridLayer", "zamba2.Zamba2MambaDecoderLayer"),
+        attn_out="mamba|mamba_decoder.mamba",
+        mlp_out="",
+        resid_mid="",
+        final_norm="model.final_layernorm",
+        attn_proj="",
+        attention="",
+        mlp_proj="",
+        single=True,
+    ),
+    # Mamba 1: a layer is one block, which vLLM passes an output buffer.
+    "mamba": Family(
+        architectures=("MambaForCausalLM", "FalconMambaForCausalLM"),
+        classes=("mamba.MambaDecoderLayer", "mamba.MambaBlock", "falcon_mamba.FalconMambaBlock"),
+        layers="backbone.layers",
+        attn_out="mixer.out_proj",
+        mlp_out="",
+        attn_in="mixer",
+        resid_mid="",
+        final_norm="backbone.norm_f",
+        attn_proj="",
+        attention="",
+        mlp_proj="",
+        single=True,
+    ),
     # Nemotron-H: a layer is one block, of attention, Mamba 2, feed-forward or experts.
     "nemotron_h": Family(
         architectures=("NemotronHForCausalLM",),
@@ -190,6 +218,21 @@ MEMBERS: Final[Mapping[str, Family]] = {
         router="mixer.gate",
         varied=True,
         single=True,
+    ),
+    # OLMo Hybrid: gated delta networks, with norms before blocks, between layers of attention, with norms after them.
+    "olmo_hybrid": whole(
+        architectures=("OlmoHybridForCausalLM",),
+        classes=(
+            "olmo_hybrid.OlmoHybridDecoderLayer",
+            "olmo_hybrid.OlmoHybridAttentionDecoderLayer",
+            "olmo_hybrid.OlmoHybridLinearAttentionDecoderLayer",
+        ),
+        attn_out="linear_attn.o_proj|post_attention_layernorm",
+        mlp_out="post_feedforward_layernorm|mlp",
+        attn_in="linear_attn|self_attn",
+        mlp_in="mlp",
+        resid_mid="linear_attn?post_attention_layernorm|mlp",
+        varied=True,
     ),
     # Qwen 3 Next: a gated delta network in place of attention in most layers, a gate on the heads' output in others.
     # Laguna has such a gate in all layers, and no network.
