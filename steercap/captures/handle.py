@@ -356,9 +356,8 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
 
         Raises:
             CaptureNotFetched, CaptureReleased: as for `captures`.
-            InvalidRequest: the rows were not captured, are not of the residual stream, an edit changed them after their
-                capture (without `layer`), the handle is from a file or a server (use `unembed` of an open model), or a
-                number is out of range.
+            InvalidRequest: the rows were not captured, are not of the residual stream or (without `layer`) were edited
+                afterwards; the handle is from a file or a server (use `unembed`); a number is out of range.
             InvalidSelection: a selected token has no captured row.
             EngineFailure: the engine has died or was closed.
         """
