@@ -364,7 +364,7 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
         source = self._open_source("lens", "give its rows to unembed() of an open model")
         self._require_rows("lens")
         point = point_of(self.points, self.num_layers, layer, site)
-        if layer is None and site is None:
+        if layer is None and site in {None, "resid_post", BEHIND}:
             source.require_own(point, Point(self.num_layers - 1, BEHIND))
         at = slice(None) if tokens is None else self._rows_at(tokens)
         rows = self.captures.elements(point)[at]

@@ -47,6 +47,8 @@ ALIGN: Final = 8
 BLOCK: Final = 4 << 10
 #: Number of blocks, evenly spaced, read of a file of another format.
 BLOCKS: Final = 1024
+#: Maximum bytes of a safetensors header.
+MOST_HEADER: Final = 100_000_000
 
 
 def encoded(tensors: Mapping[str, Sequence[torch.Tensor]], metadata: Mapping[str, str]) -> Iterator[Buffer]:
@@ -122,7 +124,9 @@ def _places(content: BinaryIO, size: int) -> list[int]:
     """Return where to read blocks of a file of weights, in order."""
     length = int.from_bytes(content.read(8), "little")  # of the header of safetensors
     try:
-        header = msgspec.json.decode(content.read(length) if length < size else b"", type=dict[str, Any])
+        header = msgspec.json.decode(
+            content.read(length if length < min(size, MOST_HEADER) else 0), type=dict[str, Any]
+        )
         ends = [tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__"]
         return sorted({8 + length + at for start, end in ends for at in (start, max(start, end - BLOCK))})
     except (msgspec.MsgspecError, UnicodeDecodeError, TypeError, ValueError, LookupError):

@@ -223,6 +223,16 @@ def test_a_bias_of_logits_cannot_be_read_under(tokens) -> None:
         over_read(SteeringSpec([Add(vectors(1)[1], layer=1), SteeringSpec([bias])]), 4, 6)
 
 
+def test_values_read_beside_a_bias_by_older_versions_are_refused(tmp_path) -> None:
+    """They are of no steering; without tasks the answers can be read."""
+    evaluation = Evaluation(methods=[Method(name="said", steering=LogitBias({3: 1.0}))], questions=["a"])
+    Folder(tmp_path, evaluation, {"name": "m"})
+    with pytest.raises(InvalidSpec, match=r"evaluate it with tasks=\[\]"):
+        read_results(evaluation, out=tmp_path)
+    with pytest.raises(InvalidFile, match="lacks a part"):
+        read_results(evaluation, out=tmp_path, tasks=[])
+
+
 def test_random_edits_are_as_long() -> None:
     """A vector keeps its norm; a low-rank edit its singular values and all products of what it reads and writes."""
     own = vectors(1)

@@ -553,7 +553,7 @@ async def test_a_full_disk_fails_who_needs_room_and_takes_no_rows(arena) -> None
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [one.stage for one in handles] == [Stage.KEPT] * 2
     await vacant(engine.spilling.file)
-    engine.spilling._settle_again()  # a second later
+    engine.spilling._admit_again()  # a second later
     handles.append(await engine.handle())
     assert [one.stage for one in handles] == [Stage.SPILLED, Stage.KEPT, Stage.KEPT]
     await fetch_all(handles)

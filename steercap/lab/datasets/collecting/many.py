@@ -42,7 +42,7 @@ from steercap.lab.datasets.collecting.pipeline import blocks
 from steercap.lab.datasets.collecting.reading import CollectArguments, Progress
 from steercap.lab.datasets.collecting.shards import Sharder, check_same, stopping
 from steercap.lab.datasets.collecting.sources import Corpus, DocumentSource, open_source
-from steercap.lab.datasets.definition import decode
+from steercap.lab.datasets.definition import DATASET, decode
 from steercap.lab.datasets.shards import RECEIPT, name_of
 
 if TYPE_CHECKING:
@@ -128,10 +128,8 @@ class CollectingActor:
         nothing = DocumentSource("nothing", lambda: iter(()))
         asked = replace(self._arguments, documents_per_shard=each)
         mine = await definition_of(model, engine, nothing, asked)
-        if mine.digest != folder.definition.digest:
-            raise RunDiffers(
-                f"an actor's engine is not that of {self._storage}: {mine.model}, not {folder.definition.model}"
-            )
+        if what := DATASET.differing(folder.definition, mine):
+            raise RunDiffers(f"an actor's engine would make another data set than {self._storage}: {'; '.join(what)}")
         reading = asked.reading(model, engine)
         source = DocumentSource(f"shard {number}", lambda: iter(documents), first=number * each)
         sharder = Sharder(folder, reading.points, {}, asked.shard_bytes, first=number)

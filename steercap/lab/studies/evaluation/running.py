@@ -18,6 +18,7 @@ from steercap.lab.studies.evaluation.results import EvaluationResults
 from steercap.lab.studies.evaluation.store import Answer, Folder
 from steercap.lab.studies.evaluation.tasks import TASKS, Task, logprobs_of, tokenized
 from steercap.lab.studies.running import CONCURRENT, ask, chosen, fill, measured, measures_of, steered
+from steercap.lab.studies.sweeps.operations import check_unbiased
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ async def evaluate(
         The errors of `SteerModel.generate`; with a task, before any answer if an edit does not fit the engine.
     """
     require("evaluation")
-    taken, read = measures_of(measures, COLUMNS), tasks_of(tasks)
+    taken, read = measures_of(measures, COLUMNS), _tasks_under(evaluation, tasks)
     if both := {measure.label for measure in taken} & {task.label for task in read}:
         raise InvalidSpec(f"{sorted(both)} are labels of a measure and of a task; leave one out")
     with locked(out):
@@ -93,10 +94,11 @@ def read_results(
         MissingExtra: the extra "evaluation" is not installed.
         RunDiffers: the folder has another evaluation.
         InvalidFile: the folder has no evaluation, or lacks a part of this one.
+        InvalidSpec: a method has a LogitBias, under which a task cannot be read.
     """
     require("evaluation")
     folder = Folder(out, evaluation, FOLDER.read(out).model, write=False)
-    return _results(evaluation, folder, measures_of(measures, COLUMNS), tasks_of(tasks))
+    return _results(evaluation, folder, measures_of(measures, COLUMNS), _tasks_under(evaluation, tasks))
 
 
 def _results(
@@ -111,6 +113,15 @@ def _results(
         {measure.label: measure for measure in measures},
         {task.label: task for task in tasks},
     )
+
+
+def _tasks_under(evaluation: Evaluation, given: Sequence[str | Task]) -> tuple[Task, ...]:
+    """Return the tasks as `tasks_of` does, after a check that texts can be read under every method."""
+    tasks = tasks_of(given)
+    for condition in evaluation.conditions() if tasks else ():
+        if (spec := evaluation.spec(condition)) is not None:
+            check_unbiased(spec)
+    return tasks
 
 
 def tasks_of(given: Sequence[str | Task]) -> tuple[Task, ...]:

@@ -16,7 +16,7 @@ from steercap.lab.directions.contrast import derived_seed
 from steercap.steering.edits import Edit
 from steercap.steering.edits.add import Add, LowRank
 from steercap.steering.edits.replace import Ablate, Cap, SetProjection
-from steercap.steering.spec import SteeringSpec
+from steercap.steering.spec import LogitBias, SteeringSpec
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,17 @@ def _has_scale(edit: Any) -> bool:
     return "scale" in {field.name for field in dataclasses.fields(edit)}
 
 
+def check_unbiased(spec: SteeringSpec) -> None:
+    """Check that a spec has no `LogitBias`: vLLM computes the logits of a text that is read apart, unbiased.
+
+    Raises:
+        InvalidSpec: it has one.
+    """
+    for edit in spec.flat():
+        if isinstance(edit, LogitBias):
+            raise InvalidSpec(f"{edit!r} does not bias the logits of a text that is read; evaluate it with tasks=[]")
+
+
 def over_read(spec: SteeringSpec, prompt_len: int, total: int) -> SteeringSpec:
     """Return the edits for reading a text, at the tokens at which they apply if the model generates it.
 
@@ -101,13 +112,11 @@ def over_read(spec: SteeringSpec, prompt_len: int, total: int) -> SteeringSpec:
 
     Raises:
         InvalidSelection, EmptySelection: the edits select tokens that such a text does not have.
-        InvalidSpec: an edit is a Replace, whose rows belong to fixed positions, or a LogitBias: vLLM computes the
-            logits of a text that is read apart, unbiased.
+        InvalidSpec: an edit is a Replace, whose rows belong to fixed positions, or a LogitBias, see `check_unbiased`.
     """
+    check_unbiased(spec)
 
     def at_ranges(edit: Any) -> Any:
-        if not isinstance(edit, Edit):
-            raise InvalidSpec(f"{edit!r} does not bias the logits of a text that is read; evaluate it with tasks=[]")
         if edit.replaced:
             raise InvalidSpec(f"{edit!r} puts rows at positions of one prompt; it cannot be compared on many prompts")
         ranges = edit.selection.ranges(prompt_len, total)
