@@ -135,8 +135,12 @@ def cores_each(workers: int, allowed: Sequence[int], topology: Path = Path("/sys
 def cpu_binding(config: Any) -> dict[str, str]:
     """Return environment variables that give each worker of an engine CPU cores of its own.
 
+    Args:
+        config: vLLM's configuration of the engine.
+
     Returns:
-        {`BIND`: cores} if more workers run here than there are NUMA nodes and the user has not set `BIND`; else {}.
+        VLLM_CPU_OMP_THREADS_BIND (`BIND`) with the cores of each worker, such as "0|1", if more workers run here than
+        there are NUMA nodes and the user has not set it; else {}.
 
     Raises:
         InvalidSetting: there are fewer cores than workers, or `BIND` is "auto" with fewer NUMA nodes than workers.

@@ -104,7 +104,10 @@ def place() -> str:
 
 
 def record_exit_codes(executor: Any) -> None:
-    """Patch vLLM's executor class so that it writes exit codes of failed workers to a file in the engine's folder."""
+    """Patch an executor class of vLLM: if workers failed, its `shutdown` writes their exit codes for the client.
+
+    The JSON file, [[name, pid, exit code]], is in the folder that the environment variable `FOLDER` names.
+    """
     original = executor.shutdown
 
     @functools.wraps(original)

@@ -440,7 +440,7 @@ class Connection:
             await self.ask("DELETE", path)
 
     async def free(self, path: str) -> None:
-        """Delete a registered resource, and wait for the server's answer."""
+        """Delete the resource at a URL path of the server, if it was registered here, and wait for the answer."""
         if path in self._held:
             self._held.discard(path)
             await self._free(path)

@@ -208,7 +208,10 @@ class Spilling:
                 rows.end_spill()
 
     async def _write(self, reservation: Reservation, rows: Spillable, delivery: Delivery) -> bool:
-        """Write the delivered rows of one reservation; return False if the quota has no room for them."""
+        """Write `delivery`, the bytes of `rows`, to the spill file; return False if the quota has no room for them.
+
+        The caller frees `reservation`, their memory in the worker. Raises the errors of the file system.
+        """
         try:
             work = partial(rows.write, delivery, self.file, partial(self._home.call, self._dropped))
             rows.stored(await self._on(self._writer, work))

@@ -38,10 +38,10 @@ class JournalContent(NamedTuple, Generic[Entry]):
     entries: list[Entry]
 
     def beyond(self, known: int, path: Path) -> list[Entry]:
-        """Return the entries that a document of `known` entries lacks: all of them, or none.
+        """Return all entries if the journal continues a document of `known` entries, none if the document has them.
 
         Raises:
-            InvalidFile: the journal belongs to another document.
+            InvalidFile: it does neither, so `path`, the journal, belongs to another document.
         """
         if self.after == known:
             return self.entries

@@ -63,8 +63,8 @@ class Grown:
         token_ids: token ids generated so far, a copy, since vLLM's own list grows.
         finished: True if the sample has ended.
         receipt: receipt of the edits so far, None without steering.
-        crossings: tokens at which monitors fired.
-        monitors: the report of each monitor.
+        crossings: one for each token and monitor whose score crossed its threshold, in the order of tokens.
+        monitors: report of each monitor, in the order of the call.
         finish_reason: reason why the sample has ended, None while it runs.
     """
 
@@ -167,7 +167,11 @@ def _parts(job: Job, generated: Sequence[int], first: int) -> Sequence[Expected 
 async def _new_rows(
     job: Job, part: Expected | None
 ) -> tuple[Captures | None, torch.Tensor | None, npt.NDArray[np.str_] | None]:
-    """Fetch the rows of a part; return them, their positions, and the types of their tokens; None each without part."""
+    """Fetch the rows that a stream has captured since its last chunk, `part`.
+
+    Returns:
+        Rows, positions and token types; three times None if `part` is None.
+    """
     if job.plan is None or part is None:
         return None, None, None
     (came,) = await arrived(job.engine, [(Owner(job.plan.key, 0), part)])

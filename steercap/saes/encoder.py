@@ -152,7 +152,7 @@ class Encoder:
 
     @staticmethod
     def read(shape: EncoderShape, image: torch.Tensor) -> Encoder:
-        """Return the encoder whose image `write` filled; its tensors are views of the image."""
+        """Return the encoder that `write` copied into `image`, uint8 [bytes]; its tensors are views of that memory."""
         found = (image[start : start + size].view(torch.float32) for start, size in layout(shape))
         weight, bias = next(found).view(shape.d_in, shape.d_sae), next(found)
         threshold = next(found) if shape.thresholds else None

@@ -195,7 +195,11 @@ def _hook(module: object, hook: object) -> object:
 
 
 def _architecture(path: Path, config: Mapping[str, object]) -> tuple[str, int]:
-    """Return an SAELens configuration's architecture, and `k` for "topk", else 0."""
+    """Return an SAELens configuration's architecture, and `k` for "topk", else 0.
+
+    Raises:
+        InvalidFile: steercap does not know the architecture, or `k` is missing; the message names `path`, its file.
+    """
     architecture, response = config.get("architecture", "standard"), config.get("activation_fn", "relu")
     kwargs = config.get("activation_fn_kwargs")
     k = kwargs.get("k") if isinstance(kwargs, Mapping) else None

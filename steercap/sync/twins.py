@@ -186,7 +186,7 @@ class Twin(Generic[Awaited]):
 
     @classmethod
     def around(cls, awaited: Awaited) -> Self:
-        """Make the twin of an object that waits for nothing."""
+        """Make the twin of an object of which no method is awaited, so that it needs no event loop."""
         return cls(awaited)
 
     def __repr__(self) -> str:

@@ -110,9 +110,10 @@ class Assembly:
         return found
 
     def _in_client_form(self, stored: torch.Tensor, schema: PointSchema, count: int) -> list[torch.Tensor | CodedRows]:
-        """Convert the rows of points with equal schemas, uint8 [points * rows, row bytes], to the client's form.
+        """Convert stored rows of `count` points with equal schemas, uint8 [count * rows, row bytes], for the client.
 
-        Copies are made for all of them at once, so that threads that gather hold the GIL only briefly.
+        Returns one item per point: a tensor, [rows, width], or `CodedRows` where a lossy codec stored them. All are
+        copied at once, so that threads that gather hold the GIL only briefly.
         """
         coding, rows = self._captured_rows.coding, self._captured_rows.stored_rows
         if isinstance(self._encoding, Codec):

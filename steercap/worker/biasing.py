@@ -230,7 +230,10 @@ class Biasing:
             self._verify(self._pending.popleft())
 
     def _verify(self, pending: _Pending) -> _Pending:
-        """Wait for a pass's positions, fail requests that read others, and count biased logits; return `pending`."""
+        """Wait for the positions of biased logits, fail requests whose positions are not those planned, count biases.
+
+        Returns `pending`, whose buffers can be used again.
+        """
         if pending.ready is not None:
             pending.ready.synchronize()
         for one, seen in zip(pending.chosen, pending.seen.tolist(), strict=True):

@@ -114,7 +114,7 @@ class CaptureBuffer(ABC):
 
     @abstractmethod
     def _take(self, rows: Ints) -> Ints | None:
-        """Reserve places for rows, by number; return first lines (NONE for none), int64 [rows], or None if full."""
+        """Reserve lines for captured rows, by index; return each one's first (NONE: only reduced), or None if full."""
 
     def ahead(self, start: int) -> tuple[int, int | None]:
         """Predict the places of tokens from position `start` on; the first captured one allocates the request's pages.

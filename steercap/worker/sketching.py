@@ -91,7 +91,7 @@ class RankSketch:
 
 
 class Sketches:
-    """Sketches on this rank.
+    """Summaries of many requests' rows, such as covariances, that this rank keeps for the client by name.
 
     Args:
         layouts: record layouts of this rank, which know the points that it keeps.

@@ -213,7 +213,7 @@ class Step:
 
 
 def _by_table(steps: Sequence[Step]) -> Iterator[tuple[Step, Ints]]:
-    """Yield runs of consecutive steps that share a table: the first step, and `ahead` of all, int64 [steps, 1]."""
+    """Yield runs of consecutive steps of one series: the first step, and the `ahead` of all, int64 [steps, 1]."""
     for _, run in groupby(steps, key=lambda step: id(step.table)):
         alike = list(run)
         yield alike[0], np.array([[step.ahead] for step in alike])

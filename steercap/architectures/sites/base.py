@@ -83,9 +83,9 @@ class Tap:
     """Parameters of an installed tap.
 
     Args:
-        point: index of the point among the armed points, int32 [1], on the model's device.
-        kind: kind of rows, as for `kernels.tap.tap`.
-        dims: number of dimensions of a row.
+        point: index of the point among those that have taps, int32 [1], on the model's device.
+        kind: index of the rows' width, dtype and shards among those that the rank's taps have.
+        dims: number of a tensor's last dimensions that make one row: 2 for heads, [tokens, heads, width].
     """
 
     point: torch.Tensor

@@ -74,13 +74,13 @@ class TableBytes(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True):
-    """Decoder layers that a rank has loaded, and their family.
+    """Decoder layers that a rank has loaded, and their `Family`: where in such a layer the sites are.
 
     Args:
-        family: name of the layers' family, "" where the family was derived.
+        family: name of the family; "" if no known one fits, and the sites were derived from the layers' modules.
         code: fingerprint of the code of `forward` by class of the layers, such as "llama.LlamaDecoderLayer".
-        candidates: number of families that the layers may be of.
-        refused: reason why a derived family lacks a site, by site.
+        candidates: number of families that fit the layers; the proof at start tries one after the other.
+        refused: reason why the derived families lack a site, by site.
     """
 
     family: Label = ""

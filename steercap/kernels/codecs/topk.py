@@ -95,7 +95,7 @@ def rows_at_once(encoder: RowEncoder | None, width: int) -> int:
 
 
 def strongest_features(rows: torch.Tensor, encoder: RowEncoder | None, k: int) -> torch.Tensor:
-    """Encode the `k` strongest features of rows, or their elements if `encoder` is None: uint8 [rows, row bytes]."""
+    """Encode the `k` features of greatest magnitude of rows, or their elements without an encoder; see `strongest`."""
     return strongest(rows if encoder is None else encoder.activations(rows), k)
 
 

@@ -213,7 +213,7 @@ def define(
     """Return a definition of the current version, with all points in one codec.
 
     Args:
-        model: identity of the model.
+        model: identity of the model, as `SteerModel.identity` returns it.
         points: points with their schemas, in order.
         coding: codec of all points.
         documents_per_shard: number of documents in a shard, at least 1.

@@ -300,7 +300,7 @@ class DatasetFolder:
         return tensors
 
     def _read(self, name: str, points: Iterable[Point]) -> dict[Point, PointStatistics]:
-        """Read the statistics of points from the file called `name`."""
+        """Read the statistics of points from the file called `name`; raise InvalidFile if it lacks one."""
         tensors = self._tensors(name)
         try:
             return {point: read_named(self.definition.format_of(point).end, tensors) for point in points}

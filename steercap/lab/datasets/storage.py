@@ -97,13 +97,12 @@ class Storage(ABC):
 
 
 class Direct:
-    """File writer that sends whole pages to the disk past the page cache, if the file system supports it.
+    """File writer that bypasses the page cache with O_DIRECT, since a data set would displace all else in it.
 
-    A data set is mostly larger than memory, and would fill the page cache at the expense of everything else; fresh
-    memory costs a virtual machine more than its disk does.
+    Writes that are no whole number of pages, and all writes on a file system without O_DIRECT, go through the cache.
 
     Args:
-        file: file to write to, unbuffered.
+        file: file to write to, unbuffered; the caller closes it.
     """
 
     def __init__(self, file: io.FileIO) -> None:

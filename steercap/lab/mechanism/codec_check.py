@@ -102,7 +102,7 @@ class CodecCheck:
 
 
 def _worst(measures: Sequence[CodecMeasure]) -> dict[str, float | None]:
-    """Return the worst value of each measure, by name; None if a value of the measure is None."""
+    """Return each measure's worst value: the greatest if it has an upper limit, else the least; None if one is None."""
     found: dict[str, float | None] = {}
     for name in dict.fromkeys(measure.measure for measure in measures):
         own = [measure for measure in measures if measure.measure == name]
@@ -268,10 +268,12 @@ async def _read(
 def _groups(
     rows: Mapping[int, Mapping[str, torch.Tensor]], texts: int, check: CheckAsked, notes: dict[str, str]
 ) -> npt.NDArray[np.int64]:
-    """Return the index of each row's text among those read, int64 [rows]; add a note on texts that were left out.
+    """Return the number of each row's text, from 0, in the order of `rows` (rows by site, by text): int64 [rows].
+
+    Few rows, and texts among `texts` without any, are added to `notes`.
 
     Raises:
-        InvalidRequest: there are too few rows.
+        InvalidRequest: there are fewer than `LEAST_ROWS` rows.
     """
     counts = [len(one[check.sites[0]]) for one in rows.values()]
     found = np.repeat(np.arange(len(counts)), counts)[: check.most_rows]

@@ -286,6 +286,6 @@ def _trait_vectors(
 
 
 def _prompts(header: AnswerRowsHeader, kept: Mapping[Sign, Sequence[Kept]]) -> str:
-    """Return the SHA-256 of the token ids read of kept answers, in hexadecimal."""
+    """Return one SHA-256 of the prompts with answers whose rows `kept` averages, from the digests that `header` has."""
     known = dict(zip(header.ids, header.prompts, strict=True))
     return digest_of([bytes.fromhex(known[one.id]) for sign in SIGNS for one in kept[sign]])

@@ -83,7 +83,10 @@ class Outcome:
 def outcomes(
     directions: DirectionSet, records: Records, left_out: Mapping[str, str] = MappingProxyType({})
 ) -> Mapping[str, Outcome]:
-    """Return the outcome of each trait with a direction or a reason in `left_out`, in the order of the answers."""
+    """Return numbers of answers, scores and the direction of each trait, by name, in the order of its first answer.
+
+    `left_out` has the reason by trait without a direction; a trait with neither has no outcome.
+    """
     names = [
         name for name in dict.fromkeys(one.trait for one in records.responses) if {name} & {*directions, *left_out}
     ]

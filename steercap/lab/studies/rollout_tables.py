@@ -192,7 +192,7 @@ def save_judge_scores(folder: Path, results: EvaluationResults, names: Names, ro
 
 
 def remove_stale(folder: Path, results: EvaluationResults, names: Names) -> None:
-    """Remove the judge's tables if they are of other variants or another number of answers than `results`."""
+    """Remove `judge_*` files of a folder if their variants, `names` of conditions, or number of answers changed."""
     file = folder / "judge_summary.json"
     if not file.exists():
         return

@@ -422,7 +422,7 @@ class CudaTaps(Taps):
             self._open.large.before(self._addresses.get(point.data_ptr(), NONE))
 
     def _check(self, hidden: torch.Tensor, residual: torch.Tensor | None, kind: int) -> None:
-        """Check that a tap's tensors have the width of its kind, contiguous rows, and no more rows than the tables.
+        """Check that a tap's tensors have the width of its `kind` (see `Tap`), contiguous rows, and not too many.
 
         Raises:
             ValueError: they do not.

@@ -376,7 +376,10 @@ class DeviceAccumulators:
         lines: Ints,
         arena: torch.Tensor,
     ) -> Any:
-        """Add held rows only, divide, and copy the sums to lines of the arena; see `Taps.finish`."""
+        """Add the rows of `updates` to their sums, divide, and copy them to `arena`; return the event after the copies.
+
+        Arguments are as for `Taps.finish`; `ring` holds the captured rows on the device.
+        """
         # For all points: those that a layout lacks are not copied, and its number may be another layout's by now.
         table = self._table_of(updates, np.full(len(updates), NONE), divisors).astype(np.int32)
         self._launch(ring, self._transfers.to_device(torch.from_numpy(table)))

@@ -104,7 +104,7 @@ class LabelledRows:
         return self.where(kept)
 
     def __add__(self, other: LabelledRows) -> LabelledRows:
-        """Return the rows of `self`, then those of `other`."""
+        """Return the rows of `self`, then those of `other`, which must be of the same layer and width; not checked."""
         rows = torch.cat([self.rows, other.rows])
         return LabelledRows(self.groups + other.groups, self.names + other.names, rows)
 

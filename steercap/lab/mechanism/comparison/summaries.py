@@ -264,7 +264,7 @@ def _check_group(group: str, known: Sequence[str]) -> None:
 
 
 def _values(table: pa.Table, value: str, by: Sequence[str]) -> dict[tuple[Any, ...], dict[str, list[float]]]:
-    """Return the numbers of the column `value`, in lists by the values of the columns `by`, then by group."""
+    """Return the column `value` as lists, by the values of the columns `by`, in their order, then by column "group"."""
     found: dict[tuple[Any, ...], dict[str, list[float]]] = {}
     columns = [table[name].to_pylist() for name in (*by, "group", value)]
     for *place, group, number in zip(*columns, strict=True):

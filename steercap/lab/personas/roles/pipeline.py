@@ -41,8 +41,8 @@ class RoleRun:
     """Result of a run over roles.
 
     Args:
-        rows: mean rows of the roles with enough kept answers, and of the assistant.
-        outcomes: outcome of every role and the assistant, by name.
+        rows: mean rows of the assistant and of each role of which at least `min_kept` answers passed the scorer.
+        outcomes: numbers of answers and scores of every role and the assistant, by name.
         settings: settings of the run.
         folder: folder of the run.
     """
