@@ -241,7 +241,7 @@ async def check_codecs(
 async def _read(
     model: ReadingModel, prompts: Sequence[Any], taken: Sequence[int], layer: int, check: CheckAsked
 ) -> dict[int, dict[str, torch.Tensor]]:
-    """Capture texts until there are enough rows; return rows by index of the text and site, without texts of no rows.
+    """Capture texts until there are enough rows; return rows by index of the text, then site, for texts that have rows.
 
     Args:
         model: model that reads.
@@ -268,9 +268,7 @@ async def _read(
 def _groups(
     rows: Mapping[int, Mapping[str, torch.Tensor]], texts: int, check: CheckAsked, notes: dict[str, str]
 ) -> npt.NDArray[np.int64]:
-    """Return the number of each row's text, from 0, in the order of `rows` (rows by site, by text): int64 [rows].
-
-    Few rows, and texts among `texts` without any, are added to `notes`.
+    """Return the number of each row's text, from 0: int64 [rows]; tell `notes` of few rows, and of texts without rows.
 
     Raises:
         InvalidRequest: there are fewer than `LEAST_ROWS` rows.

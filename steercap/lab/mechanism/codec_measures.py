@@ -47,7 +47,7 @@ class CheckedRows:
     Args:
         rows: decoded rows, [rows, width], or [rows, k] if the codec projects them.
         bytes: bytes of an encoded row.
-        matrix: matrix of the projection, [k, width]; None if the codec keeps all elements.
+        matrix: matrix of the projection, [k, width]; None if the codec does not project rows.
     """
 
     rows: Floats
@@ -117,8 +117,8 @@ def cosine_error(raw: CheckedRows, kept: CheckedRows, seed: int) -> float:
 def rounding(raw: CheckedRows, kept: CheckedRows) -> tuple[float, float]:
     """Compare projections with their values before rounding, as kept, and rounded by a fixed step for each element.
 
-    The fixed steps are from the first half of the rows, with whose least cosine the second half is compared; elements
-    beyond 127 steps are clipped. The kept projections, rounded by a step per group, are compared on all rows.
+    The fixed steps are from the first half of the rows, and are tried on the second half, where elements beyond 127
+    steps are clipped. The kept projections, rounded by a step per group, are compared on all rows.
 
     Returns:
         The least cosine of a row with itself before rounding: as kept, and with the fixed steps.

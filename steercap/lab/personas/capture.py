@@ -238,8 +238,8 @@ def vectors(
 ) -> DirectionSet:
     """Compute the directions of all traits with kept answers, with provenance, write and return them.
 
-    Held-out answers are those to held-out questions, so `provenance.auc` is computed on these. A finished stage is
-    read from `directions.safetensors`.
+    Held-out answers are those to held-out questions, so `provenance.auc` is computed on these. A finished stage of the
+    same answers is read from `directions.safetensors`.
 
     Raises:
         InvalidSpec: too few questions have kept answers of both signs.
@@ -286,6 +286,6 @@ def _trait_vectors(
 
 
 def _prompts(header: AnswerRowsHeader, kept: Mapping[Sign, Sequence[Kept]]) -> str:
-    """Return one SHA-256 of the prompts with answers whose rows `kept` averages, from the digests that `header` has."""
+    """Return one SHA-256 of all that was read for the `kept` answers of a trait, from the digests in `header`."""
     known = dict(zip(header.ids, header.prompts, strict=True))
     return digest_of([bytes.fromhex(known[one.id]) for sign in SIGNS for one in kept[sign]])

@@ -68,7 +68,7 @@ class Count:
 
 
 class RunDefinition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Contents of `settings.json` that runs over traits and over roles share.
+    """Contents of `settings.json` of any run over traits or roles, and of `answers.json` of `read_answers`.
 
     Args:
         version: version of the folder layout.
@@ -127,7 +127,7 @@ class StageFolder:
         return {key.partition("/")[2] for key in self._load() if key.startswith(f"{stage}/")}
 
     def begin(self, stage: str) -> None:
-        """Mark a stage as unfinished, and remove parts and marks, of later stages too, that are of other inputs.
+        """Mark a stage as unfinished; remove its parts, and its and later stages' marks, that are of other inputs.
 
         A stage that is marked trait by trait keeps the marks of traits with the current inputs, and of traits that are
         not requested now.

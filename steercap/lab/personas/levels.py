@@ -241,7 +241,7 @@ def _add_trait_levels(draft: _Draft) -> None:
 
 
 def _pairs(draft: _Draft, level: str, label: str, apart: float | None) -> None:
-    """Add a level of positive minus `label` answers, over pairs whose scores differ by more than `apart`, if given."""
+    """Add a level of positive minus `label` answers, over pairs whose positive scores over `apart` higher, if given."""
     first, second = draft.of("pos"), draft.of(label)
     used, left_out = [], Counter({"no partner": len(first.keys() ^ second.keys())}) + Counter[str]()
     for place in (place for place in first if place in second):

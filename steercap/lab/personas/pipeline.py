@@ -42,7 +42,7 @@ class PersonaResult:
     Args:
         directions: directions of all traits but those left out, with provenance: sources, and the AUC by layer on
             held-out questions.
-        outcomes: outcome of each trait, in numbers, or the reason why it was left out.
+        outcomes: outcome of each trait, in numbers, with the reason if it was left out.
         folder: folder of the run.
         report: path of the report, Markdown with pictures in the same folder.
     """
@@ -120,7 +120,8 @@ class WrittenLevels:
     Args:
         files: path of the file of each trait with a level.
         used: number of answers averaged in each level, by trait and level.
-        left_out: number of answers left out, by trait, level and reason.
+        left_out: number of answers or pairs left out, by trait, level and reason; for a trait that is not done with
+            these settings, 1 at level "all".
     """
 
     files: Mapping[str, Path]

@@ -30,7 +30,7 @@ class Verdict(NamedTuple):
 
 
 class JudgeRow(msgspec.Struct, frozen=True):
-    """Judgement of the answer of a number in the evaluation; fields as in `lab.measures.scores.judge.Judgement`."""
+    """Judgement of the answer of a number; other fields as in `steercap.lab.measures.scores.judge.Judgement`."""
 
     number: int
     score: float | None

@@ -1,7 +1,7 @@
 """Analysis of vectors: geometry; tokens, heads and neurons related to a vector; effects by layer and position.
 
-Functions return pyarrow Tables, which functions that draw accept. All but the sweeps read weights of a checkpoint,
-without an engine.
+Most functions return pyarrow Tables, which the functions that draw accept. All but the sweeps need no engine; those of
+tokens, heads and neurons read weights of a checkpoint.
 """
 
 from steercap.lab.mechanism.analysis.anatomy import PARTS, Anatomy, anatomy, draw_anatomy

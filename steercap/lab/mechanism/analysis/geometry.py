@@ -188,8 +188,8 @@ def method_similarity(
         rows with shuffled labels), `chance` (mean |cosine| of random directions, √(2 / (π width))).
 
     Raises:
-        InvalidSpec: fewer than two methods, one name twice, others of another width or without a layer, `halves` or
-            `shuffles` below 1, or groups that cannot be split.
+        InvalidSpec: fewer than two of methods and others together, one name twice, others of another width or without a
+            layer, `halves` or `shuffles` below 1, or groups that cannot be split.
         UnknownName, MissingExtra: a method does not exist, or needs a library that is not installed.
     """
     wanted = list(dict.fromkeys(methods))

@@ -41,7 +41,7 @@ def group_tests(
     Args:
         table: table with the columns `group`, `value` and those of `by`.
         value: column of numbers to test.
-        by: columns for whose every combination of values there is a test, such as ("layer", "matrix") for the table
+        by: columns; each combination of their values is tested by itself, such as ("layer", "matrix") for the table
             of `susceptibility`.
         groups: groups to test; by default all of the table.
         correction: "holm" bounds the probability of any false discovery in the whole result, "bh" the share of false

@@ -50,7 +50,7 @@ class LogitAttribution:
         bias: contribution of the decoder's bias, float32 [rows].
         rest: contribution of everything else in the row: other layers, and the SAE's reconstruction error; float32
             [rows].
-        constants: contribution of the final norm's bias, float32 [rows].
+        constants: contribution of the biases of the final norm and the unembedding, float32 [rows].
         logits: the logits, float32 [rows].
         complete: True if all active features of a row are known: bool [rows]. Unknown features count in `rest`.
     """

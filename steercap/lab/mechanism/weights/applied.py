@@ -99,8 +99,8 @@ class AttentionBlock:
         numbers; without the bias, and before the norm behind the block and the factor.
 
         The random projection is that of the codec `rp8` for rows of the stream with the same k and seed, unrounded. The
-        sum over heads is the projection of the block's output, and the dot product with a projected direction estimates
-        how much of that direction a head writes.
+        sum over heads is the projection of their whole contribution, and the dot product with a projected direction
+        estimates how much of that direction a head writes.
 
         Args:
             z: rows at the site `z`, of any floating dtype.

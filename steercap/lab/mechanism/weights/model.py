@@ -102,7 +102,7 @@ class ModelWeights:
 
     @property
     def structure(self) -> dict[str, Any]:
-        """Fields of the configuration that determine the shapes of a layer's matrices, by name; None if absent."""
+        """Architectures, and fields of the configuration that shape a layer's matrices, by name; None if absent."""
         return {"architectures": self._config.architectures} | {
             name: getattr(self._config, name, None) for name in _SHAPING
         }

@@ -202,7 +202,7 @@ def _modules(
     """Return the final norm and the unembedding, without weights, and their (module, parameter) by tensor name.
 
     Raises:
-        UnsupportedModel: other modules follow the last layer.
+        UnsupportedModel: the last layer is not followed by these two alone.
     """
     family = family_of(config.architectures or ())
     owner, _, name = family.final_norm.rpartition(".")

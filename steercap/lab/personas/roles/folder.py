@@ -41,7 +41,7 @@ class _Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Args:
         done: SHA-256 of each finished stage's inputs, by stage.
-        outcome: outcome of the role once its rows were captured, else None.
+        outcome: outcome of the role once its last stage, "read", was done, else None.
     """
 
     done: dict[str, str] = {}

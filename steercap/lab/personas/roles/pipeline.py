@@ -41,7 +41,7 @@ class RoleRun:
     """Result of a run over roles.
 
     Args:
-        rows: mean rows of the assistant and of each role of which at least `min_kept` answers passed the scorer.
+        rows: mean rows of the assistant and of each role with at least `min_kept` kept answers.
         outcomes: numbers of answers and scores of every role and the assistant, by name.
         settings: settings of the run.
         folder: folder of the run.

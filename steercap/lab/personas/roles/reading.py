@@ -28,7 +28,7 @@ _TOLD: Final = ("description", "keywords", "examples", "rubric")
 
 
 class _Shared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Contents of `_shared.yaml`: questions for all roles, prompts of the assistant, and plain prompts."""
+    """Contents of `_shared.yaml`: questions for all roles, prompts of the assistant, and plain sentences."""
 
     questions: tuple[str, ...] = ()
     assistant: tuple[str, ...] = ()

@@ -154,7 +154,7 @@ async def read(
 
 
 def _batches(settings: RoleSettings, kept: Sequence[RoleResponse]) -> Iterator[list[RoleResponse]]:
-    """Yield batches of all answers to whole questions, at least `read_together` each, the same in every run."""
+    """Yield batches of answers to whole questions, `read_together` or more but in the last; the same in every run."""
     ordered = sorted(kept, key=lambda response: response.question)  # stable: by prompt and sample within a question
     batch: list[RoleResponse] = []
     for _, answers in groupby(ordered, key=lambda response: response.question):

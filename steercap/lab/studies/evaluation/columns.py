@@ -131,7 +131,7 @@ class Columns:
         return {dose: means[line, dose] if dose else means[self.evaluation.plain, 1.0] for dose in self.path(line)}
 
     def costs(self, line: str, by: str) -> dict[float, float]:
-        """Return the cost at each dose of a line: the mean of a column, negative where more is better.
+        """Return the cost at each dose of a line: the mean of a column, negated if more is better.
 
         The mean is over the questions or items measured under all methods and doses; a dose without any is left out.
         """
@@ -144,7 +144,7 @@ class Columns:
         return self._sign(by) * float(self.means[by][self.evaluation.plain, 1.0][self._shared(by)].mean())
 
     def value_at(self, cost: float, by: str) -> float:
-        """Return the value of a column that has a cost."""
+        """Return the value of the column `by`, in its unit, at a cost."""
         return math.exp(self._sign(by) * cost) if self[by].log else self._sign(by) * cost
 
     def less_better(self, column: str) -> bool:
@@ -155,7 +155,7 @@ class Columns:
         return 1 if self.less_better(column) else -1
 
     def _shared(self, column: str) -> npt.NDArray[np.bool_]:
-        """Return a mask of the questions, or items of a task, that were measured under every method and dose.
+        """Return a mask of the questions, or items of a task, measured under every method and dose that has a value.
 
         Raises:
             InvalidSpec: there are no such questions or items.

@@ -188,7 +188,7 @@ class Sweep:
         return self.layers  # type: ignore[return-value]  # normalised above
 
     def conditions(self) -> tuple[Condition, ...]:
-        """Return all conditions: no steering first, then those of each vector, each followed by its controls."""
+        """Return all conditions: no steering first, then by vector, operation and layers, each with its controls."""
         found: dict[Condition, None] = {Condition(control="none"): None}
         for name, operation, layers in product(self.vectors, self.operations, self.groups):
             neutral = OPERATIONS[operation].neutral

@@ -91,7 +91,7 @@ class Effect(msgspec.Struct, frozen=True):
     Args:
         condition: condition that steers with the vector.
         steered, plain: means of the measure with the vector, and without steering.
-        negated: mean at minus the scale, None if that was not swept.
+        negated: mean at minus the scale, None if that was not swept or has no opposite effect (`Operation.signed`).
         random: mean of each random vector with the same operation, layers and scale, in the order of their numbers.
     """
 

@@ -162,7 +162,7 @@ def _by_layer(rows: Sequence[dict[str, Any]]) -> tuple[list[int], Any, Any]:
 def plot_position_sweep(
     table: pa.Table, path: str | Path, *, prompt: int = 0, name: str | None = None, metric: str = "change of the metric"
 ) -> Path:
-    """Draw effects by layer and token of one prompt: red where adding the vector raises the metric, blue where lower.
+    """Draw effects by layer and token of a prompt, red if adding the vector raises the metric, blue if it lowers it.
 
     Args:
         table: table from `position_sweep`.

@@ -255,7 +255,7 @@ def _draw_susceptibility(table: pa.Table, path: Path) -> None:
 
 
 def _draw_altered(table: pa.Table, path: Path) -> None:
-    """Draw a row of panels for each focus layer: a scatter plot of both changes, and a histogram of one of them."""
+    """Draw a row for each focus layer: a scatter plot of both changes, and a histogram of the one it is focus of."""
     rows = table.to_pylist()
     groups = list(dict.fromkeys(row["group"] for row in rows))
     focus: dict[str, int] = about(table)["focus"]
