@@ -182,7 +182,7 @@ class Arrived:
 
 
 async def arrived(engine: Engine, wanted: Sequence[tuple[Owner, Expected]]) -> list[Arrived]:
-    """Fetch and check the new rows of running samples in one call, which concurrent callers share; in their order.
+    """Fetch and check the new rows of running samples, in their order, in one call that concurrent callers share.
 
     Args:
         engine: the engine that runs them.

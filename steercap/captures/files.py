@@ -136,7 +136,8 @@ def read(path: Path) -> Saved:
     """Read a capture file that `write` wrote.
 
     Raises:
-        InvalidFile: the file is of another kind, truncated or of a newer version, or its labels contradict its tokens.
+        InvalidFile: the file is of another kind, truncated or of a newer version, or its rows, labels and tokens
+            contradict each other.
     """
     text, tensors = read_tensors(path)
     header = _header(path, text)

@@ -346,7 +346,7 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
 
         Args:
             layer: layer of the rows; None for rows behind the final norm, or at the end of the last layer.
-            site: "resid_post" (None if `layer` is given), "resid_pre", "resid_mid", "embed" or "final_norm".
+            site: "resid_post" (what None means with `layer`), "resid_pre", "resid_mid", "embed" or "final_norm".
             tokens: selection of the rows, as for `CaptureSpec`; None for all that were captured.
             translator: a tuned lens, which maps rows to estimates of the last layer's; None for the logit lens.
             top: number of most probable tokens to return.
@@ -487,8 +487,8 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
         """Read a handle that `save` wrote; its rows are fetched.
 
         Raises:
-            InvalidFile: the file is truncated, of another kind or a newer version, or its labels contradict its prompt
-                and output. Changed numbers are not noticed here, but by `Manifest.handles`.
+            InvalidFile: the file is truncated, of another kind or a newer version, or its rows, labels, prompt and
+                output contradict each other. Changed numbers are not noticed here, but by `Manifest.handles`.
         """
         header, rows, positions, token_ids, prompt_token_ids, output_token_ids, recorded = files.read(Path(path))
         labels = positions.numpy(), token_ids.numpy()

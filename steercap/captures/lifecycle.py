@@ -241,7 +241,7 @@ class Lifecycle(NonCopyable, instead="its rows have one owner"):
 
     Args:
         name: name of the request, for messages.
-        source: origin of the rows, None for rows that were made in this process.
+        source: origin of the rows, None for rows that are in this process from the start, as those of a file.
         found: the rows, if they are in this process.
 
     Attributes:

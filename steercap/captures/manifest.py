@@ -143,7 +143,7 @@ class ManifestRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
         prompt_sha256: SHA-256 of the prompt's token ids, int64 in little-endian order.
         text_sha256: SHA-256 of the generated text, in UTF-8; the text itself is in the file.
         steering: SHA-256 of the edits whatever their `tokens=`, None without edits; see `SteeringReceipt.digest`.
-        answer_id: for recordings of a server, id that vLLM's server gave the request; its answer's id begins with it.
+        answer_id: for recordings of a server, id that vLLM's server gave the request; it begins with the answer's id.
         time: for recordings, when the request ended, in seconds since 1970; else None.
         adapter: name of the request's LoRA adapter, "" without one.
     """

@@ -181,7 +181,7 @@ class Sketch:
         "moments" are as if the rows had been added one by one; frequent directions stay within the bound of all rows.
 
         Raises:
-            InvalidSpec: the sketches differ in kind, size, model, dtype, tokens, edits or points.
+            InvalidSpec: the sketches differ in a field of `ALIKE`, or in their points.
         """
         states = copy.deepcopy(dict(self.states))
         for other in others:

@@ -53,9 +53,9 @@ def identity_of(model: str, config: Any, tokenizer: Any) -> dict[str, str]:
         tokenizer: tokenizer of the model.
 
     Returns:
-        Fields by name: name, revision, dtype, quantization; weights, a commit of the hub or the result of
-        `weights_digest`; and the SHA-256 of `tensors_digest`, of the engine's own sampling defaults and overrides of
-        the configuration (generation), of the chat template, and of `tokenizer_digest`.
+        Fields by name: name, revision, dtype, quantization; weights, a commit of the hub or `weights_digest`; tensors,
+        `tensors_digest`, "" beside a commit; generation, the SHA-256 of the engine's own sampling defaults and
+        overrides of the configuration; chat_template, `template_digest`; tokenizer, `tokenizer_digest`.
     """
     overrides = config.hf_overrides
     defaults = [

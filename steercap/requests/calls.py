@@ -51,7 +51,7 @@ class Backend(SketchBackend, Protocol):
 class Calls(Sketched, Generic[Handle]):
     """Calls of an open model: generate, chat, run, read, encode and stream.
 
-    A call with one prompt returns one result, one with a list of prompts a list. With captures, it returns a pair.
+    One prompt gives one result, and a list of prompts a list. With captures, generate, chat and encode return a pair.
     Where `n` decides whether there is one text or a list of them, the declared type is the union of both.
     """
 

@@ -312,7 +312,7 @@ async def _probe_editing(engine: Engine, number: int, clean: _Probed) -> list[Cl
 async def _try(
     engine: Engine, number: int, edits: Mapping[Point, Add], clean: _Probed
 ) -> tuple[list[Point], list[Claim]]:
-    """Run each edit in its own request, all in one batch; repeat an edit alone where batching blurs the rows.
+    """Run each edit in its own request, many at once; repeat an edit alone where batching blurs the rows.
 
     Returns:
         The points whose edit leaves the model's output unchanged, and the claims on the rows of these requests.

@@ -196,7 +196,7 @@ def joint_capture(
         The capture, its points, and their indices among the engine's armed points, ascending.
 
     Raises:
-        InvalidSpec: the request's own capture lacks rows that the sketches need.
+        InvalidSpec: the request's own capture is not of raw rows of the sketches' tokens at all of their points.
         SketchClosed, SketchIncomplete: a sketch is closed, or cannot be trusted.
     """
     for sketch in sketches:

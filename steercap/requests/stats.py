@@ -21,9 +21,9 @@ class Stats:
         capture_bytes_in_use: part of `capture_bytes` filled with rows, on the fullest worker.
         capture_bytes_resident: shared memory that the system has allocated for rows, on the fullest worker.
         spill_bytes: maximum bytes of rows on disk; 0 unless `overflow` is "spill".
-        spill_bytes_in_use: part of `spill_bytes` used by rows of unfetched handles.
+        spill_bytes_in_use: part used by rows of unfetched handles, or reserved for rows that leave memory.
         spill_bytes_written: bytes written to disk since the start.
-        handles_spilled: number of handles whose rows are on disk.
+        handles_spilled: number of handles whose rows are on disk; a request whose rows leave memory counts as one.
         arena_bytes: device memory for rows that are being copied to the host, on the worker with most; 0 on CPU.
         arena_bytes_in_use: part of `arena_bytes` with rows that are not copied yet, on the fullest worker.
         reduce_bytes: memory for reductions that run with their requests, on the worker with most.

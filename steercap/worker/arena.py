@@ -163,7 +163,7 @@ class Layouts:
 
 _LOG: Final = logging.getLogger(__name__)
 #: Line numbers of the file of rows that left memory, per line that it may hold. The file is sparse and a request's rows
-#: are consecutive: with spare numbers, a freed region is rarely too small for the next request.
+#: are consecutive: with spare numbers, freed regions that are too small for the next request do no harm.
 SPARSE: Final = 16
 #: Bytes of the arena that stay resident while nothing is captured, so that short requests cause no page faults.
 WARM_BYTES: Final = 64 << 20

@@ -112,8 +112,8 @@ class Assembly:
     def _in_client_form(self, stored: torch.Tensor, schema: PointSchema, count: int) -> list[torch.Tensor | CodedRows]:
         """Convert stored rows of `count` points with equal schemas, uint8 [count * rows, row bytes], for the client.
 
-        Returns one item per point: a tensor, [rows, width], or `CodedRows` where a lossy codec stored them. All are
-        copied at once, so that threads that gather hold the GIL only briefly.
+        Returns one item per point: a tensor, [rows, *shard shape] or [rows, directions], or `CodedRows` for a lossy
+        codec. All are copied at once, so that threads that gather hold the GIL only briefly.
         """
         coding, rows = self._captured_rows.coding, self._captured_rows.stored_rows
         if isinstance(self._encoding, Codec):

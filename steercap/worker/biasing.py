@@ -232,7 +232,7 @@ class Biasing:
     def _verify(self, pending: _Pending) -> _Pending:
         """Wait for the positions of biased logits, fail requests whose positions are not those planned, count biases.
 
-        Returns `pending`, whose buffers can be used again.
+        Returns `pending`.
         """
         if pending.ready is not None:
             pending.ready.synchronize()

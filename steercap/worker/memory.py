@@ -243,7 +243,7 @@ def open_reader(
     """Open a reader of one worker's arena.
 
     Args:
-        attached: description of description of the worker's arena.
+        attached: description of the worker's arena.
         transport: "shared" (a memory map), "wire" (RPC), or "auto": shared where possible.
         ask: coroutine function that sends ranges to the worker and returns their bytes.
 

@@ -235,7 +235,7 @@ class HostEdits:
             self._overflowed[stray & (self._overflowed == NONE)] = point
 
     def made(self, step: Step) -> tuple[Ints, Ints]:
-        """Return each token's checksum of edits, and first point with a non-finite row or NONE: int64 [tracked]."""
+        """Return each token's checksum of edits, and first point that overflowed or NONE: int64 [tracked] each."""
         made, overflowed = np.zeros(len(step), dtype=np.int64), np.full(len(step), NONE, dtype=np.int64)
         if len(self._chosen):
             made[self._chosen], overflowed[self._chosen] = self._checksums.numpy(), self._overflowed.numpy()

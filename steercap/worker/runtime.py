@@ -148,7 +148,7 @@ class Runtime:
     def register(self, request_id: str, plan_bytes: bytes, sample: int) -> None:
         """Start following a request, once, by its encoded `Plan`; `sample` is the number of the sample among its n.
 
-        Nothing is raised: errors are logged, and the client finds no rows or a failed record.
+        Nothing is raised: errors are logged, and the client finds neither rows nor a record of edits.
         """
         if request_id in self._request_table:
             return

@@ -52,7 +52,7 @@ class SAEs:
         return sum(encoder.nbytes for encoder in self._all) + sum(one.nbytes for one in self._coming.values())
 
     def encoders(self, points: Sequence[int], digests: Sequence[bytes]) -> Reads | None:
-        """Return the encoders, by SHA-256, of those of the points that this rank keeps; None if one is not loaded."""
+        """Return (point, encoder), found by SHA-256, for the points that this rank keeps; None if one is not loaded."""
         kept = set(self._layouts.points(points))
         wanted = [(digest, point) for digest, point in zip(digests, points, strict=True) if point in kept]
         if any(key not in self._held for key in wanted):

@@ -228,7 +228,8 @@ class StepReport:
         positions: positions that the model read, int64 [tracked].
         edits: checksum of the edits made, int64 [tracked].
         copies: checksum of the copies made, int64 [tracked].
-        overflowed: this rank's index of the first point with a non-finite edited row, NONE for none: int64 [tracked].
+        overflowed: this rank's index of the first point whose edited row is not finite or too large, NONE for none:
+            int64 [tracked].
         nonfinite: this rank's index of the first point with a non-finite captured row, NONE for none: int64 [tracked].
         failure: reason why none of the passes can be trusted, or None.
     """

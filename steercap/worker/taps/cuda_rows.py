@@ -320,7 +320,7 @@ class DeviceAccumulators:
         self._transfers.put(self._updates, buffer, len(updates))
 
     def launch(self, ring: torch.Tensor, updates: int) -> None:
-        """Apply the first `updates` updates of the last upload to the rows in the ring."""
+        """Apply the first `updates` updates of the last upload, with rows from the ring."""
         self._launch(ring, self._updates[:updates])
 
     def update(  # noqa: PLR0917 -- as for `upload`
@@ -376,7 +376,7 @@ class DeviceAccumulators:
         lines: Ints,
         arena: torch.Tensor,
     ) -> Any:
-        """Add the rows of `updates` to their sums, divide, and copy them to `arena`; return the event after the copies.
+        """Add the held rows of `updates` to their sums, divide, and copy these to `arena`; return the copies' event.
 
         Arguments are as for `Taps.finish`; `ring` holds the captured rows on the device.
         """

@@ -146,7 +146,7 @@ class LargePass:
         return total
 
     def before(self, point: int) -> None:
-        """Make room in the ring for the rows of a point, by its index on this rank, whose tap is launched next.
+        """Make room for the rows of a point, by its index on this rank (NONE if unknown), whose tap is launched next.
 
         A tap on another CUDA stream than the model's, as in shared experts, waits for the model's stream, and the next
         part waits for the tap.

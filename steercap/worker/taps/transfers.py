@@ -85,7 +85,7 @@ class Transfers(Protocol):
         """
 
     def now(self, again: Any = None) -> Any:
-        """Record an event after all work on the model's stream so far; `again` is an event to reuse, or None."""
+        """Record and return an event after all work on the model's stream so far; `again` is one to reuse, or None."""
 
     def fetch(self, after: Any, targets: Ints, sources: Ints, sizes: Ints, *, urgent: bool) -> Any:
         """Copy `sizes` bytes from addresses on the device to pinned addresses, once `after` was reached.
@@ -258,7 +258,7 @@ class Ring(Generic[Holder]):
         return sum(stop - first for first, stop, _ in self._taken)
 
     def reserve(self, count: int) -> tuple[int, list[Holder]]:
-        """Reserve consecutive places, dropping the oldest holders that are in the way.
+        """Reserve `count` consecutive places, dropping the oldest holders until none is in the way.
 
         Returns:
             The first place, and the dropped holders, which must be waited for before the places are written.
