@@ -321,7 +321,7 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
             spec: the capture spec.
 
         Returns:
-            The points that it captures, by ascending layer.
+            The points that it captures, by layer, or in the order of `at`.
 
         Raises:
             InvalidSpec, LayerOutOfRange, UnknownName, PointNotArmed: the spec does not fit the model.
@@ -365,7 +365,7 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
 
     @property
     def tokenizer(self) -> Any:
-        """Tokenizer of the model, a transformers tokenizer or the class that vLLM has for it."""
+        """Tokenizer of the model: one of transformers, or of vLLM's own."""
         return self.serving.opened().vllm.tokenizer
 
     @property
@@ -422,7 +422,7 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
 
     @property
     def proof(self) -> tuple[Claim, ...]:
-        """Claims about rows and edits that the start tested, each with the numerical error that was measured."""
+        """Claims about rows and edits that were proved at the start, each with its measured numerical error."""
         return self.serving.proof
 
     @property

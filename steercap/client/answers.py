@@ -73,7 +73,7 @@ class PromptOfCall:
     """One prompt of a call to `generate` or a similar method, with its own parameters and specs.
 
     Args:
-        prompt: text, token ids or prompt dict.
+        prompt: text, or a prompt dict of text or token ids.
         params: its sampling or pooling parameters.
         spec: its capture spec, or None.
         steering: its steering: a spec, an edit, the name of one on the server, or None.

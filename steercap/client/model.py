@@ -177,8 +177,8 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         """Return everything that the model's answers depend on, as `SteerModel.identity` does on the server.
 
         Returns:
-            Strings by name, "" where something is not set. A preset or an adapter also has `variant`, its SHA-256; a
-            server whose flags change how conversations are rendered `chat_flags`.
+            Strings by name, "" where something is not set. A preset or an adapter also has `variant`, its SHA-256, or
+            its name if that is unknown; there is `chat_flags` if the server's flags change how chats are rendered.
         """
         return dict(self.connection.opened().identity)
 
@@ -226,7 +226,7 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
             spec: the capture spec.
 
         Returns:
-            The points that it captures, by ascending layer.
+            The points that it captures, by layer, or in the order of `at`.
 
         Raises:
             InvalidSpec, LayerOutOfRange, UnknownName, PointNotArmed: the spec does not fit the model.

@@ -215,7 +215,7 @@ def entering(sketches: Sequence[RunningSketch]) -> Iterator[None]:
 
 
 def count(sketches: Sequence[RunningSketch], results: Sequence[Mapping[str, Any]], url: str) -> None:
-    """Add a request's results to the counts of the sketches that it entered.
+    """Update the counts of sketches by the results of a request that entered them.
 
     Args:
         sketches: the sketches.

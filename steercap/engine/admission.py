@@ -36,7 +36,7 @@ class Admission:
         page_bytes: bytes of a page.
         settings: settings with `overflow`, the policy for a full arena, and `overflow_timeout`, in seconds.
         engines: number of engines, each with its own arena.
-        reductions: number of requests with `reduce=` that can run at once in each engine.
+        reductions: number of reductions (samples of requests with `reduce=`) that can run at once in each engine.
     """
 
     def __init__(self, pages: int, page_bytes: int, settings: Settings, engines: int = 1, reductions: int = 0) -> None:
@@ -58,7 +58,8 @@ class Admission:
             reductions: number of reductions (`reduce=`) that run in the request, one per sample.
 
         Raises:
-            CaptureMemoryFull: the arena is too small; it is full and overflow="error"; or nothing was freed in time.
+            CaptureMemoryFull: the arena is too small, or held by calls that wait themselves; it is full and
+                overflow="error"; or nothing was freed in time.
             ModelClosed: the model was closed meanwhile.
         """
         reservation = Reservation(pages, call, engine=engine, reductions=reductions)

@@ -1,4 +1,4 @@
-"""Compiler of capture and steering specs for one engine; results are cached as long as the spec lives.
+"""Compiler of capture and steering specs for one engine; results are cached, some of them for the last spec alone.
 
 Hashing megabytes of vectors takes milliseconds, and compiling a spec that all requests of a large call share takes as
 long as a request.
@@ -98,8 +98,8 @@ class Compiler:
     def captured(self, spec: CaptureSpec) -> tuple[tuple[Point, ...], tuple[int, ...]]:
         """Return the points of a spec, and their indices among the armed points, ascending.
 
-        A point that the model lacks is left out if its layers were given as "all". The result is cached for the last
-        spec.
+        A point that the model lacks is left out if its layers were given as "all". The result for the last spec is
+        cached, unless it has SAEs.
 
         Raises:
             LayerOutOfRange, InvalidSpec: see `CaptureSpec.points`.
@@ -141,7 +141,7 @@ class Compiler:
         """Compile the directions that a capture spec projects rows on; None for a spec without `project`.
 
         Raises:
-            InvalidSpec, InvalidVector: see `projection.compile_projection`.
+            InvalidSpec, InvalidVector: see `lowering.compile_projection`.
         """
         if spec.project is None:
             return None
@@ -199,7 +199,7 @@ class Compiler:
 
         Raises:
             UnknownName: a codec that does not exist.
-            InvalidSpec: parameters that the codec does not have, or with which rows would not be smaller.
+            InvalidSpec: parameters that the codec does not have, or with which rows would be larger.
         """
         if (readers := self.readers(spec)) is not None:
             return readers.coding
@@ -236,7 +236,7 @@ class Compiler:
         return coding
 
     def _check_summary(self, points: Sequence[Point], coding: Coding) -> None:
-        """Check on each worker that queries have their keys, and that attention's summary takes less room than they."""
+        """Check on each worker that queries have their keys, and that their summary takes no more room than both do."""
         for rank in self._ranks:
             own = [point for point in points if self._armed[point] in rank.schemas]
             queries = [self._armed[point] for point in own if point.site == "q"]

@@ -69,7 +69,7 @@ class Engine:
         ranks: capturing workers, engine by engine, from their answers to `Attach`.
 
     Attributes:
-        names: names of the model that other tools' files may contain.
+        names: names by which files, such as those of vectors, may refer to the model.
         model_label: name of the model in files that steercap writes.
         workers: connection to the workers.
         compiler: compiler of the specs of requests.
@@ -78,7 +78,7 @@ class Engine:
         loaded: decoder layers that the workers have loaded.
         refused: reasons why the model lacks a site, by site name.
         verified: True if rows of layers with exactly this code were compared with transformers'.
-        reductions: number of requests with `reduce=` that can run at once in each engine.
+        reductions: number of reductions (samples of requests with `reduce=`) that can run at once in each engine.
         attention: attention rules, by layer, of the layers whose queries and keys are armed.
         home: event loop that the engine belongs to.
         admission: queue of requests that capture.
@@ -99,7 +99,7 @@ class Engine:
         self._name = uuid4().hex[:8]
         self._numbers = count()
         known = {index: schema for rank in self._all_ranks for index, schema in rank.schemas.items()}
-        #: Index of each requested point that the loaded model has.
+        #: Index of each point to arm that the loaded model has.
         self.armed: Final = {point: index for index, point in enumerate(vllm.points) if index in known}
         self.schemas: Final[dict[Point, PointSchema]] = {point: known[index] for point, index in self.armed.items()}
         self.loaded: Final = loaded_of(ranks)
@@ -348,7 +348,8 @@ class Engine:
             reductions: number of reductions (`reduce=`) that run in the request, one per sample.
 
         Raises:
-            CaptureMemoryFull: the arena is too small; it is full and overflow="error"; or nothing was freed in time.
+            CaptureMemoryFull: the arena is too small, or held by calls that wait themselves; it is full and
+                overflow="error"; or nothing was freed in time.
             EngineFailure: the engine has died.
         """
         self.require_open()
@@ -463,7 +464,7 @@ class Engine:
 
     @property
     def family(self) -> Family:
-        """Family of the loaded layers; if no family matched, `DERIVED`, the one whose sites the start derives."""
+        """Family of the loaded layers; if none matched, the placeholder `DERIVED`, without paths of sites."""
         return FAMILIES[self.loaded.family] if self.loaded.family else DERIVED
 
     @property
@@ -483,7 +484,7 @@ class Engine:
         return {site: lacking for site, lacking in found.items() if lacking}
 
     def drop(self, sites: Iterable[str], reason: str) -> None:
-        """Disarm the points of derived sites that the proof at start refuted.
+        """Disarm the points of derived sites that the proof at start does not prove.
 
         Args:
             sites: site names.

@@ -99,8 +99,8 @@ def check_memory(name: str, arguments: Mapping[str, Any], environment: Mapping[s
 
     Returns:
         The numbers. Unknown ones are None: the need of a model that is not on this machine, cannot be read, is
-        quantised while it is loaded, or is changed or spread over machines by `arguments`; and GPUs that nvidia-smi
-        does not report.
+        quantised while it is loaded, or is changed or spread over machines by `arguments`; and the memory of GPUs
+        that nvidia-smi does not report.
 
     Raises:
         ModelTooLarge: the model does not fit.

@@ -56,7 +56,7 @@ class Rank:
     def invalid_reason(self, captured_rows: CapturedRows) -> str | None:
         """Return why an answer cannot describe this worker's rows, or None; checked before memory is allocated.
 
-        Positions and token ids are compared with the request's later, by the caller.
+        Positions and token ids are compared with the request's later, by the caller that takes the rows.
         """
         if unknown := [point for point in captured_rows.points if point not in self.schemas]:
             return f"rows of points {unknown} came, which the worker does not capture"

@@ -59,14 +59,14 @@ class Spillable(Protocol):
             dropped: function that is called when nothing refers to the written rows any more.
 
         Returns:
-            Location of the rows in the file, for `stored`.
+            Argument for `stored`: the location of the rows in the file, or the error of a failed check.
 
         Raises:
             CaptureMemoryFull, ModelClosed, OSError: see `SpillFile.put`.
         """
 
     def stored(self, spilled: Any) -> None:
-        """Record the location `spilled` of the rows on disk, and free them in the arena."""
+        """Keep what `write` returned in place of the rows, unless they were released, and free them in the arena."""
 
     def end_spill(self) -> None:
         """Mark the move as ended, with or without success. Idempotent."""
@@ -208,9 +208,9 @@ class Spilling:
                 rows.end_spill()
 
     async def _write(self, reservation: Reservation, rows: Spillable, delivery: Delivery) -> bool:
-        """Write `delivery`, the bytes of `rows`, to the spill file; return False if the quota has no room for them.
+        """Move `delivery`, the data of `rows`, from the arena to the spill file; False if the quota has no room.
 
-        The caller frees `reservation`, their memory in the worker. Raises the errors of the file system.
+        The memory of `reservation` is free after the next call of the workers. Raises the errors of the file system.
         """
         try:
             work = partial(rows.write, delivery, self.file, partial(self._home.call, self._dropped))
@@ -252,7 +252,7 @@ class Spilling:
                 self._dropped()
 
     async def _on(self, pool: ThreadPoolExecutor, work: Callable[[], Value]) -> Value:
-        """Run `work` on a thread of the pool and return its result; if the caller is cancelled, it may not be begun."""
+        """Run `work` on a thread of the pool and return its result; drop it if the caller is cancelled first."""
         try:
             if self._closed:
                 raise ModelClosed(_CLOSED)

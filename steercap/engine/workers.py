@@ -273,8 +273,8 @@ class Workers:
         Args:
             wanted: owner and number of input tokens of each sample.
             ended: True if the samples have ended.
-            biased: True if their logits are biased: one worker may do so after another has sampled, but not after an
-                RPC.
+            biased: True if their logits are biased: one worker may bias them after another has sampled, but not
+                after an RPC.
 
         Returns:
             For each sample, the record of each worker, engine by engine.
@@ -332,11 +332,11 @@ class Workers:
         return found
 
     async def project(self, layer: int, site: str, rows: torch.Tensor, engine: int = 0) -> torch.Tensor:
-        """Multiply rows with the output projection of a layer's attention or MLP; returns float32 [n, hidden].
+        """Apply the last projection of a layer's attention or MLP, or a norm, to rows; returns float32 [n, hidden].
 
         Args:
             layer: index of the layer.
-            site: site of the rows: "z" or "neurons".
+            site: site of the rows: "z" or "neurons" for a projection, or the norm's key in `Family.norms`.
             rows: rows [n, *shape of the point], in the model's dtype.
             engine: index of the engine that computes.
         """

@@ -359,7 +359,7 @@ def _blamed(headers: Any, error: str) -> list[tuple[bytes, bytes]]:
 
 
 def header(scope: Message, name: bytes) -> str:
-    """Return the value of the first header with a lower-case name, "" if there is none."""
+    """Return the value of the first header called `name`, which is in lower case; "" if there is none."""
     return next((value.decode("latin-1") for key, value in scope["headers"] if key.lower() == name), "")
 
 

@@ -88,7 +88,7 @@ class SketchRoutes:
 
 
 class _SketchFile(StreamingResponse):
-    """Answer that sends an open file of `size` bytes; `held` is closed however the sending ends, and then the file."""
+    """Answer that sends an open file of `size` bytes; `held`, which closes it, is closed however the sending ends."""
 
     def __init__(self, file: IO[bytes], size: int, held: AsyncExitStack) -> None:
         super().__init__(iter(lambda: file.read(_PART), b""), 200, {"content-length": str(size)})

@@ -598,8 +598,8 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
         """Return everything that the model's answers depend on, as `SteerModel.identity` does on the server.
 
         Returns:
-            Strings by name, "" where something is not set. A preset or an adapter also has `variant`, its SHA-256; a
-            server whose flags change how conversations are rendered `chat_flags`.
+            Strings by name, "" where something is not set. A preset or an adapter also has `variant`, its SHA-256, or
+            its name if that is unknown; there is `chat_flags` if the server's flags change how chats are rendered.
         """
         return self.awaited.identity()
 
@@ -641,7 +641,7 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
             spec: the capture spec.
 
         Returns:
-            The points that it captures, by ascending layer.
+            The points that it captures, by layer, or in the order of `at`.
 
         Raises:
             InvalidSpec, LayerOutOfRange, UnknownName, PointNotArmed: the spec does not fit the model.
@@ -1411,7 +1411,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
 
     @property
     def tokenizer(self) -> Any:
-        """Tokenizer of the model, a transformers tokenizer or the class that vLLM has for it."""
+        """Tokenizer of the model: one of transformers, or of vLLM's own."""
         return self.awaited.tokenizer
 
     @property
@@ -1463,7 +1463,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
 
     @property
     def proof(self) -> tuple[Claim, ...]:
-        """Claims about rows and edits that the start tested, each with the numerical error that was measured."""
+        """Claims about rows and edits that were proved at the start, each with its measured numerical error."""
         return self.awaited.proof
 
     @property

@@ -202,7 +202,7 @@ class Reference:
         return found.sequences[0, prompt_len:].tolist(), scores.log_softmax(-1).cpu()
 
     def _edits(self, spec: SteeringSpec | None, prompt_len: int) -> list[Visited]:
-        """Return each point that a spec edits, and a function that edits its rows, [..., tokens, width], in place."""
+        """Return each point that a spec edits, with a function that edits the hidden states there in place."""
         if spec is None:
             return []
         count = len(self.layers)

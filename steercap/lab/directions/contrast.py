@@ -228,7 +228,7 @@ def separability(vectors: LayerVectors, contrast: Contrast, layers: Sequence[int
 
 
 def area(positive: Float[torch.Tensor, " p"], negative: Float[torch.Tensor, " n"]) -> float:
-    """Return the area under the ROC curve of two classes' values: the fraction of pairs in order, ties counted half.
+    """Return the area under the ROC curve: the fraction of pairs with the positive value above, ties counted half.
 
     Source: Hanley and McNeil (1982), The meaning and use of the area under a receiver operating characteristic curve.
 

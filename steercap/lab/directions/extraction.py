@@ -30,7 +30,7 @@ CALLS: Final = 4
 
 
 class Exchange(NamedTuple):
-    """Prompt and its answer, as one text; only the answer's rows are used.
+    """Prompt and its answer, as one text; `extract` uses only the answer's rows.
 
     Args:
         prompt: a str, token ids, or a conversation of {"role", "content"} dicts, put through the chat template.

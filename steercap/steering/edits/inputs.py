@@ -104,7 +104,7 @@ def model_of(given: Mapping[str, Any], what: str) -> str:
 
 
 def models_of(labels: Iterable[str]) -> list[str]:
-    """Return the distinct models in a list of model names, which may have different prefixes; "" is skipped."""
+    """Return the first name of each model in a list of names with or without owner; "" is skipped."""
     known: dict[str, str] = {}
     for label in filter(None, labels):
         known.setdefault(short_name(label), label)

@@ -40,7 +40,7 @@ class PersonaFolder:
     Args:
         directions: vectors by persona's name.
         level: level of the vectors, such as "pos_3 - default_1".
-        found: number of files by level that they have.
+        found: number of files that have each level.
         left_out: reason why a file gave no vector, by file name.
     """
 

@@ -160,7 +160,7 @@ class Scorer(ABC):
             exchanges: answers to score, in any number.
 
         Returns:
-            One number each, in order, 0 (not at all) to 100 (wholly); None for one that cannot be scored (empty).
+            One number each, in order, 0 (not at all) to 100 (wholly); None if it has no score, such as an empty answer.
         """
 
 
