@@ -1,4 +1,4 @@
-"""Command line `steercap`: each command parses options and calls library functions with an open model."""
+"""Command line `steercap`: each command parses options and calls functions of the library."""
 
 import atexit
 import contextlib

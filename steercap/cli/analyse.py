@@ -35,7 +35,7 @@ OF_ALL: Final = frozenset({"scores", "ends"})
 
 
 def table_of(part: str, table: pa.Table, rows: int) -> Table:
-    """Return the terminal table of the analysis `part`: `rows` rows a vector, or three times as many in all."""
+    """Return the terminal table of the analysis `part`, with the rows of `first_rows`."""
     from steercap.lab.mechanism.analysis import PARTS, about
 
     once = about(table).get("once")
@@ -48,7 +48,10 @@ def table_of(part: str, table: pa.Table, rows: int) -> Table:
 
 
 def first_rows(part: str, table: pa.Table, rows: int) -> list[dict[str, Any]]:
-    """Return the rows of an analysis to show, at most `rows` per vector and group; see `SORTED` for their order."""
+    """Return the first rows of an analysis, in `SORTED` the greatest.
+
+    There are at most `rows` per vector and group; in analyses of all vectors together, at most 3 × `rows`.
+    """
     found: list[dict[str, Any]] = table.to_pylist()
     if part in SORTED:
         found.sort(key=lambda row: -abs(row[SORTED[part]]))
@@ -114,13 +117,13 @@ def one_layer(directions: DirectionSet, layer: int | None) -> int:
 
 
 def group_name(path: Path) -> str:
-    """Return the name of a group of vectors: its file's or folder's, or the parent's of a folder `vectors`."""
+    """Return a group's name: its file's or folder's, or the parent's of a folder `vectors` or `vectors_vllm_...`."""
     held = path.absolute()
     return held.parent.name if held.name == "vectors" or held.name.startswith("vectors_vllm_") else held.stem
 
 
 def compared(comparison: CheckpointComparison, out: Path, terminal: Terminal) -> None:
-    """Draw a comparison's pictures into `out`; show its tables, at the layer in focus, and the paths of all files."""
+    """Draw a comparison's pictures into `out`; show its components, and its groups at the layers in focus."""
     from steercap.lab.mechanism.comparison import draw_comparison
 
     pictures = draw_comparison(comparison.tables, out)

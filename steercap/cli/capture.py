@@ -127,7 +127,7 @@ def check_heat(directions: DirectionSet, layer: int, layers: Layers, num_layers:
     `layers` are the captured ones. `num_layers` is 0 if unknown, and then nothing is checked.
 
     Raises:
-        typer.BadParameter: the layer is not captured.
+        typer.BadParameter: the layer is not captured, or has no directions.
     """
     from steercap.core.spec import resolve_layers
 

@@ -52,7 +52,7 @@ def labels_in(path: Path) -> dict[str, list[float]] | None:
 
 
 def tables_of_codecs(records: list[dict[str, Any]]) -> list[Table]:
-    """Return a table of the measures that have a required minimum, and one of the others; a row per site and codec."""
+    """Return a table of the measures that have a threshold, and one of the others; a row per site and codec."""
     from steercap.lab.mechanism.codec_judge import BARRED
 
     known = list(dict.fromkeys(name for record in records for name in record))

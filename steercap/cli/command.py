@@ -160,7 +160,7 @@ def _describe(run: Any, function: Callable[..., Any], groups: Mapping[str, Any])
 
 
 def _narrow(parameter: inspect.Parameter) -> inspect.Parameter:
-    """Return the parameter with a short metavar, "N" or "PATH": typer's own are too wide for a help of 80 columns."""
+    """Return the parameter with a short metavar, such as "N": typer's own are too wide for a help of 80 columns."""
     kind, *marks = get_args(parameter.annotation)
     optional = isinstance(kind, UnionType)
     inner = next(part for part in get_args(kind) if part is not type(None)) if optional else kind

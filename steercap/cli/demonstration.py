@@ -82,7 +82,7 @@ async def run(out: Path, console: Console) -> Path:
 
 
 async def _answers(model: SteerModel, bar: Any) -> list[CaptureHandle]:
-    """Ask all questions in one batch; return the answers' handles in order, with the rows of all layers fetched."""
+    """Ask all questions at once; return the answers' handles in order, with the rows of all layers fetched."""
     from steercap.captures.stacking import flat
 
     todo = bar.add_task("generating, all layers captured", total=len(QUESTIONS))

@@ -55,7 +55,7 @@ def file_ready(path: Path, *, extensions: Sequence[str], hint: str = "") -> None
 
 
 def folder_ready(path: Path, option: str = "--out") -> None:
-    """Check that files can be written into a folder, by creating and removing one; the folder is not left behind.
+    """Check that files can be written into a folder, by creating and removing one, and any folders made for it.
 
     Raises:
         typer.BadParameter: files cannot be written, or the path is a file.

@@ -227,7 +227,7 @@ async def unopened(
 
 
 def say_why(terminal: Terminal, reason: str | None = None) -> None:
-    """Report on stderr why an engine is started: `reason`, or if None, that the command cannot use a warm one."""
+    """Report on stderr why an engine is started: `reason`, or if None and one is warm, that it cannot be used."""
     if reason is None and is_warm():
         reason = "this command needs the model in its own process, and cannot ask a warm engine"
     if reason:

@@ -103,7 +103,7 @@ def sites_in(evaluation: Evaluation) -> tuple[str, ...]:
 
 
 def report(results: EvaluationResults, settings: EvaluationFile, out: Path, terminal: Terminal, *, plot: bool) -> None:
-    """Show a table of all methods at every dose, and one at equal cost; write both to `out`, with a picture if `plot`.
+    """Show tables of all methods, at every dose and at equal cost; write the first and, if `plot`, a picture to `out`.
 
     Raises:
         InvalidSpec: `settings.by` is not a column of the results.
@@ -174,7 +174,7 @@ def check_rollouts(settings: RolloutFile, out: Path, model: ModelOptions) -> tup
     """Check before a model starts that rollouts can be run; return the sites that they edit.
 
     Raises:
-        ModelNotLoaded: the model or the sentence encoder is not installed.
+        ModelNotLoaded: the model does not exist, or the sentence encoder is not installed.
         InvalidSpec: no data set, one twice, one without a rubric for the judge; and errors of `check_conditions`.
     """
     from steercap.lab.measures.scores.minilm import encoder_folder

@@ -83,7 +83,7 @@ class EvaluationFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         expressions: regular expressions by name; each measures the share of answers that match.
         tasks: names in `steercap.lab.studies.evaluation.TASKS`.
         by: column whose value is equal for all methods that are compared; the first task if left out.
-        at: this value; if left out, the highest that all methods reach.
+        at: that value; if left out, the one of the highest cost that all methods reach.
     """
 
     methods: dict[str, MethodFile]
@@ -151,7 +151,7 @@ class RolloutFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     Args:
         data_sets: names of the data sets.
         trained: trained vector: a folder with `steering_vector.pt`, or a file of vectors.
-        averaged: file of a difference of means, of vectors or of levels, such as `vectors/{name}.pt`; "" for none.
+        averaged: difference of means: a file of vectors or of levels, such as `vectors/{name}.pt`; "" for none.
         level: level of the averaged vector in a `.pt` file.
         questions: a file with a question per line, or a list.
         positive, negative: files with a text per line, for the classifier.
@@ -191,7 +191,7 @@ class RolloutFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return cast("Judge", make_scorer("judge", self.judge)) if self.judge else None
 
     def sets(self) -> Iterator[RolloutSet]:
-        """Yield the data sets in order; the files of each are read only then.
+        """Yield the data sets in order; the files of each are read when it is taken.
 
         Raises:
             InvalidFile, InvalidSpec: a file cannot be read, or does not fit.
@@ -250,7 +250,7 @@ def read_rollouts(path: Path, flags: Mapping[str, Any]) -> RolloutFile:
 
 
 def _located(folder: Path, method: Any) -> Any:
-    """Return a method's keys, with the path of its file made relative to `folder`; {}, no steering, for None."""
+    """Return a method's keys, with the path of its file joined to `folder`; {}, no steering, for None."""
     if isinstance(method, dict) and isinstance(method.get("file"), str):
         return {**method, "file": str(folder / method["file"])}
     return {} if method is None else method

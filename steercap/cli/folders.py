@@ -84,7 +84,7 @@ def _as_text(value: Any) -> str:
 
 
 def _norms(folder: DatasetFolder, *, complete: bool) -> list[RenderableType]:
-    """Return a table of the norms of each point's sampled rows; [] for a data set that is incomplete or damaged."""
+    """Return a table of the norms of each point's sampled rows; [] if the data set is not whole or has none."""
     from rich.table import Table
 
     if not complete or not folder.definition.statistics_every:
@@ -179,7 +179,7 @@ def _sweep(path: Path) -> Found:
 
 
 def _requested_answers(definition: SweepDefinition) -> int:
-    """Return the number of answers to generate in a sweep with this definition."""
+    """Return the number of answers of a sweep with this definition; it does not depend on its vectors' values."""
     from steercap.lab.studies.sweeps import Sweep
     from steercap.steering.layers import LayerVectors
 

@@ -61,7 +61,7 @@ class PrintedAnswer(msgspec.Struct, frozen=True):
         clean: text without steering, None if not asked for.
         steered: text with steering, None without.
         tokens: number of generated tokens of both texts together.
-        rows_edited: number of rows that each edit changed, in the order of the spec; None without steering.
+        rows_edited: number of rows to which each edit was applied, in the order of the spec; None without steering.
     """
 
     prompt: str
@@ -81,7 +81,7 @@ async def answer(
     steering: SteeringSpec | None = None,
     compare: bool = False,
 ) -> list[PrintedAnswer]:
-    """Answer every prompt, in order: without steering, with it, or both with the same seed; report tokens per second.
+    """Answer every prompt, without steering, with it, or both with one seed; return answers in order of prompts.
 
     Args:
         model: an open model.

@@ -199,7 +199,7 @@ def traits_table(traits: Mapping[str, Trait]) -> Table:
 
 
 def trait_facts(trait: Trait) -> Table:
-    """Return a table of all texts of one trait: description, system prompts, questions and keywords."""
+    """Return a table of the description, system prompts, questions and keywords of one trait."""
     lists = {
         "shown by system prompts": trait.positive,
         "and its opposite by": trait.negative,

@@ -105,7 +105,7 @@ class Preflight:
         """Check that the rows that a server records can be captured, in their codecs.
 
         Raises:
-            typer.BadParameter: a layer or site cannot be captured.
+            typer.BadParameter: rows of a layer or site cannot be captured, or not in their codec.
         """
         from steercap.core.spec import resolve_layers
         from steercap.errors import SteercapError

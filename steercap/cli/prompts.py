@@ -105,7 +105,7 @@ class Prompt:
 
 
 def questions_of(given: str | tuple[Any, ...]) -> list[Any]:
-    """Return questions from a file, one per line, or from a tuple; a question of several turns is a list of texts.
+    """Return questions from a file, one per line, or from a tuple; a question of several turns is a sequence of texts.
 
     Raises:
         InvalidFile: the file cannot be read, or a conversation in it has messages that are not the user's.

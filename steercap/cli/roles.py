@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def along(axis: AssistantAxis, run: RoleRun, layer: int) -> Table:
-    """Return a table of roles and the assistant by their projection on the axis at a layer, with scores of answers."""
+    """Return a table of roles and assistant by projection on the axis at a layer, the least assistant-like first."""
     table = titled(
         f"along the assistant axis ({axis.how}), layer {layer}",
         ("role", "projection", "kept", "of", "score"),

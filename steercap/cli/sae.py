@@ -153,7 +153,7 @@ def register(app: typer.Typer) -> None:
 def train_on_dataset(
     folder: str, layer: int | None, site: str | None, how: SAEOptions, tell: Callable[[SAEProgress], None]
 ) -> tuple[SAETraining, dict[str, Any], str, ActivationDataset]:
-    """Train on all but the last documents of a data set; one at least is held out if it has several.
+    """Train on all but the last documents of a data set; at least one of several is held out, unless `how` says 0.
 
     Returns:
         The training, the report on it, the model's name, and the rows held out.
@@ -285,7 +285,7 @@ def _some(data: Any) -> torch.Tensor:
 
 
 def _normalisation(rows: torch.Tensor) -> Normalisation:
-    """Return the normalisation of rows [rows, width] by their own mean and standard deviation per element."""
+    """Return the normalisation by the rows' own mean and deviation; stored statistics count skipped tokens too."""
     import torch
 
     from steercap.lab.datasets.rows import Normalisation

@@ -104,7 +104,7 @@ class ServeOptions:
         )
 
     def flags(self) -> list[str]:
-        """Return command-line flags that give the same options, such as ["--idle", "30"]; defaults are left out."""
+        """Return command-line flags that give the same options, such as ["--idle", "30.0"]; defaults are left out."""
         found = []
         for field in fields(self):
             value = getattr(self, field.name)
@@ -237,7 +237,7 @@ def checked(
     Raises:
         InvalidSpec, InvalidFile: files or presets that cannot be used.
         ModelNotLoaded: there is no such model, here or, as far as can be seen, on the hub.
-        InvalidVector, LayerOutOfRange, PointNotArmed: vectors do not fit the model, or edit a site not in `sites`.
+        InvalidVector, LayerOutOfRange, PointNotArmed: vectors or presets do not fit the model or its armed sites.
         typer.BadParameter: recorded layers or sites that the model does not have.
     """
     from steercap.server.library import OPERATOR

@@ -81,7 +81,7 @@ def yaml_keys(path: Path, needed: str, *, paths: Iterable[str]) -> dict[str, Any
     Args:
         path: path of the file.
         needed: description of the keys, for the error.
-        paths: keys whose texts are paths, made relative to the file's folder; so are files of traits in `measures`.
+        paths: keys whose texts are paths, joined to the file's folder; so are files of traits in `measures`.
 
     Raises:
         InvalidFile: the file is not YAML, or is not a mapping.
@@ -196,7 +196,7 @@ def _scored(text: str) -> tuple[str, list[str]]:
 
 
 def _measure_from(folder: Path, measure: Any) -> Any:
-    """Return a measure of a YAML file in `folder`; a path of a trait's file is made relative to that folder."""
+    """Return a measure of a YAML file in `folder`; a path of a trait's file is joined to that folder."""
     if not isinstance(measure, str) or not measure.startswith("score:"):
         return measure
     trait, scorer = _scored(measure.removeprefix("score:"))

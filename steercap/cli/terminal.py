@@ -179,7 +179,9 @@ class Terminal:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Redirect all output except this terminal's to a log during the block; the log is kept if the engine fails.
+        """Redirect all output except this terminal's in the block: to stderr with --verbose, else to a log.
+
+        The log is kept if the engine fails.
 
         vLLM's processes, and libraries in C, write to file descriptors 1 and 2 regardless of Python's streams.
         """

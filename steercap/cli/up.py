@@ -36,7 +36,7 @@ END_SECONDS: Final = 60.0
 #: Remaining seconds of idle time below which `status` warns.
 SOON: Final = 120
 DAY: Final = 86_400
-#: Patterns of lines in a server's log: of its start, written by `running` of `steercap serve`; of its end when idle.
+#: Patterns of lines in a server's log: of its start, written by `running` of `steercap serve`; of its end, `IDLE_END`.
 STARTING: Final = r"starting (.+?): "
 ENDED: Final = r"no request for ([\d.e+]+) s: the server ends"
 #: Number of the log's last lines that are shown if a server does not start.

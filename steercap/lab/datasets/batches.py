@@ -130,7 +130,7 @@ class Epoch:
         return np.concatenate(parts)
 
     def blocks(self, window: int) -> Iterator[tuple[int, int]]:
-        """Yield the runs of consecutive rows, [start, stop), that are shuffled together as window number `window`."""
+        """Yield the blocks of rows, [start, stop) each, that are shuffled together as a window; none after the last."""
         part = slice(*self._first[window : window + 2]) if window + 1 < len(self._first) else slice(0)
         yield from zip(self._starts[part].tolist(), self._stops[part].tolist(), strict=True)
 

@@ -22,7 +22,7 @@ from steercap.steering.lowering import STEERED_TOKENS
 
 VERSION: Final = 1
 FILE: Final = "definition.json"
-#: Default of `statistics_every`: one row in 8 is decoded and enters the statistics.
+#: Default of `statistics_every` for one point: one row in 8 is decoded and enters the statistics.
 EVERY: Final = 8
 
 
@@ -104,7 +104,7 @@ class PointFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def rows_of(
         self, parts: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Decode rows from tensors by part name: [rows, *shape]; no `constants`: 0. Attention: see `numbers_of`."""
+        """Decode tensors by part name to rows [rows, *shape]; `constants` default to 0. Attention: see `numbers_of`."""
         given = constants or {name: torch.zeros(self.schema.width) for name in self.constants}
         found = self.whole(parts, given)
         return found.numbers() if isinstance(found, CodedRows) else found

@@ -1,6 +1,6 @@
 """Storage of a data set's files: a local folder with one writer, or a folder of an fsspec file system.
 
-All access to a data set's files is through this module. Writes are atomic: a local file gets its name once its bytes
+All access to a data set's files is through a `Storage`. Writes are atomic: a local file gets its name once its bytes
 are on the disk.
 """
 

@@ -137,8 +137,8 @@ class ExampleFolder(Mapping[str, "list[Example | Preference | Prompted]"]):
 class TokenBudget:
     """Numbers of tokens to train on and to validate on.
 
-    Examples are drawn source by source, until all their sequences have at least that many tokens; the rest of the
-    examples are not used.
+    Whole examples are drawn, source by source, until their sequences together have at least that many tokens; the rest
+    are not used.
 
     Args:
         training, validation: numbers of tokens.
@@ -159,7 +159,7 @@ class TokenBudget:
 
         Args:
             tokens: number of tokens of each example.
-            sources: source of each example, all in the same part; None for a source of its own.
+            sources: source of each example, in one part alone; None for a source of its own.
             seed: seed of the draw, which does not depend on the order of the sources.
         """
         groups: dict[tuple[str, str], list[int]] = {}
@@ -281,10 +281,10 @@ def read_result(folder: str | Path) -> DatasetTrained:
 
 
 def check_systems(folder: Path, held_out: Sequence[Any]) -> None:
-    """Check that a result's perplexity with system prompts is of those of the held-out examples.
+    """Check that a folder's held-out examples, by which its result was computed, have the given ones' system prompts.
 
     Raises:
-        RunDiffers: it is of others.
+        RunDiffers: they have other system prompts.
         InvalidFile: the folder's examples cannot be read.
     """
     with blame(file := folder / HELD_OUT):

@@ -56,7 +56,7 @@ from steercap.steering.spec import SteeringSpec
 RATES: Final = (1.0, 0.1, 0.01, 0.001, 0.0001)
 #: Default numbers of tokens to train on and to hold out.
 BUDGET: Final = TokenBudget()
-#: Defaults of settings that differ from those of `train`.
+#: Default settings of training; all others have the defaults of `train`.
 DEFAULTS: Final[Mapping[str, Any]] = {"epochs": 5, "patience": 2, "scheduler": "cosine", "accumulation": 1}
 
 
@@ -88,7 +88,7 @@ def train_datasets(
     progress: Progress | None = None,
     **settings: Any,
 ) -> TrainedDatasets:
-    """Train an edit on each data set at each learning rate; keep only the edit of the lowest held-out loss.
+    """Train an edit on each data set at each learning rate; keep each data set's edit of the lowest held-out loss.
 
     Args:
         model: model, as for `train`; loaded once.

@@ -31,7 +31,7 @@ _SCOPE: Final = frozenset(field.name for field in dataclasses.fields(Edit))
 
 
 class TrainableSpec(nn.Module):
-    """Module with the edits of a spec, whose vectors and chosen numbers are parameters.
+    """Module with the edits of a spec, whose chosen vectors and numbers are parameters.
 
     Args:
         spec: initial spec.

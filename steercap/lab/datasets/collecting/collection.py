@@ -104,8 +104,8 @@ class _Collection:
         """Collect the corpus to its end, after the shards that the folder already has.
 
         Raises:
-            CollectionStopped: the folder cannot be read or written; the error has the number of shards written. Other
-                errors are raised as they are; shards that were written stay.
+            CollectionStopped: the folder cannot be read or written; while it is filled, the error has the number of
+                existing shards. Other errors are raised as they are; shards that were written stay.
         """
         with stopping(self._storage):
             known = await asyncio.to_thread(existing_definition, self._storage)

@@ -290,7 +290,7 @@ class _Spread:
         self._read_bytes = 0
 
     async def run(self) -> Collected:
-        """Collect the corpus to its end; each actor makes one shard after another. Shards that were written stay."""
+        """Collect the corpus to its end; an actor makes two shards at a time, or one if `concurrency` is given."""
         folder = await self._begun()
         with stopping(self._storage):
             self._known, resumed, mended = await sound_shards(folder, self._arguments)

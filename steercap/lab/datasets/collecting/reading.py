@@ -109,7 +109,7 @@ class Reading:
         return self.sample.asked(window, self.limit(len(window.token_ids)))
 
     def limit(self, prompt_len: int) -> int:
-        """Return how many positions can have a row, after a prompt of `prompt_len` tokens generated ones included."""
+        """Return the number of positions that can have a row: of `prompt_len` prompt tokens, and of generated ones."""
         if self.params is None:
             return prompt_len
         return self.engine.vllm.limit(prompt_len, self.engine.vllm.sampling(self.params))
@@ -160,7 +160,7 @@ class Reading:
 
 
 def most_context(engine: Engine | RemoteEngine, params: Mapping[str, Any] | None) -> int:
-    """Return the length in tokens of the longest prompt for which the engine has room, and for generated tokens."""
+    """Return the length in tokens of the longest prompt that leaves the engine room for generated tokens."""
     longest = engine.vllm.max_model_len
     if engine.vllm.pools:
         return longest

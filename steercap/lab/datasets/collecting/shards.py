@@ -237,7 +237,7 @@ def check_same(storage: Storage, receipt: Receipt, documents: int, begun: str) -
 
 @contextmanager
 def stopping(storage: object, sharder: Sharder | None = None) -> Iterator[None]:
-    """Raise an OSError of the block as CollectionStopped, whose message has the number of shards written.
+    """Raise an OSError of the block as CollectionStopped; with `sharder`, its message has the number of shards.
 
     Raises:
         CollectionStopped: the block raised an OSError.

@@ -38,8 +38,8 @@ class DocumentSource:
 
     Args:
         name: name of the corpus, for messages.
-        items: function that returns an iterator of triples: an item's place for messages, the item or `Bad`, and the
-            bytes of the corpus up to its end (None if unknown).
+        items: function that returns an iterator of triples, from the first item if it can: an item's place for
+            messages, the item or `Bad`, and the bytes of the corpus read so far (None if unknown).
         column: key of documents in records, see `content_of`.
         bad: treatment of an item that is not a document.
         bytes: size of the whole corpus on disk, None if unknown.
@@ -252,7 +252,7 @@ def _of_folder(folder: Path, kind: str | None, split: str | None) -> list[tuple[
 
 
 def _split(files: Sequence[Path], split: str | None, given: str) -> list[Path]:
-    """Return the files of a split, named in the file's or folder's name; all files if there are no splits.
+    """Return the files of `split`, by their names and their folders'; if None, all files, of one split at most.
 
     Raises:
         InvalidFile: there are several splits and none was named, or no split has that name.

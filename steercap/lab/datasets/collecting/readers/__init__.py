@@ -44,7 +44,7 @@ class FileItem(NamedTuple):
     Args:
         place: place in the file: "line 5".
         item: decoded value, or `Bad` if it is unreadable.
-        bytes: bytes of the file on disk up to the item's end.
+        bytes: bytes of the file on disk read so far.
     """
 
     place: str

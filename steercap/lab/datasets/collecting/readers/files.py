@@ -60,7 +60,7 @@ class Parquet(Reader):
 
 
 def column_in(names: Any, settings: ReaderSettings, path: Path) -> str:
-    """Return the first of a file's column `names` that is the wanted one: `settings.column`, or one of `KEYS`.
+    """Return `settings.column`, or if that is None the first of `KEYS` that is among a file's column `names`.
 
     Raises:
         InvalidFile: there is no such column.
