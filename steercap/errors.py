@@ -124,7 +124,7 @@ class EngineFailure(SteercapError, RuntimeError):
 
 
 class EngineDied(EngineFailure):
-    """A process of the engine, or a thread in one, has ended unexpectedly; the message names it."""
+    """A process of the engine, or a thread in one, has ended unexpectedly; the message names it and its log."""
 
 
 class ModelNotLoaded(EngineFailure):
@@ -176,7 +176,7 @@ class InvalidFrame(EngineFailure):
 
 
 class ServerFailure(EngineFailure):
-    """A steercap server cannot be reached, refuses the key, fails, or is not a steercap server."""
+    """A server cannot be reached, refuses the key, fails, or is not one of steercap's."""
 
 
 class CaptureError(SteercapError, RuntimeError):
@@ -256,7 +256,7 @@ class CollectionStopped(SteercapError, OSError):
 
 
 class TrainingDiverged(SteercapError, RuntimeError):
-    """Losses or vectors of a training are NaN or infinite; the message names the step."""
+    """Losses or vectors of a training are NaN or infinite; the message says what to change."""
 
 
 class MissingExtra(SteercapError, ImportError):

@@ -32,7 +32,7 @@ _CONVOLUTION: Final = "causal_conv1d_fwd_cpu"
 _STRIDED: Final = "__steercap_strided__"
 #: Module and name of vLLM's class of routers; absent in earlier releases.
 _ROUTER: Final = "vllm.model_executor.layers.fused_moe.router.cpu_router", "CPURouter"
-#: Those of vLLM's attention.
+#: Module and name of vLLM's class of attention on CPU.
 _ATTENTION: Final = "vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackendImpl"
 
 
@@ -146,9 +146,9 @@ def _in_one_group(original: Callable[[], Any], router: Any, *_args: Any, **_opti
 
 
 def _in_no_chunks(original: Any, attention: Any, *args: Any, **options: Any) -> Any:
-    """Make attention that is told that it does not attend in chunks.
+    """Initialise attention without the argument `chunk_lookback` if it is -1, which stands for no chunks.
 
-    vLLM tells it so for RNJ-1 by an argument that only another backend takes (0.32): the model does not load. Relies on
+    vLLM passes it for RNJ-1, and only another backend takes it (0.32): the model does not load. Relies on
     `original.func`, the method, and on -1 for no chunks; RNJ-1 with chunks is refused as before. Can go when vLLM's
     backend for CPU takes the argument.
     """

@@ -67,7 +67,8 @@ _RUNNER: Final = "vllm.model_executor.layers.fused_moe.runner.moe_runner", "MoER
 def wrap(owner: type | ModuleType, name: str, hook: Callable[..., Any]) -> None:
     """Replace a method, or a module's function, so that a call runs `hook(original, *args, **kwargs)`.
 
-    `original` takes no arguments, makes the intercepted call, and is hooked once. The hook's result is the call's.
+    `original` takes no arguments and makes the intercepted call; the hook's result is the call's. A method that is
+    hooked already is left alone.
     """
     original = getattr(owner, name)
     if getattr(original, _HOOKED, False):

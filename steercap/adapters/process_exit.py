@@ -35,7 +35,7 @@ FOLDER: Final = "VLLM_RPC_BASE_PATH"
 MEMORY: Final = re.compile(r"CUDA out of memory|Free memory on device")
 #: Name of the file with the type and message of the error that ended a start.
 STARTUP_ERROR: Final = "refusal.json"
-#: Names of the empty files that a worker creates when it starts and when it has finished loading weights.
+#: Names of the empty files that a worker creates before it loads the weights, and when it has loaded them.
 READING, READ = "reading", "read"
 
 

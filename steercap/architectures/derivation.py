@@ -86,7 +86,7 @@ class Layer:
 
     Args:
         traced: the layer's rows and calls in all passes.
-        head_dim: width of an attention head's output, for a layer whose attention module is called by a function.
+        head_dim: width of an attention head's output, for a layer that does not contain its attention module.
 
     Attributes:
         found: paths of modules within the layer, by field of `Family`; filled by `solve`.

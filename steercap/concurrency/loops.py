@@ -208,7 +208,7 @@ async def scoped_steps(steps: AsyncGenerator[Value, None]) -> AsyncGenerator[Val
 
 
 async def end_within(future: Future[Any], *, patience: float) -> None:
-    """Wait at most `patience` seconds for a call on a thread, then cancel it; its result or error is dropped."""
+    """Wait at most `patience` seconds for a call on a thread; a longer one runs on. Its result or error is dropped."""
     waiting = asyncio.wrap_future(future)
     try:
         await asyncio.wait([waiting], timeout=patience)

@@ -52,8 +52,8 @@ DEFAULT_CAPTURE_BYTES: Final = 4 << 30
 #: Default `spill_bytes`, eight times `DEFAULT_CAPTURE_BYTES`; allocated on disk when rows are spilled.
 DEFAULT_SPILL_BYTES: Final = 32 << 30
 
-#: Default `reduce_bytes`: 450 requests of an 8B model that reduce at all layers; less if fewer can run. With the
-#: arena and the tables of edits it is less than 4 GB, with every site of such a model armed.
+#: Default `reduce_bytes`: 450 requests of an 8B model that reduce at all layers; less if fewer can run. With
+#: `arena_bytes` and the tables of edits it is less than 4 GB, with every site of such a model armed.
 DEFAULT_REDUCE_BYTES: Final = 1 << 29
 
 #: Default `vector_bytes`: 16,384 vectors of an 8B model; resident only when used.
@@ -212,14 +212,14 @@ class Settings:
                 row.
             exists: predicate that says if the model has a point: a layer with experts has no `neurons`, a dense layer
                 no `router`.
-            derived: True if the layers' family is derived; then the stream is armed at every layer, and at each
-                requested point the sites of its proof.
+            derived: True if the layers' family may have to be derived, since none has its architecture; then
+                the stream is armed at every layer, and at each requested point the sites of its proof.
             end: name of the last layer's site from which the model computes its logits.
             within: names of further sites of the last layer that the proof of the residual sum needs.
 
         Raises:
-            LayerOutOfRange: the model does not have a layer.
-            UnsupportedModel: no layer of `layers` has a site.
+            LayerOutOfRange: a layer index is outside the model.
+            UnsupportedModel: none of the layers has a site of the settings.
         """
         layers = resolve_layers(self.layers, num_layers)
         asked = [point for name in self.named for point in points_of(name, self.layers, num_layers)]

@@ -1,7 +1,7 @@
 """Compiled logit biases: token ids, values to add, and positions.
 
-The logits of position `p` predict the token at `p + 1`. vLLM computes logits at the last prompt token and at each
-generated token alone, whatever a scope selects.
+The logits of position `p` predict the token at `p + 1`. vLLM computes logits only at the last prompt token and at each
+generated token, whatever a scope selects.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Reservation:
         pages: number of pages.
         call: identity of the `generate` call; handles of a call reach the user only when the call ends.
         phase: "waiting" in the queue, "running" in the engine, or "finished" with rows in the arena.
-        engine: index of the engine whose arena it is in; None until admission chooses one.
+        engine: index of the engine whose arena it is in or must be in; None until admission chooses one.
         reductions: number of reductions of the request that are updated in each pass.
         disk: reservation of disk space for rows that leave memory while the request runs, or None.
     """

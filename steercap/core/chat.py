@@ -142,7 +142,7 @@ def _marked(message: Mapping[str, Any], count: Iterator[int]) -> Mapping[str, An
 
 
 def _as_given(message: Mapping[str, Any], more: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message unchanged, except that content None becomes "", which templates would print as "None"."""
+    """Keep the form of a message's content: text unchanged, "" for None (a template would print it), lists as parts."""
     if isinstance(message.get("content"), (list, tuple)):
         return _in_parts(message, more)
     return {**message, "content": ""} if message.get("content", "") is None else message

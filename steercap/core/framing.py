@@ -47,7 +47,7 @@ Data: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=MOST_BYTES)]
 def in_batches(
     parts: Iterable[Part], bytes_of: Callable[[Part], int], most_bytes: int, most: int | None = None
 ) -> Iterator[tuple[Part, ...]]:
-    """Yield consecutive batches of parts, of at most `most_bytes` bytes and `most` parts (None for any number)."""
+    """Yield consecutive batches of at most `most_bytes` bytes and `most` parts; a larger part is a batch by itself."""
     batch: list[Part] = []
     size = 0
     for part in parts:

@@ -96,8 +96,8 @@ def read_name(name: str) -> Name:
     """Parse the name of a point to a site and a layer; the site need not exist.
 
     Raises:
-        UnknownName: a TransformerLens name has no site of equal rows, a path has several layers or is a whole layer, a
-            name has two layer indices, or brackets contain something else than one index.
+        UnknownName: a TransformerLens name is unknown or has no site of equal rows, a path has several layers or is a
+            whole layer, a name has two layer indices, or brackets contain something else than one index.
     """
     if "[" in name or "]" in name:
         return _bracketed(name)

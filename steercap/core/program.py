@@ -115,8 +115,8 @@ class Configuration(msgspec.Struct, frozen=True, cache_hash=True):
         blobs: the vectors that the entries use.
         scopes: number of different token selections.
         replacements: number of entries that replace rows.
-        reads: armed points of an encoding's vectors, whose one blob has equally many rows for each, in this order; ()
-            for edits.
+        reads: armed points that an encoding's vectors are for; the one blob has equally many rows for each, in this
+            order. () for edits.
         biases: compiled logit biases.
     """
 

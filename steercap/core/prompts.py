@@ -177,7 +177,8 @@ def ids_of_text(text: Any) -> list[int]:
     """Return token ids that were given in place of a text as plain ints; [] for an empty sequence.
 
     Raises:
-        InvalidSpec: `text` is no sequence of integers.
+        InvalidSpec: `text` is no sequence, or holds text or sequences.
+        InvalidPrompt: an item is no integer.
     """
     try:
         nothing = not len(text) and not isinstance(text, (Mapping, bytes, AbstractSet))
@@ -255,7 +256,7 @@ def no_room(prompt: Any, tokens: int, context: int) -> InvalidPrompt:
 
 
 def text_of(prompt: Any) -> str | None:
-    """Return a prompt's text; None for a prompt of token ids."""
+    """Return the text of a prompt that is to be tokenised; None for token ids, and for a conversation."""
     if isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None:
         prompt = prompt.get("prompt")
     return prompt if isinstance(prompt, str) else None

@@ -55,7 +55,7 @@ class ReadingModel(OpenModel, Protocol):
 
     @property
     def origin(self) -> Mapping[str, str]:
-        """Facts that identify the model; see `SteerModel.origin`."""
+        """Revision and dtype of the model; see `SteerModel.origin`."""
 
     async def token_ids(self, text: Any, *, add_special_tokens: bool = True) -> list[int]:
         """Tokenise a text; see `SteerModel.token_ids`."""

@@ -37,7 +37,8 @@ class SteeringReceipt:
         computed: number of tokens computed for this request.
         cached: number of tokens read from the prefix cache: written by an equally steered request, or by any request
             where no edit reaches a key or value.
-        digest: SHA-256 of the compiled edits, whatever their `tokens=`, in hexadecimal; "" in files of older versions.
+        digest: SHA-256 of the compiled edits without the positions of their `tokens=`, in hexadecimal: equal edits have
+            equal digests; "" in files of older versions.
     """
 
     rows: tuple[int, ...]

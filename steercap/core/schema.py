@@ -81,7 +81,7 @@ REDUCED: Final = Coding("reduced")
 ATTENTION: Final = "attention"
 
 
-#: Number of bytes of an arena line: a cache line, and the largest alignment of a store on a GPU.
+#: Number of bytes of an arena line: a cache line of a CPU. No store on a GPU needs a larger alignment.
 LINE_BYTES: Final = 64
 #: Target size of a page in bytes: small enough that short requests waste little, large enough that a request needs few.
 PAGE_BYTES: Final = 256 * 1024

@@ -253,7 +253,7 @@ class CaptureSpec:
         return tuple(Point(layer, site) for layer in layers for site in self.sites)
 
     def is_open(self, point: Point, num_layers: int) -> bool:
-        """Check if a point may be absent from the model without an error, since its layer was selected by "all"."""
+        """Check if a point may be absent without an error: its layer is from "all", or from a name without a layer."""
         if self.at is None:
             return isinstance(self.layers, str)
         names = cast("tuple[Name, ...]", self.at)
@@ -404,7 +404,7 @@ def check_armed(
         armed: points that have a tap.
         known_sites: names of all sites.
         exists: predicate that says if the model has a point.
-        refused: reason why a derived family lacks a site, by site.
+        refused: reason why the model lacks a site, by site.
 
     Raises:
         UnknownName: a site does not exist.
@@ -472,7 +472,7 @@ def _index(index: int, num_layers: int) -> int:
 
 
 def require_start(selection: TokenSelection) -> None:
-    """Check that a token selection contains every token from the first on, as attention summaries need.
+    """Check that a token selection begins at the first token and has no gap, as attention summaries need.
 
     Raises:
         InvalidSpec: it does not, or may not for some prompt.

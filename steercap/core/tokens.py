@@ -28,7 +28,7 @@ Term: TypeAlias = "str | int | tuple[int | None, int | None, int] | Mask"
 BUT_THE_FIRST: Final = slice(1, None)
 
 NAMES: Final = ("all", "prompt", "generated", "last_prompt")
-#: Maximum nesting of unions, which stops at lists that contain themselves.
+#: Maximum nesting of unions; a list that is nested deeper contains itself.
 DEEPEST: Final = 8
 
 

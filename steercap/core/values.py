@@ -104,7 +104,7 @@ def plain(value: Any) -> Any:
 
 
 def parts_of(value: Any, what: str, wrong: type[InvalidRequest] = InvalidSpec) -> list[Any] | None:
-    """Return an iterable's items as plain values; None for text, bytes, mappings, non-iterables, and sets of bools.
+    """Return an iterable's items as plain values; None for text, bytes, mappings, non-iterables, and sets with bools.
 
     Args:
         value: the user's value of an argument.

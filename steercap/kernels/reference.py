@@ -184,7 +184,7 @@ def edit_stream(  # noqa: PLR0917 -- the tables of a tap
 
     A changed row is written to `hidden` whole, rounded once, and its `residual` is set to zero: adding a rounded
     difference to `hidden` could not cancel a large `residual`. Other rows stay bit-identical. A row that is not finite,
-    or exceeds `edited_most`, is set to zero, so that nothing is computed from it.
+    or exceeds `edited_most`, is set to zero, edited or not, so that nothing is computed from it.
 
     Returns:
         Number of entries applied to each row; and a mask of the rows that were set to zero, None for none.

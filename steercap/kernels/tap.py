@@ -3,7 +3,7 @@
 `steercap::tap_norm` also computes the residual sum and RMSNorm that often follow a tap of the stream, in the same
 kernel.
 
-Its arguments are tensors and a constant, so that every layer traces to the same code. What it does is read from the
+Its arguments are tensors and constants, so that every layer traces to the same code. What it does is read from the
 step's tables at fixed addresses, never decided by Python code, which a compiled or replayed graph would skip. It is
 declared to mutate `hidden` and `residual`, so the compiler does not eliminate it as dead code.
 
@@ -100,8 +100,8 @@ def tap(
         hidden: the rows, or one summand of them; edited in place.
         residual: the other summand, set to zero in edited rows; None if `hidden` has the whole rows.
         point: index of the point among this rank's points, int32 [1], on the model's device.
-        kind: index of the row kind (width and dtype) in the tables; equal for all layers of a site, so that they trace
-            to the same code.
+        kind: index of the rows' kind (shape, dtype and shards) among those of this rank; equal for all layers of a
+            site, so that they trace to the same code.
     """
     torch.ops.steercap.tap(hidden, residual, point, kind)
 

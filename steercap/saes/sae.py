@@ -24,7 +24,7 @@ from steercap.steering.edits.add import Add, SAEFeature
 class SAE:
     """Sparse autoencoder or transcoder: features, each with a direction, whose sum reconstructs the rows of a point.
 
-    Made by `load`. With `CaptureSpec(sae=)` the workers encode rows by it. All tensors are float32 and read-only.
+    Made by `load`. With `CaptureSpec(sae=)` workers encode rows by it. All tensors are float32; never write to them.
 
     Attributes:
         encoder: the encoder half; see `steercap.saes.encoder`.
@@ -78,7 +78,8 @@ class SAE:
         Raises:
             InvalidFile: there are no such files, or they are damaged; the architecture or normalisation is unknown; no
                 point is known; or it is not known whether rows of a model with layer norm were centred.
-            InvalidSpec: `input` or `output` is not a point, or `centred` neither True nor False.
+            InvalidSpec: `input` or `output` is not a point, they differ though this is no transcoder, or `centred` is
+                neither True nor False.
             MissingExtra: `source` is no folder, and huggingface_hub is not installed.
         """
         if centred is not None and flag_of(centred) is None:

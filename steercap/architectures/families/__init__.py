@@ -48,8 +48,8 @@ def family_of(architectures: Iterable[str]) -> Family:
 def over_transformers(family: Family) -> Family:
     """Return a family adapted to vLLM's Transformers backend, whose layers pass on the stream without a residual.
 
-    It has no attention or router sites: there vLLM's attention is called past its hooks, and routers choose experts
-    before a hook could change their logits.
+    It lacks the sites `q`, `k`, `v` and `router`: there vLLM's attention is called past its hooks, and routers choose
+    experts before a hook could change their logits.
     """
     return replace(family, residual_output=None, loops=(), residual_input="", attention="", router="")
 

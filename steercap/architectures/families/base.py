@@ -76,7 +76,7 @@ class Family:
         residual_input: name of the argument of a vLLM layer with the residual, "" if there is none.
         attn_proj: module that projects the output of the heads to the stream.
         attention: module that vLLM calls with queries, keys and values, which its parent module computes in both
-            libraries; "" where no module is called with them.
+            libraries; "" where none is called with them, or they cannot be compared with transformers'.
         gated: True if the output of the heads is multiplied by a gate before it is projected.
         mlp_proj: module that projects the neurons to the stream (down projection).
         scaled: function of transformers' configuration; returns the factor of the down projection's output.

@@ -13,7 +13,7 @@ from steercap.core.schema import Coding, PointSchema
 
 
 class NotCapturing(Message, frozen=True):
-    """Answer of a rank that keeps no rows, since another rank of its tensor-parallel group keeps them."""
+    """Answer of a rank without what was asked for: it keeps no rows, or lacks the layer, the head or the arena."""
 
 
 class Listening(Message, frozen=True):
@@ -34,7 +34,7 @@ class Attached(Message, frozen=True):
         bank_rows: number of rows of the vector bank.
         bank_width: number of elements of a bank row, that of the widest point on this rank.
         reductions: maximum number of reductions that can be updated in passes at once.
-        held: number of newest rows that such a reduction keeps apart until its request's end is known.
+        held: maximum number of newest rows that such a reduction keeps apart until their tokens are final.
         path: path by which a process of the same machine can open the arena.
         nonce: first bytes of the arena, which identify it.
         loaded: decoder layers of this rank.
@@ -130,7 +130,7 @@ class CapturedRows(Message, frozen=True):
 
 
 class Unknown(Message, frozen=True):
-    """Answer for an owner of whom this worker has no rows: none were captured, or they were released."""
+    """Answer for an owner of whom this worker has no rows or steering record: none were made, or they were released."""
 
     owner: Owner
 
@@ -250,7 +250,7 @@ class SketchPart(Message, frozen=True):
 
 
 class SAEOpened(Message, frozen=True):
-    """Answer to OpenSAE and CloseSAE; loaded if no field is set.
+    """Answer to OpenSAE and CloseSAE; without any field, the encoder is loaded or freed, or not wanted on this rank.
 
     Args:
         coming: True if the encoder is still being loaded; the client must ask again.

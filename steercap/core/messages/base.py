@@ -80,7 +80,7 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True):
         family: name of the family; "" if no known one fits, and the sites were derived from the layers' modules.
         code: fingerprint of the code of `forward` by class of the layers, such as "llama.LlamaDecoderLayer".
         candidates: number of families that fit the layers; the proof at start tries one after the other.
-        refused: reason why the derived families lack a site, by site.
+        refused: reason why layers lack a site, by site: it was not derived, or the final norm runs with the logits.
     """
 
     family: Label = ""

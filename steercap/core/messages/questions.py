@@ -52,7 +52,7 @@ class Engage(Message, frozen=True):
 
 
 class Collect(Message, frozen=True):
-    """Report the location of finished requests' rows, to which nothing is added any more."""
+    """Seal finished requests, so that no row is added any more, and report the location of their rows."""
 
     wanted: tuple[Wanted, ...]
 
@@ -78,11 +78,11 @@ class Unembed(Message, frozen=True):
 
 
 class Project(Message, frozen=True):
-    """Apply the output projection of a layer's block to rows of the projection's input.
+    """Apply the output projection of a layer's block, or the norm of a sum (`Family.norms`), to rows of its input.
 
     Args:
         layer: layer index.
-        site: site of the rows: "z" or "neurons".
+        site: "z" or "neurons" for the projection that reads that site; "resid_mid" or "mlp_out" for a norm.
         rows: rows [count, width] of `dtype`, width over all ranks, as bytes.
         count: number of rows.
         dtype: torch name of the rows' dtype.
@@ -115,7 +115,7 @@ class Read(Message, frozen=True):
     """Return the bytes of arena lines, for clients that cannot map the arena.
 
     Args:
-        nonce: nonce of the arena, as in `Attached`; a worker whose arena has another one does not answer.
+        nonce: nonce of the arena, as in `Attached`; a worker whose arena has another one answers NotCapturing.
         lines: the lines.
     """
 
@@ -146,7 +146,7 @@ class OpenSketch(Message, frozen=True):
 
 
 class PrepareSketch(Message, frozen=True):
-    """Check that finished requests' rows can be added to their sketches; answered like `Collect`."""
+    """Seal finished requests, and check that their rows can be added to sketches; answered like `Collect`."""
 
     joining: tuple[Joining, ...]
 

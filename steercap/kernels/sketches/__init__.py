@@ -71,7 +71,7 @@ class Kind(ABC):
 
     @abstractmethod
     def combine(self, state: SketchState, other: SketchState) -> None:
-        """Add a state of at least one row to another's tensors, in place; the caller updates `rows` and `squares`."""
+        """Add `other`, of one row or more, to the tensors of `state`, in place; the caller updates its other fields."""
 
     def covariance(self, state: SketchState) -> Float[torch.Tensor, "width width"]:
         """Return the sample covariance of the elements, float64; the state must have at least two rows.
@@ -156,7 +156,7 @@ class Kind(ABC):
             state.rows += len(block)
 
     def merge(self, state: SketchState, other: SketchState) -> None:
-        """Add a state on the same device to another, in place.
+        """Add `other` to `state`, on the same device, in place.
 
         Raises:
             InvalidRequest: the sum of squares of both is too large; the state is unchanged.
