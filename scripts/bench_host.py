@@ -85,7 +85,7 @@ STAGES: Final[Sequence[tuple[Any, str]]] = (
     (CudaTaps, "_copy_away"),
     (Runtime, "_take_completed"),
     (Runtime, "_verify"),
-    (RequestTable, "label"),
+    (RequestTable, "record_token_ids"),
     (RequestTable, "complete"),
 )
 

@@ -42,7 +42,7 @@ def runs(ranges: tuple[Range, ...], limit: int) -> tuple[Ints, Ints]:
     """Split the positions below `limit` into maximal runs that are selected contiguously, or not selected.
 
     Returns:
-        The position after each run's end, ascending; and the number to subtract from a position in the run to get its
+        The first position after each run, ascending; and the number to subtract from a position in the run to get its
         row index, or -1 for a run that is not selected: int64 [runs] each.
     """
     order = ranks(ranges, limit)

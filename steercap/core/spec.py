@@ -404,7 +404,7 @@ def check_armed(
         armed: points that have a tap.
         known_sites: names of all sites.
         exists: predicate that says if the model has a point.
-        refused: reason why layers lack a site, by site, as of `messages.Loaded`.
+        refused: reason why the model lacks a site, by site.
 
     Raises:
         UnknownName: a site does not exist.

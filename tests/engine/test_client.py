@@ -285,14 +285,19 @@ async def test_read_gives_rows_and_no_text(remote: RemoteModel, tiny: SteerModel
 
 
 async def test_a_corpus_is_collected_through_a_server(remote: RemoteModel, tiny: SteerModel, tmp_path) -> None:
-    """The data set is the local one, which a collection through a server goes on with; a stream has the same rows."""
+    """The data set is the local one, and so are its rows; a stream has the same.
+
+    The server was given a chat template, so that it does not go on with a data set of the model without it.
+    """
     documents = [random_prompt(length, seed) for seed, length in enumerate([30, 75, 0, 1, 40, 12])]
     asked: dict[str, Any] = {"capture": CaptureSpec(layers=[1, 3], codec="full8"), "context": 32, "concurrency": 1}
     asked |= {"steering": Add(CALM[1], 2.0, layer=1)}
     here = await collect(tiny, documents, tmp_path / "here", documents_per_shard=2, **asked)
     there = await collect(remote, documents, tmp_path / "there", documents_per_shard=2, **asked)
     assert there.totals.rows == here.totals.rows == sum(map(len, documents))
-    assert (await collect(remote, documents, tmp_path / "here", **asked)).resumed == here.totals.shards
+    assert (await collect(remote, documents, tmp_path / "there", **asked)).resumed == here.totals.shards
+    with pytest.raises(errors.RunDiffers, match=r"model\.chat_flags was not set"):
+        await collect(remote, documents, tmp_path / "here", **asked)
     for one, two in zip(*(ActivationDataset(tmp_path / name).batches(1000) for name in ("here", "there")), strict=True):
         for point, rows in one.items():
             torch.testing.assert_close(two[point], rows, rtol=1e-4, atol=1e-2)

@@ -274,4 +274,4 @@ def test_nothing_waits_by_a_clock_that_can_be_set() -> None:
         for path in root.rglob("*.py")
         if re.search(r"\btime\.time(_ns)?\(|\bdatetime\b|from time import", path.read_text())
     }
-    assert found == {"cli/up.py", "server/library.py"}
+    assert found == {"cli/up.py", "files/base.py", "server/library.py"}

@@ -36,7 +36,7 @@ def test_a_folder_without_weights_is_described(tmp_path) -> None:
 
 
 def test_layers_that_no_family_knows_are_derived(tmp_path) -> None:
-    found = facts_of(folder_of(tmp_path, "qwen3", architecture="Step3TextForCausalLM"))
+    found = facts_of(folder_of(tmp_path, "qwen3", architecture="Step1ForCausalLM"))
     assert found.standing.state == "derived"
     assert found.sites == {"resid_pre": "0-3", "resid_post": "0-3"}
 
@@ -51,7 +51,7 @@ def test_layers_that_no_family_knows_are_derived(tmp_path) -> None:
         ("IQuestLoopCoderForCausalLM", "refused", "run several times in a pass"),
         ("HrmTextForCausalLM", "refused", "run several times in a pass"),
         ("Gemma3nForConditionalGeneration", "derived", "refuses the model"),
-        ("Rnj1ForCausalLM", "derived", "the start derives"),  # vLLM for CPU cannot run it
+        ("Rnj1ForCausalLM", "proved", "a start derives its sites"),
         ("Eagle3LlamaForCausalLM", "refused", "a draft model"),
         ("MBartForConditionalGeneration", "unknown", "plug-in"),
         ("TransformersForCausalLM", "unknown", "give the model's own"),

@@ -130,7 +130,7 @@ class CapturedRows(Message, frozen=True):
 
 
 class Unknown(Message, frozen=True):
-    """Answer for an owner of whom this worker has no rows: none were captured, or they were released."""
+    """Answer for an owner of whom this worker has no rows or steering record: none were made, or they were released."""
 
     owner: Owner
 
