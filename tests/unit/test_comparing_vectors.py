@@ -205,7 +205,7 @@ def test_trained_vectors_that_do_not_fit_are_named(trained, tmp_path) -> None:
         compare_trained(model, out, {"rain": drawn(1)})
     with pytest.raises(UnknownName, match="has no layer 1"):
         compare_trained(model, out, {"rain": LayerVectors({0: torch.ones(model.width)})})
-    with pytest.raises(RunDiffers, match="was trained on another model: model.dtype was 'float32', is 'float64'"):
+    with pytest.raises(RunDiffers, match=r"was trained on another model: model\.dtype was 'float32', is 'float64'"):
         compare_trained(HookedModel(model.path, torch.float64), out, {"rain": drawn(1, width=model.width)})
     copy = tmp_path / "copy"
     shutil.copytree(out, copy)
