@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float, Int
 from steercap.core.attention import AttentionRule
 from steercap.core.display import brief
 from steercap.errors import InvalidRequest, InvalidSelection
+from steercap.kernels.bits import exact_products
 
 #: Maximum number of attention logits computed at once: 64 MiB of float32.
 CHUNK: Final = 1 << 24
@@ -203,7 +204,7 @@ def _weigh(attending: Attending, queries: slice, keys: slice) -> Weights:
     rule = attending.rule
     asked, known = attending.queries[queries].float(), attending.keys[keys].float()
     grouped = asked.unflatten(1, (known.shape[1], -1))
-    with torch.autocast(known.device.type, enabled=False):
+    with exact_products():
         logits = torch.einsum("qkgd,nkd->kgqn", grouped, known).flatten(0, 1) * rule.scale
     if rule.soft_cap is not None:
         logits = rule.soft_cap * torch.tanh(logits / rule.soft_cap)

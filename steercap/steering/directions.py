@@ -144,8 +144,8 @@ class DirectionSet(Mapping[str, LayerVectors]):
             raise InvalidVector(f"rows={shown(rows)}; give a tensor of real numbers, [rows, hidden]")
         if not rows.dim() or rows.shape[-1] != self.width:
             raise InvalidVector(f"rows are {list(rows.shape)}, and the directions have width {self.width}")
-        with torch.autocast("cpu", enabled=False):
-            return rows.to(device="cpu", dtype=torch.float32) @ units.T
+        # In float64: of float32, the process may have products made in TF32 or bfloat16.
+        return (rows.to(device="cpu", dtype=torch.float64) @ units.T.double()).float()
 
     def marks(self, layer: int) -> tuple[Mark, ...]:
         """Return the fingerprints of one layer's directions, four numbers each, in the order of the names."""

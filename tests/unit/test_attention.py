@@ -139,13 +139,15 @@ def test_weights_are_of_float32_whatever_the_process_has_set(sinks) -> None:
     """Products in bfloat16, as autocast makes them, would be off by hundredths; so would results of another dtype."""
     asked = attending(AttentionRule(0.9, sinks=sinks), 60, 2, 0)
     plain, summary = pattern(asked, 1 << 20), summarised(asked, 3)
-    before = torch.get_default_dtype()
+    before, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
     try:
         torch.set_default_dtype(torch.bfloat16)
+        torch.set_float32_matmul_precision("medium")
         with torch.autocast("cpu", dtype=torch.bfloat16):
             again, other = pattern(asked, 1 << 20), summarised(asked, 3)
     finally:
         torch.set_default_dtype(before)
+        torch.set_float32_matmul_precision(precision)
     assert again.dtype == torch.float32
     assert torch.equal(again, plain)
     for name in ("targets", "weights", "entropy", "first", "sink"):

@@ -129,10 +129,17 @@ def test_a_set_projects_and_compares_as_its_vectors_do() -> None:
 
 
 def test_products_are_of_float32_whatever_the_process_has_set() -> None:
-    """Not of bfloat16, as under autocast."""
-    found, rows = some_set(), torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(9))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        products = found.project(rows, 5)
+    """Not of bfloat16, as under autocast, or as processors with instructions for it make products at "medium"."""
+    drawn = torch.Generator().manual_seed(9)
+    found = DirectionSet({name: LayerVectors({5: torch.randn(4096, generator=drawn)}) for name in ("a", "b")})
+    rows = torch.randn(64, 4096, generator=drawn)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            products = found.project(rows, 5)
+    finally:
+        torch.set_float32_matmul_precision(before)
     known = np.stack([found[name][5].double().numpy() for name in found])
     known /= np.linalg.norm(known, axis=1, keepdims=True)
     np.testing.assert_allclose(products.numpy(), rows.double().numpy() @ known.T, atol=1e-5)
