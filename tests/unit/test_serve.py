@@ -102,6 +102,18 @@ def test_steering_is_edits_or_names(library) -> None:
     assert [type(edit) for edit in steering_of(["both", "mine"], library, ME).flat()] == [Add, Ablate, Add, Add]
 
 
+def test_a_layer_named_twice_is_steered_once(library) -> None:
+    """Of a named vector, which makes an edit for each layer."""
+    steering = steering_of({"op": "add", "vector": "calm", "layers": [5, 3, 5]}, library, ME)
+    assert [edit.layer for edit in steering.flat()] == [5, 3]
+
+
+@pytest.mark.parametrize("vector", ["calm", [1.0] * WIDTH])
+def test_one_layer_and_several_together_are_refused(vector, library) -> None:
+    with pytest.raises(InvalidSpec, match="not both"):
+        steering_of({"op": "add", "vector": vector, "layer": 3, "layers": [5]}, library, ME)
+
+
 @pytest.mark.parametrize(("place", "note"), [("data", "in `data`"), ("url", "at `url`"), ("file", "server's folder")])
 def test_each_tensor_is_described(place, note) -> None:
     """Mebibytes have two decimals, of the bytes that are stored: 151,936 rows of two elements of bfloat16 take 607,744."""
