@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -137,6 +137,15 @@ class EvaluationFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
         named = [measure_of(measure) for measure in self.measures]
         return [*named, *(Matches(name, pattern) for name, pattern in self.expressions.items())]
+
+    def check_by(self, labels: Sequence[str]) -> None:
+        """Check that `by` is one of `labels`, those of all measures and tasks, or is left out.
+
+        Raises:
+            InvalidSpec: it is another.
+        """
+        if self.by and self.by not in labels:
+            raise InvalidSpec(f"by={self.by!r} is no measure or task of this evaluation; {choices(self.by, labels)}")
 
 
 #: Keys of a file of rollouts whose values are paths.

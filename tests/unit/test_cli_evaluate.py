@@ -98,6 +98,8 @@ def test_questions_may_be_lines_of_a_file(here) -> None:
         ("measures: [length]", "measures: [warmth]", "unknown measure 'warmth'"),
         ("measures: [length]", "measures: [matches]", "needs its name and pattern"),
         ('"^dear"', '"("', "is not a regular expression"),
+        ("tasks: [passages]", "tasks: [passages]\nby: nuetral", "by='nuetral' is no measure or task"),
+        ("tasks: [passages]", "tasks: [passages]\nby: nuetral\nat: 5", "by='nuetral' is no measure or task"),
     ],
 )
 def test_what_does_not_fit_is_an_error_at_once(old, new, says, here) -> None:
