@@ -43,7 +43,7 @@ from steercap.server.pooling_routes import PoolingRoutes
 from steercap.server.routes import Routes
 from steercap.server.server import Names, ServerSettings
 from steercap.server.sketch_store import SketchStore
-from steercap.server.statistics_routes import SketchRoutes
+from steercap.server.statistics_routes import SketchRoutes, _SketchFile
 from steercap.steering.directions import DirectionSet
 from steercap.steering.layers import LayerVectors
 from steercap.testing import tiny_checkpoint
@@ -809,6 +809,55 @@ async def test_a_page_of_another_origin_changes_nothing(kind, library) -> None:
     assert "send JSON as application/json" in answer.text
 
 
+@pytest.mark.parametrize("asked", [{"layers": []}, {"positions": []}, {"layers": [], "positions": []}])
+async def test_the_lens_of_no_rows_is_empty(asked, library) -> None:
+    """The model is not asked, and would not answer."""
+    store, handle = CaptureStore(), a_handle()
+    name = store.put(encode(handle.as_saved()), owner_of("")).name
+    routes = InspectRoutes(Endless(), store, library).routes  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(Starlette(routes=routes))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        answer = await http.post(f"/v1/steercap/captures/{name}/lens", json=asked)
+    default = {"layers": [0, 1], "positions": handle.positions.tolist()}
+    assert (answer.status_code, answer.json()) == (200, {**default, **asked, "top": []})
+
+
+def leaving(gone: asyncio.Event) -> Any:
+    """The messages of a client that sends an empty object and leaves at an event."""
+    messages = [{"type": "http.request", "body": b"{}", "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    return receive
+
+
+async def test_a_sketch_is_free_after_a_client_that_goes_as_its_file_is_made(library, monkeypatch) -> None:
+    """Others may read it, and it expires."""
+    model: Any = Endless()
+    sketches, gone = SketchStore(), asyncio.Event()
+    running = RunningSketch(record_of("one", "moments", None, {}), CaptureSpec(), EngineSketches(model))
+    one = sketches.keep(running, owner_of(""))
+
+    class Ready(_SketchFile):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            gone.set()
+
+    async def fetched(*_given: Any) -> Any:
+        return SimpleNamespace(save=lambda path: path.write_bytes(b"rows") and path)
+
+    monkeypatch.setattr(EngineSketches, "fetch", fetched)
+    monkeypatch.setattr("steercap.server.statistics_routes._SketchFile", Ready)
+    route = SketchRoutes(model, library, sketches).routes[1]
+    scope = {"type": "http", "method": "GET", "headers": [], "query_string": b"", "path_params": {"name": one.name}}
+    assert (await route.endpoint(Request(scope, leaving(gone)))).status_code == 400
+    assert (one.users, one.turn.locked()) == (0, False)
+
+
 async def test_nothing_is_kept_for_a_client_that_goes_as_its_answer_is_made(library, monkeypatch) -> None:
     """Both are known in the same turn of the event loop."""
     model: Any = Endless()
@@ -821,17 +870,10 @@ async def test_nothing_is_kept_for_a_client_that_goes_as_its_answer_is_made(libr
     async def closed(record: Any) -> None:
         record.closed = True
 
-    async def receive() -> dict[str, Any]:
-        if messages:
-            return messages.pop()
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    messages = [{"type": "http.request", "body": b"{}", "more_body": False}]
     model.sketching.close = closed
     monkeypatch.setattr("steercap.server.statistics_routes.open_sketch", opened)
     (route, *_) = SketchRoutes(model, library, sketches).routes
-    request = Request({"type": "http", "method": "POST", "headers": []}, receive)
+    request = Request({"type": "http", "method": "POST", "headers": []}, leaving(gone))
     assert (await route.endpoint(request)).status_code == 400
     assert not sketches._held
 
