@@ -125,8 +125,10 @@ def _prompt(name: str, number: int, value: Any) -> Prompt:
                 conversation = msgspec.convert(messages, list[dict[str, str]])
             except msgspec.ValidationError as error:
                 raise InvalidFile(f"{name}, line {number}: messages: {error}") from error
-            if not all("role" in message for message in conversation):
-                raise InvalidFile(f"{name}, line {number}: messages: each needs a 'role', such as 'user'")
+            if not all({"role", "content"} <= message.keys() for message in conversation):
+                raise InvalidFile(
+                    f"{name}, line {number}: messages: each needs a 'role', such as 'user', and 'content'"
+                )
             return Prompt(conversation)
         case {"prompt": str(text)} if text:
             return Prompt(text)

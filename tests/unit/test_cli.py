@@ -433,7 +433,7 @@ def test_prompts_come_from_the_line_from_files_and_stdin(tmp_path, monkeypatch) 
     assert [prompt.content for prompt in PromptOptions(prompts=["zero"], file="").read()] == ["zero"]
     both = PromptOptions(prompts=["-", "zero"], file=str(lines)).read()
     assert [prompt.content for prompt in both] == ["zero", "six", "one", "  two"]
-    for wrong in ("", '{"prompt": 3}', "{not json"):
+    for wrong in ("", '{"prompt": 3}', "{not json", '{"messages": [{"role": "user"}]}'):
         records.write_text(wrong)
         with pytest.raises(InvalidFile, match=r"b\.jsonl"):
             PromptOptions(file=str(records)).read()
