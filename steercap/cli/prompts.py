@@ -64,7 +64,7 @@ class PromptOptions:
         """Return every prompt, in order: those of the command line, then stdin, then the file.
 
         Raises:
-            typer.BadParameter: there is no prompt.
+            typer.BadParameter: there is no prompt, or --system beside a conversation with a system message of its own.
             InvalidFile: a file cannot be read, or a line is not a prompt.
         """
         given = [text for text in self.prompts or () if text != "-"]
@@ -77,11 +77,13 @@ class PromptOptions:
         return [self._templated(prompt) for prompt in found]
 
     def _templated(self, prompt: Prompt) -> Prompt:
-        system = [{"role": "system", "content": self.system}] if self.system else []
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
         if isinstance(prompt.content, str):
             if not self.chat and not system:
                 return Prompt(prompt.content, self.special_tokens)
             return Prompt([*system, {"role": "user", "content": prompt.content}], self.special_tokens)
+        if system and any(message["role"] == "system" for message in prompt.content):
+            raise typer.BadParameter("a conversation has its own system message; leave it out", param_hint="--system")
         return Prompt([*system, *prompt.content], self.special_tokens)
 
 

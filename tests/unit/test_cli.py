@@ -427,6 +427,12 @@ def test_prompts_come_from_the_line_from_files_and_stdin(tmp_path, monkeypatch) 
     assert found[0].content == [system, {"role": "user", "content": "three"}]
     assert found[2].content == [system, *talk]
     assert found[2].shown == "yes?"
+    (empty,) = PromptOptions(prompts=["zero"], system="").read()
+    assert empty.content == [{"role": "system", "content": ""}, {"role": "user", "content": "zero"}]
+    records.write_text(json.dumps({"messages": [system, *talk]}))
+    assert PromptOptions(file=str(records)).read()[0].content == [system, *talk]
+    with pytest.raises(typer.BadParameter, match="its own system message"):
+        PromptOptions(file=str(records), system="be warm").read()
     monkeypatch.setattr(sys, "stdin", io.StringIO('{"prompt": "five"}\n'))
     assert [prompt.content for prompt in PromptOptions(prompts=["-"]).read()] == ["five"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("six\n"))
