@@ -140,7 +140,8 @@ def _prompt(name: str, number: int, value: Any) -> Prompt:
 def records_of(name: str) -> Iterator[tuple[int, Any]]:
     """Yield the number, from 1, and text of each non-empty line of a file ("-" for stdin); JSONL lines are decoded.
 
-    A file is JSONL if its name ends in .jsonl, and stdin if its first line starts with a brace.
+    A file is JSONL if its name ends in .jsonl, in any case, and stdin if its first line starts with a brace; a byte
+    order mark is no part of either.
 
     Raises:
         InvalidFile: the file cannot be read, is empty, or a line is not JSON.
@@ -149,12 +150,13 @@ def records_of(name: str) -> Iterator[tuple[int, Any]]:
         text = _stdin() if name == "-" else Path(name).read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidFile(f"{name} cannot be read as text: {error}") from error
+    text = text.removeprefix("\ufeff")
     # Not splitlines: U+2028, U+0085 and the like are ordinary characters within a line, in JSON too.
     ends = ((number, line.removesuffix("\r")) for number, line in enumerate(text.split("\n"), 1))
     lines = [(number, line) for number, line in ends if line.strip()]
     if not lines:
         raise InvalidFile(f"{name} holds no line of text; give one text a line")
-    decoded = name.endswith(".jsonl") or (name == "-" and lines[0][1].startswith("{"))
+    decoded = name.lower().endswith(".jsonl") or (name == "-" and lines[0][1].startswith("{"))
     for number, line in lines:
         yield number, _parsed(name, number, line) if decoded else line
 

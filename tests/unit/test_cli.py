@@ -460,6 +460,18 @@ def test_a_line_ends_at_its_newline_alone(tmp_path, monkeypatch) -> None:
     assert list(records_of("-")) == [(1, f"one{INSIDE}"), (3, "two")]
 
 
+def test_a_byte_order_mark_and_large_letters_change_nothing(tmp_path, monkeypatch) -> None:
+    """A file is JSONL by its name, and stdin by its first brace, after the mark that editors on Windows write."""
+    record = '\ufeff{"prompt": "one"}\n'.encode()
+    for name in ("a.jsonl", "b.JSONL"):
+        (tmp_path / name).write_bytes(record)
+        assert list(records_of(str(tmp_path / name))) == [(1, {"prompt": "one"})]
+    (tmp_path / "a.txt").write_bytes("\ufeffone\n\ufefftwo\n".encode())
+    assert list(records_of(str(tmp_path / "a.txt"))) == [(1, "one"), (2, "\ufefftwo")]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(record), encoding="utf-8"))
+    assert list(records_of("-")) == [(1, {"prompt": "one"})]
+
+
 @pytest.mark.parametrize("text", ["1:", ":-2", "-5:-1", "2:9:3", "last_prompt"])
 def test_tokens_are_shown_as_the_flag_takes_them(text) -> None:
     known = Provenance(tokens=str(TokenSelection.parse(tokens_of(text))))
