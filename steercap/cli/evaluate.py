@@ -69,7 +69,7 @@ def check(evaluation: Evaluation, settings: EvaluationFile, out: Path, planned: 
 
     Raises:
         MissingExtra: the extra "evaluation" is not installed.
-        InvalidSpec, UnknownName: a measure or task does not exist or cannot be used.
+        InvalidSpec, UnknownName: a measure or task does not exist or cannot be used, or `settings.by` is none of them.
         RunDiffers, InvalidFile: the folder holds another evaluation.
         The errors of `SteeringSpec` against a model.
     """
@@ -77,8 +77,8 @@ def check(evaluation: Evaluation, settings: EvaluationFile, out: Path, planned: 
     from steercap.lab.studies.running import measures_of
 
     require("evaluation")
-    measures_of(settings.all_measures(), COLUMNS)
-    tasks_of(settings.tasks)
+    taken: tuple[Any, ...] = (*measures_of(settings.all_measures(), COLUMNS), *tasks_of(settings.tasks))
+    settings.check_by([one.label for one in taken])
     check_conditions(evaluation, out, planned)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 import msgspec
 
@@ -46,8 +46,22 @@ class MethodFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     doses: tuple[float, ...] = (1.0,)
     system: str = ""
     random: str = ""
-    count: int = 5
+    count: Annotated[int, msgspec.Meta(ge=1)] = 5
     seed: int = 0
+
+    def check(self, name: str) -> None:
+        """Check that no key of the method, called `name`, is without effect.
+
+        Raises:
+            InvalidSpec: a control has keys of a method, or a method those of a control, or of a file that it lacks.
+        """
+        given = {key for key, default in msgspec.structs.asdict(MethodFile()).items() if getattr(self, key) != default}
+        unused = given & {"count", "seed", *(() if self.file else ("name", "base"))}
+        if self.random:
+            unused = given - {"random", "count", "seed"}
+        if unused:
+            why = "beside `random`" if self.random else "without `random`, or `file`"
+            raise InvalidSpec(f"method {name!r}: {', '.join(sorted(unused))} would change nothing {why}; leave it out")
 
     def method(self, name: str) -> Method:
         """Return the method, called `name`; not for a random control. Reads its file.
@@ -103,11 +117,13 @@ class EvaluationFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         """Create the evaluation, with all random controls; reads the files of methods and questions.
 
         Raises:
-            InvalidFile, InvalidSpec: files cannot be read, a control names a method that does not exist, or
-                    `Evaluation` or `Method` refuse their arguments.
+            InvalidFile, InvalidSpec: files cannot be read, a control names a method that does not exist, a key would
+                    change nothing, or `Evaluation` or `Method` refuse their arguments.
         """
         from steercap.lab.studies.evaluation import Evaluation
 
+        for name, one in self.methods.items():
+            one.check(name)
         found = {name: one.method(name) for name, one in self.methods.items() if not one.random}
         methods = list(found.values())
         for name, one in self.methods.items():
@@ -137,6 +153,15 @@ class EvaluationFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
         named = [measure_of(measure) for measure in self.measures]
         return [*named, *(Matches(name, pattern) for name, pattern in self.expressions.items())]
+
+    def check_by(self, labels: Sequence[str]) -> None:
+        """Check that `by` is one of `labels`, those of all measures and tasks, or is left out.
+
+        Raises:
+            InvalidSpec: it is another.
+        """
+        if self.by and self.by not in labels:
+            raise InvalidSpec(f"by={self.by!r} is no measure or task of this evaluation; {choices(self.by, labels)}")
 
 
 #: Keys of a file of rollouts whose values are paths.

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from steercap.cli import answers, roles
 from steercap.cli.command import command, group_of
-from steercap.cli.destinations import folder_ready
+from steercap.cli.destinations import Force, folder_ready, may_replace
 from steercap.cli.engines import ModelOptions, ReachOptions, pairs_of
 from steercap.cli.parsing import layers_of
 from steercap.cli.preflight import Preflight, check_sampling, preflight, reached
@@ -344,6 +344,7 @@ def _register_levels(app: typer.Typer) -> None:
         minimum: Annotated[
             int | None, typer.Option(min=1, help="Minimum number of pairs or answers of a level (default 1).")
         ] = None,
+        force: Force = False,
     ) -> None:
         """Write the vectors of a run by level of score, pos_neg_50, pos_70 and others, in the files that other tools
         read. Levels of which some answers were not kept are absent. Starts no engine.
@@ -351,6 +352,7 @@ def _register_levels(app: typer.Typer) -> None:
         from steercap.lab.personas import write_levels
 
         folder_ready(out)
+        may_replace(out, terminal, force=force, pattern="*.pt")
         written = write_levels(folder, out, minimum=minimum)
         table = titled(str(out), ("trait", "level", "answers", "left out"), words=("trait", "level", "left out"))
         for trait, reasons in written.left_out.items():

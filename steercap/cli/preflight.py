@@ -231,10 +231,10 @@ async def reached(options: ReachOptions, terminal: Terminal, **settings: Any) ->
         A RemoteModel for a server or warm engine, else a SteerModel.
 
     Raises:
-        typer.BadParameter: options of an engine beside --url.
+        typer.BadParameter: options of an engine, or of its memory for rows, beside --url.
         The errors of `SteerModel.connect`, or of `opened`.
     """
-    url = options.url
+    url, words = options.url, [*options.flags(), *(f"--{name.replace('_', '-')}" for name in settings)]
     if url is None:
         engine, reason = await asyncio.to_thread(fitting, options, settings)
         if engine is not None:
@@ -245,7 +245,7 @@ async def reached(options: ReachOptions, terminal: Terminal, **settings: Any) ->
             async with opened(options, terminal, reason=reason, **settings) as model:
                 yield model
             return
-    elif said := [word for word in options.flags() if word.startswith("--") and word not in {"--model", "--url"}]:
+    elif said := [one for one in words if one.startswith("--") and one not in {"--model", "--url", "--sites"}]:
         raise typer.BadParameter("the server at --url decides this; leave it out", param_hint=said[0])
     from steercap.model import SteerModel
 

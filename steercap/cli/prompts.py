@@ -64,7 +64,7 @@ class PromptOptions:
         """Return every prompt, in order: those of the command line, then stdin, then the file.
 
         Raises:
-            typer.BadParameter: there is no prompt.
+            typer.BadParameter: there is no prompt, or --system beside a conversation with a system message of its own.
             InvalidFile: a file cannot be read, or a line is not a prompt.
         """
         given = [text for text in self.prompts or () if text != "-"]
@@ -77,11 +77,13 @@ class PromptOptions:
         return [self._templated(prompt) for prompt in found]
 
     def _templated(self, prompt: Prompt) -> Prompt:
-        system = [{"role": "system", "content": self.system}] if self.system else []
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
         if isinstance(prompt.content, str):
             if not self.chat and not system:
                 return Prompt(prompt.content, self.special_tokens)
             return Prompt([*system, {"role": "user", "content": prompt.content}], self.special_tokens)
+        if system and any(message["role"] == "system" for message in prompt.content):
+            raise typer.BadParameter("a conversation has its own system message; leave it out", param_hint="--system")
         return Prompt([*system, *prompt.content], self.special_tokens)
 
 
@@ -125,8 +127,10 @@ def _prompt(name: str, number: int, value: Any) -> Prompt:
                 conversation = msgspec.convert(messages, list[dict[str, str]])
             except msgspec.ValidationError as error:
                 raise InvalidFile(f"{name}, line {number}: messages: {error}") from error
-            if not all("role" in message for message in conversation):
-                raise InvalidFile(f"{name}, line {number}: messages: each needs a 'role', such as 'user'")
+            if not all({"role", "content"} <= message.keys() for message in conversation):
+                raise InvalidFile(
+                    f"{name}, line {number}: messages: each needs a 'role', such as 'user', and 'content'"
+                )
             return Prompt(conversation)
         case {"prompt": str(text)} if text:
             return Prompt(text)
@@ -136,7 +140,8 @@ def _prompt(name: str, number: int, value: Any) -> Prompt:
 def records_of(name: str) -> Iterator[tuple[int, Any]]:
     """Yield the number, from 1, and text of each non-empty line of a file ("-" for stdin); JSONL lines are decoded.
 
-    A file is JSONL if its name ends in .jsonl, and stdin if its first line starts with a brace.
+    A file is JSONL if its name ends in .jsonl, in any case, and stdin if its first line starts with a brace; a byte
+    order mark is no part of either.
 
     Raises:
         InvalidFile: the file cannot be read, is empty, or a line is not JSON.
@@ -145,12 +150,13 @@ def records_of(name: str) -> Iterator[tuple[int, Any]]:
         text = _stdin() if name == "-" else Path(name).read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidFile(f"{name} cannot be read as text: {error}") from error
+    text = text.removeprefix("\ufeff")
     # Not splitlines: U+2028, U+0085 and the like are ordinary characters within a line, in JSON too.
     ends = ((number, line.removesuffix("\r")) for number, line in enumerate(text.split("\n"), 1))
     lines = [(number, line) for number, line in ends if line.strip()]
     if not lines:
         raise InvalidFile(f"{name} holds no line of text; give one text a line")
-    decoded = name.endswith(".jsonl") or (name == "-" and lines[0][1].startswith("{"))
+    decoded = name.lower().endswith(".jsonl") or (name == "-" and lines[0][1].startswith("{"))
     for number, line in lines:
         yield number, _parsed(name, number, line) if decoded else line
 

@@ -146,8 +146,8 @@ def register(app: typer.Typer) -> None:
         if held is not None:
             report |= score_on(held, sae, out)
         document = {"sae": str(out), "point": str(training.point), "features": sae.d_sae, "k": how.k, **report}
-        told = {key: f"{value:.1%}" if isinstance(value, float) else value for key, value in document.items()}
-        terminal.show(document, facts("", told))
+        shares = {key: f"{document[key]:.1%}" for key in ("explained", "used") if key in document}
+        terminal.show(document, facts("", document | shares))
 
 
 def train_on_dataset(

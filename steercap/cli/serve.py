@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
@@ -85,10 +86,13 @@ class ServeOptions:
         """Return the settings of the server from these options; `more` are further fields of `ServerSettings`.
 
         Raises:
-            typer.BadParameter: a text that is not NAME=VALUE.
+            typer.BadParameter: a text that is not NAME=VALUE, or a number that is not finite.
         """
         from steercap.server.server import ServerSettings
 
+        for name, value in asdict(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise typer.BadParameter(f"{value}; give a finite number", param_hint=f"--{name.replace('_', '-')}")
         return ServerSettings(
             vectors={name: Path(file) for name, file in named(self.vectors or (), "--vectors")},
             saes={name: Path(folder) for name, folder in named(self.sae or (), "--sae")},

@@ -82,8 +82,13 @@ class Terminal:
         self.verbose = output.verbose
         if self.verbose:  # a level that is set keeps the warnings that are left out else
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        self.out = Console(highlight=False)
-        self.err = Console(stderr=True, highlight=False)
+        plain: Any = {
+            "highlight": False,
+            "markup": False,
+            "emoji": False,
+        }  # names and paths may have [x] and :x: in them
+        self.out = Console(**plain)
+        self.err = Console(stderr=True, **plain)
         #: Path of vLLM's log, if an engine failed.
         self.log: Path | None = None
 
@@ -120,7 +125,7 @@ class Terminal:
         """Yield progress bars, shown on stderr with rate and remaining time; without a terminal, lines now and then."""
         bar = Progress(
             SpinnerColumn(finished_text="[green]✓"),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             _Rate(),
@@ -150,7 +155,7 @@ class Terminal:
     @contextmanager
     def status(self, message: str) -> Iterator[Callable[[str], None]]:
         """Yield a function that changes `message`, which is shown on stderr with the elapsed time during the block."""
-        columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+        columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
         with Progress(
             *columns,
             console=self.err,

@@ -164,10 +164,8 @@ def _monitor_of(value: Any, library: Library, owner: str) -> Monitor:
 
 def _edits_of(asked: Any, library: Library, owner: str) -> Sequence[Edit | LogitBias | SteeringSpec]:
     if isinstance(asked, str):
-        if (
-            isinstance(content := library.get(asked.partition("/")[0], owner).content, SteeringSpec)
-            and "/" not in asked
-        ):
+        content = library.get(asked.partition("/")[0], owner).content
+        if isinstance(content, SteeringSpec) and "/" not in asked:
             return [content]
         return _edits_of({"op": "add", "vector": asked}, library, owner)
     if not isinstance(asked, Mapping):
@@ -217,6 +215,8 @@ def _layers_of(given: Mapping[str, Any], found: Mapping[str, LayerVectors], name
     asked = given.get("layer") if given.get("layer") is not None else given.get("layers")
     if asked is None:
         return common
+    if given.get("layer") is not None and given.get("layers") is not None:
+        raise InvalidSpec("an edit: give layer for one layer, or layers for several (and not both)")
     wanted = [asked] if isinstance(asked, int) else asked if isinstance(asked, list) else None
     if not common:
         raise InvalidSpec(f"{', '.join(map(repr, named.values()))} have vectors for no layer in common")
@@ -224,7 +224,7 @@ def _layers_of(given: Mapping[str, Any], found: Mapping[str, LayerVectors], name
         wanted = list(resolve_layers(asked, max(common) + 1))
     if missing := [layer for layer in wanted if layer not in common]:
         raise InvalidSpec(f"an edit with {_lacking(missing[0], named, common)}")
-    return wanted
+    return list(dict.fromkeys(wanted))
 
 
 def _lacking(layer: Any, named: Mapping[str, str], known: list[int]) -> str:

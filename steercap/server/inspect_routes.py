@@ -99,7 +99,8 @@ class InspectRoutes:
         if len(wanted) * len(at) > MOST_ROWS:
             raise InvalidSpec(f"{len(wanted)} layers × {len(at)} tokens; at most {MOST_ROWS} rows at once")
         rows = [handle.captures.elements((layer, site))[at] for layer in wanted]
-        said = await self._model.unembed(torch.cat(rows), top=top, normed=site == "final_norm") if len(at) else None
+        some = bool(rows) and len(at) > 0
+        said = await self._model.unembed(torch.cat(rows), top=top, normed=site == "final_norm") if some else None
         return JSONResponse(
             {
                 "layers": wanted,

@@ -78,7 +78,9 @@ class SketchRoutes:
             found = await EngineSketches(self._model.serving.here()).fetch(one.running, points)
             file, size = await asyncio.to_thread(written, found)
             held.callback(file.close)
-            return _SketchFile(file, size, held.pop_all())
+            kept = held.pop_all()
+            request.state.undo = kept.aclose
+            return _SketchFile(file, size, kept)
 
     async def close(self, request: Request) -> Response:
         """Answer a DELETE by freeing a sketch."""

@@ -202,6 +202,9 @@ def test_the_version_is_that_of_the_package() -> None:
         (["capture", "a", "--out", "x", "--reduce", "median"], "mean, sum, max, last"),
         (["sweep", "--out", "x"], "--vectors"),
         (["serve", "--warm", "--port", "9000"], "listens on a socket"),
+        (["serve", "--captures-seconds", "inf"], "give a finite number"),
+        (["serve", "--folder-gib", "inf"], "give a finite number"),
+        (["up", "--captures-gib-of-a-key", "inf"], "--captures-gib-of-a-key"),
         (["train", "missing.jsonl", "--layers", "1", "--out", "x"], "does not exist"),
         (["inspect"], "Missing argument"),
     ],
@@ -427,13 +430,19 @@ def test_prompts_come_from_the_line_from_files_and_stdin(tmp_path, monkeypatch) 
     assert found[0].content == [system, {"role": "user", "content": "three"}]
     assert found[2].content == [system, *talk]
     assert found[2].shown == "yes?"
+    (empty,) = PromptOptions(prompts=["zero"], system="").read()
+    assert empty.content == [{"role": "system", "content": ""}, {"role": "user", "content": "zero"}]
+    records.write_text(json.dumps({"messages": [system, *talk]}))
+    assert PromptOptions(file=str(records)).read()[0].content == [system, *talk]
+    with pytest.raises(typer.BadParameter, match="its own system message"):
+        PromptOptions(file=str(records), system="be warm").read()
     monkeypatch.setattr(sys, "stdin", io.StringIO('{"prompt": "five"}\n'))
     assert [prompt.content for prompt in PromptOptions(prompts=["-"]).read()] == ["five"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("six\n"))
     assert [prompt.content for prompt in PromptOptions(prompts=["zero"], file="").read()] == ["zero"]
     both = PromptOptions(prompts=["-", "zero"], file=str(lines)).read()
     assert [prompt.content for prompt in both] == ["zero", "six", "one", "  two"]
-    for wrong in ("", '{"prompt": 3}', "{not json"):
+    for wrong in ("", '{"prompt": 3}', "{not json", '{"messages": [{"role": "user"}]}'):
         records.write_text(wrong)
         with pytest.raises(InvalidFile, match=r"b\.jsonl"):
             PromptOptions(file=str(records)).read()
@@ -452,6 +461,18 @@ def test_a_line_ends_at_its_newline_alone(tmp_path, monkeypatch) -> None:
     assert list(records_of(str(records))) == [(1, {"prompt": "three\u2028\u0085"}), (2, "four")]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(plain.read_bytes()), encoding="utf-8"))
     assert list(records_of("-")) == [(1, f"one{INSIDE}"), (3, "two")]
+
+
+def test_a_byte_order_mark_and_large_letters_change_nothing(tmp_path, monkeypatch) -> None:
+    """A file is JSONL by its name, and stdin by its first brace, after the mark that editors on Windows write."""
+    record = '\ufeff{"prompt": "one"}\n'.encode()
+    for name in ("a.jsonl", "b.JSONL"):
+        (tmp_path / name).write_bytes(record)
+        assert list(records_of(str(tmp_path / name))) == [(1, {"prompt": "one"})]
+    (tmp_path / "a.txt").write_bytes("\ufeffone\n\ufefftwo\n".encode())
+    assert list(records_of(str(tmp_path / "a.txt"))) == [(1, "one"), (2, "\ufefftwo")]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(record), encoding="utf-8"))
+    assert list(records_of("-")) == [(1, {"prompt": "one"})]
 
 
 @pytest.mark.parametrize("text", ["1:", ":-2", "-5:-1", "2:9:3", "last_prompt"])

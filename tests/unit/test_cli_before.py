@@ -34,6 +34,7 @@ from steercap.cli.engines import ModelOptions, ReachOptions
 from steercap.cli.generate import PrintedAnswer, report
 from steercap.cli.persona import folded, sweeps_of
 from steercap.cli.sweep_file import measure_of, measures_in, read_settings
+from steercap.cli.tables import facts, titled
 from steercap.cli.terminal import Output, Terminal
 from steercap.cli.vectors import report as extracted
 from steercap.concurrency import heartbeat as heartbeats
@@ -614,6 +615,25 @@ def test_no_bar_is_drawn_on_a_terminal_that_cannot_move_its_cursor(monkeypatch, 
         bars.add_task("counting", total=4)
     terminal.say("done")
     assert capsys.readouterr().err == "done\n"
+
+
+def test_brackets_and_colons_in_names_and_paths_are_shown(monkeypatch, capsys) -> None:
+    """They are no styles, no end of one, and no pictures: in lines, and in every part of a table."""
+    monkeypatch.setenv("COLUMNS", "80")
+    table = titled("perplexity [log]", ("vector", "calm [pos]"), words=("vector",), caption="of [all]")
+    table.add_row("calm [neg]", "1")
+    Terminal(Output()).show({}, facts("out/[v1]", {"[a]": "x"}), table, "out/[/v1]/:100:.parquet")
+    said = capsys.readouterr().out
+    for word in (
+        "out/[v1]",
+        "[a]",
+        "perplexity [log]",
+        "calm [pos]",
+        "of [all]",
+        "calm [neg]",
+        "out/[/v1]/:100:.parquet",
+    ):
+        assert word in said, word
 
 
 class Told(io.StringIO):

@@ -98,6 +98,15 @@ def test_questions_may_be_lines_of_a_file(here) -> None:
         ("measures: [length]", "measures: [warmth]", "unknown measure 'warmth'"),
         ("measures: [length]", "measures: [matches]", "needs its name and pattern"),
         ('"^dear"', '"("', "is not a regular expression"),
+        ("  prompt:", "  praise:", r"has 'praise' \(line 4\) twice in one mapping"),
+        ("tokens: all}", "tokens: all, doses: [3]}", r"has 'doses' \(line 4\) twice in one mapping"),
+        ("count: 2", "count: 0", "Expected `int` >= 1"),
+        ("random: praise", "random: praise, doses: [9]", "method 'chance': doses would change nothing beside `random`"),
+        ("random: praise", "random: praise, layers: [3], file: gone.gguf", "file, layers would change nothing beside"),
+        ("system: Be warm.", "system: Be warm., count: 3", "method 'prompt': count would change nothing without"),
+        ("system: Be warm.", "system: Be warm., base: 1", "method 'prompt': base would change nothing without"),
+        ("tasks: [passages]", "tasks: [passages]\nby: nuetral", "by='nuetral' is no measure or task"),
+        ("tasks: [passages]", "tasks: [passages]\nby: nuetral\nat: 5", "by='nuetral' is no measure or task"),
     ],
 )
 def test_what_does_not_fit_is_an_error_at_once(old, new, says, here) -> None:

@@ -890,6 +890,12 @@ def test_levels_are_written_by_command(tmp_path) -> None:
     assert told.exit_code == 0, told.output
     assert {path.name for path in (tmp_path / "vectors").iterdir()} == {"formal.pt", "poetic.pt"}
     assert "no partner" in told.stdout
+    (tmp_path / "vectors" / "poetic.pt").write_bytes(b"of another run")
+    again = ("persona", "levels", str(tmp_path / "run"), "--out", str(tmp_path / "vectors"))
+    assert call(*again).exit_code == 2
+    assert (tmp_path / "vectors" / "poetic.pt").read_bytes() == b"of another run"
+    assert call(*again, "--force").exit_code == 0
+    assert "pos_neg" in torch.load(tmp_path / "vectors" / "poetic.pt", weights_only=True)
     shown = call("persona", "levels", str(tmp_path / "run"), "--out", str(tmp_path / "v"), "--minimum", "99", "--json")
     document = json.loads(shown.stdout)
     assert document["files"] == {}

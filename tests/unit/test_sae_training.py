@@ -306,7 +306,7 @@ def small(tmp_path):
             shard.rows[point][-1, 0] = float("nan")
         folder.write(shard)
         folder.complete()
-        words = ("--features", "24", "--k", "4", "--batch-size", "4", "--skip", "0", "--json", *more)
+        words = ("--features", "24", "--k", "4", "--batch-size", "4", "--skip", "0", *more)
         return call("sae", "train", f"file://{tmp_path}/rows", "--out", tmp_path / "sae", *words)
 
     return train
@@ -318,8 +318,16 @@ def small(tmp_path):
 )
 def test_one_of_few_documents_is_held_out_or_it_is_said(small, more, scored) -> None:
     """A tenth of four documents is none."""
-    said = json.loads(small(*more).stdout)
+    said = json.loads(small("--json", *more).stdout)
     assert (said["scored_on"], "explained" in said) == (scored, not more)
+
+
+def test_the_mean_of_active_features_is_no_percentage(small) -> None:
+    """Shares are; at most k of 24 features are active."""
+    said = dict(line.split(maxsplit=1) for line in small().stdout.splitlines() if line.strip())
+    assert said["explained"].rstrip().endswith("%")
+    assert said["used"].rstrip().endswith("%")
+    assert 0 < float(said["active"]) <= 4
 
 
 def test_rows_that_cannot_be_scored_do_not_cost_the_training(small, tmp_path) -> None:

@@ -43,7 +43,7 @@ from steercap.server.pooling_routes import PoolingRoutes
 from steercap.server.routes import Routes
 from steercap.server.server import Names, ServerSettings
 from steercap.server.sketch_store import SketchStore
-from steercap.server.statistics_routes import SketchRoutes
+from steercap.server.statistics_routes import SketchRoutes, _SketchFile
 from steercap.steering.directions import DirectionSet
 from steercap.steering.layers import LayerVectors
 from steercap.testing import tiny_checkpoint
@@ -100,6 +100,18 @@ def test_steering_is_edits_or_names(library) -> None:
     ).flat()
     assert (type(one), one.layer, float(one.vector[0])) == (Ablate, 5, -2.0)
     assert [type(edit) for edit in steering_of(["both", "mine"], library, ME).flat()] == [Add, Ablate, Add, Add]
+
+
+def test_a_layer_named_twice_is_steered_once(library) -> None:
+    """Of a named vector, which makes an edit for each layer."""
+    steering = steering_of({"op": "add", "vector": "calm", "layers": [5, 3, 5]}, library, ME)
+    assert [edit.layer for edit in steering.flat()] == [5, 3]
+
+
+@pytest.mark.parametrize("vector", ["calm", [1.0] * WIDTH])
+def test_one_layer_and_several_together_are_refused(vector, library) -> None:
+    with pytest.raises(InvalidSpec, match="not both"):
+        steering_of({"op": "add", "vector": vector, "layer": 3, "layers": [5]}, library, ME)
 
 
 @pytest.mark.parametrize(("place", "note"), [("data", "in `data`"), ("url", "at `url`"), ("file", "server's folder")])
@@ -797,6 +809,55 @@ async def test_a_page_of_another_origin_changes_nothing(kind, library) -> None:
     assert "send JSON as application/json" in answer.text
 
 
+@pytest.mark.parametrize("asked", [{"layers": []}, {"positions": []}, {"layers": [], "positions": []}])
+async def test_the_lens_of_no_rows_is_empty(asked, library) -> None:
+    """The model is not asked, and would not answer."""
+    store, handle = CaptureStore(), a_handle()
+    name = store.put(encode(handle.as_saved()), owner_of("")).name
+    routes = InspectRoutes(Endless(), store, library).routes  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(Starlette(routes=routes))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        answer = await http.post(f"/v1/steercap/captures/{name}/lens", json=asked)
+    default = {"layers": [0, 1], "positions": handle.positions.tolist()}
+    assert (answer.status_code, answer.json()) == (200, {**default, **asked, "top": []})
+
+
+def leaving(gone: asyncio.Event) -> Any:
+    """The messages of a client that sends an empty object and leaves at an event."""
+    messages = [{"type": "http.request", "body": b"{}", "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    return receive
+
+
+async def test_a_sketch_is_free_after_a_client_that_goes_as_its_file_is_made(library, monkeypatch) -> None:
+    """Others may read it, and it expires."""
+    model: Any = Endless()
+    sketches, gone = SketchStore(), asyncio.Event()
+    running = RunningSketch(record_of("one", "moments", None, {}), CaptureSpec(), EngineSketches(model))
+    one = sketches.keep(running, owner_of(""))
+
+    class Ready(_SketchFile):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            gone.set()
+
+    async def fetched(*_given: Any) -> Any:
+        return SimpleNamespace(save=lambda path: path.write_bytes(b"rows") and path)
+
+    monkeypatch.setattr(EngineSketches, "fetch", fetched)
+    monkeypatch.setattr("steercap.server.statistics_routes._SketchFile", Ready)
+    route = SketchRoutes(model, library, sketches).routes[1]
+    scope = {"type": "http", "method": "GET", "headers": [], "query_string": b"", "path_params": {"name": one.name}}
+    assert (await route.endpoint(Request(scope, leaving(gone)))).status_code == 400
+    assert (one.users, one.turn.locked()) == (0, False)
+
+
 async def test_nothing_is_kept_for_a_client_that_goes_as_its_answer_is_made(library, monkeypatch) -> None:
     """Both are known in the same turn of the event loop."""
     model: Any = Endless()
@@ -809,17 +870,10 @@ async def test_nothing_is_kept_for_a_client_that_goes_as_its_answer_is_made(libr
     async def closed(record: Any) -> None:
         record.closed = True
 
-    async def receive() -> dict[str, Any]:
-        if messages:
-            return messages.pop()
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    messages = [{"type": "http.request", "body": b"{}", "more_body": False}]
     model.sketching.close = closed
     monkeypatch.setattr("steercap.server.statistics_routes.open_sketch", opened)
     (route, *_) = SketchRoutes(model, library, sketches).routes
-    request = Request({"type": "http", "method": "POST", "headers": []}, receive)
+    request = Request({"type": "http", "method": "POST", "headers": []}, leaving(gone))
     assert (await route.endpoint(request)).status_code == 400
     assert not sketches._held
 

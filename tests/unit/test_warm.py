@@ -685,6 +685,18 @@ def test_options_of_an_engine_beside_an_address(option) -> None:
     assert "the server at --url decides this; leave it out" in " ".join(found.stderr.replace("│", " ").split())
 
 
+@pytest.mark.parametrize("option", ["--overflow=error", "--capture-bytes=5", "--transport=wire", "--spill-folder=/x"])
+@pytest.mark.parametrize("words", [["capture", "Hello"], ["collect", "texts.jsonl"]])
+def test_memory_for_rows_beside_an_address(words, option, tmp_path) -> None:
+    """Which is the server's, and was decided when it started."""
+    (tmp_path / "texts.jsonl").write_text('{"text": "Hello"}\n')
+    words = [str(tmp_path / word) if word.endswith(".jsonl") else word for word in words]
+    found = call(*words, "--out", tmp_path / "out", "--url", "http://127.0.0.1:1", option)
+    assert found.exit_code == 2, found.output
+    assert "the server at --url decides this; leave it out" in " ".join(found.stderr.replace("│", " ").split())
+    assert option.partition("=")[0] in found.stderr
+
+
 def test_what_is_wrong_is_said_before_anything_starts(model, python, tmp_path) -> None:
     for words in (
         ["up", str(tmp_path / "none")],

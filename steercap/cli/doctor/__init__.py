@@ -141,8 +141,8 @@ def register(app: typer.Typer) -> None:
         if begin:
             checks.append(await start(model, terminal))
         counts = {state: sum(check.state == state for check in checks) for state in STYLES}
-        summary = ", ".join(f"[{STYLES[state]}]{count} {state}[/]" for state, count in counts.items() if count)
-        terminal.show({"checks": checks, **counts}, table_of(checks), summary)
+        words = [Text(f"{count} {state}", style=STYLES[state]) for state, count in counts.items() if count]
+        terminal.show({"checks": checks, **counts}, table_of(checks), Text(", ").join(words))
         if counts["problem"]:
             raise typer.Exit(FAILED)
 
