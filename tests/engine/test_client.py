@@ -568,7 +568,7 @@ async def test_what_the_server_says_of_the_model(remote: RemoteModel, tiny: Stee
 @pytest.mark.slow
 async def test_over_a_unix_socket(tiny: SteerModel, tmp_path) -> None:
     """As a warm engine is asked: rows, OpenAI's client, and a sweep whose folder either kind of model goes on with."""
-    flags = server.read_flags(tiny.serving.model, [*FLAGS[:2], *FLAGS[-2:]])
+    flags = server.read_flags(tiny.serving.model, FLAGS[:2])
     app = await application(tiny, flags, ServerSettings())
     clock = IdleClock(app.router.middleware_stack, 60.0)
     app.router.middleware_stack = clock
@@ -584,7 +584,7 @@ async def test_over_a_unix_socket(tiny: SteerModel, tmp_path) -> None:
     measures = ["length", "perplexity"]
     with tempfile.TemporaryDirectory(prefix="up") as folder:
         async with listening(app, Path(folder) / "sock") as url, SteerModel.connect(url) as model:
-            assert model.identity() == {**tiny.identity(), **RENDERING}
+            assert model.identity() == tiny.identity()
             assert (await model.connection.ask("GET", IDLE))["running"] == 0
             before = clock.seconds
             texts, handles = await model.generate(prompts, GREEDY, capture_layers=[2])
