@@ -31,7 +31,6 @@ from steercap.files.base import blame
 from steercap.files.folder import FolderKind, differences
 from steercap.files.journal import Journal
 from steercap.kernels.codecs.coded import FEATURES, coding_of, parts_of
-from steercap.steering.lowering import STEERED_TOKENS
 
 VERSION: Final = 1
 FILE: Final = "manifest.json"
@@ -218,7 +217,7 @@ def _differing(stored: Document, expected: Document) -> list[str]:
     what = differences({"model": stored.model}, {"model": expected.model})
     if not stored.asked or not expected.asked:
         return what
-    return what + differences(stored.asked, expected.asked, later=(STEERED_TOKENS,), none_is_unset=True)
+    return what + differences(stored.asked, expected.asked, none_is_unset=True)
 
 
 #: Format of folders of captures, for checking and resuming them.

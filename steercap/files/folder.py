@@ -28,13 +28,11 @@ Definition = TypeVar("Definition", bound=msgspec.Struct)
 NAMED: Final = 5
 #: Name of the lock file, which is empty and is never removed.
 LOCK: Final = ".lock"
-#: Entries of a model's identity that older versions did not write, as (field of a definition, entry).
-NEWER: Final = frozenset({("model", "tensors"), ("model", "tokenizer")})
+#: Entries that older versions did not write, as (field of a definition, or "" for its own, entry).
+NEWER: Final = frozenset({("model", "tensors"), ("model", "tokenizer"), ("", "steered_tokens")})
 
 
-def differences(
-    stored: Any, expected: Any, *, but: Collection[str] = (), later: Collection[str] = (), none_is_unset: bool = False
-) -> list[str]:
+def differences(stored: Any, expected: Any, *, but: Collection[str] = (), none_is_unset: bool = False) -> list[str]:
     """Return the differences of two definitions in words, such as "model.name was 'a', is 'b'".
 
     Both are compared as JSON data, tuples as lists; mappings are compared entry by entry. Those of `NEWER` are compared
@@ -43,14 +41,12 @@ def differences(
     Args:
         stored, expected: definition in a folder, and that of the run to resume: Structs or mappings.
         but: names of fields that may differ.
-        later: names of fields that older versions did not write: not compared with a definition that lacks them.
         none_is_unset: True to treat a None as missing: older versions did not write fields that they did not know.
     """
     was, now = map(_as_stored, (stored, expected))
     if none_is_unset:
         was, now = ({name: value for name, value in one.items() if value is not None} for one in (was, now))
-    ignored = {*but, *(name for name in later if name not in was)}
-    return [line for name in {**was, **now} if name not in ignored for line in _apart(name, was, now)]
+    return [line for name in _compared("", was, now) if name not in but for line in _apart(name, was, now)]
 
 
 def _as_stored(one: Any) -> dict[str, Any]:
@@ -60,12 +56,16 @@ def _as_stored(one: Any) -> dict[str, Any]:
     return found | {field.name: found.pop(field.encode_name) for field in fields if field.encode_name in found}
 
 
+def _compared(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the entries of field `name` to compare: all, without those of `NEWER` that the stored one lacks."""
+    return [key for key in {**was, **now} if key in was or (name, key) not in NEWER]
+
+
 def _apart(name: str, was: Mapping[str, Any], now: Mapping[str, Any], under: str = "") -> list[str]:
     """Return the differences of entry `name` in words; a missing entry differs from None. `under` is a prefix."""
     one, other = was.get(name, msgspec.UNSET), now.get(name, msgspec.UNSET)
     if isinstance(one, dict) and isinstance(other, dict):
-        keys = [key for key in {**one, **other} if key in one or (name, key) not in NEWER]
-        return [line for key in keys for line in _apart(key, one, other, f"{under}{name}.")]
+        return [line for key in _compared(name, one, other) for line in _apart(key, one, other, f"{under}{name}.")]
     before, after = ("not set" if value is msgspec.UNSET else shown(value) for value in (one, other))
     return [] if one == other else [f"{under}{name} was {before}, is {after}"]
 

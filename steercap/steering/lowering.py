@@ -128,8 +128,6 @@ def _directions(spec: CaptureSpec) -> DirectionSet:
     return spec.project
 
 
-#: Entry of a run's definition that older ones with steering lack.
-STEERED_TOKENS: Final = "steered_tokens"
 _FLOAT32: Final = torch.finfo(torch.float32)
 
 
@@ -165,7 +163,7 @@ class Lowered:
             "replaced": self.replaced,
             "biases": [str(selection) for selection in self.biased],
         }
-        return {"steering": self.digest.hex(), STEERED_TOKENS: tokens}
+        return {"steering": self.digest.hex(), "steered_tokens": tokens}
 
 
 def lower(

@@ -18,7 +18,6 @@ from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting
 from steercap.files.folder import FolderKind, differences
 from steercap.kernels.codecs import ENCODINGS, Codec, dtype_of
 from steercap.kernels.codecs.coded import CodedRows, Whole, end_of, named_parameters, parts_of
-from steercap.steering.lowering import STEERED_TOKENS
 
 VERSION: Final = 1
 FILE: Final = "definition.json"
@@ -271,7 +270,7 @@ def _differing(stored: DatasetDefinition, expected: DatasetDefinition) -> list[s
         }
         for one in (stored, expected)
     )
-    asked = differences(stored.asked, expected.asked, later=(STEERED_TOKENS,), none_is_unset=True)
+    asked = differences(stored.asked, expected.asked, none_is_unset=True)
     return differences(was, now) + asked
 
 
