@@ -82,11 +82,8 @@ class Terminal:
         self.verbose = output.verbose
         if self.verbose:  # a level that is set keeps the warnings that are left out else
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        plain: Any = {
-            "highlight": False,
-            "markup": False,
-            "emoji": False,
-        }  # names and paths may have [x] and :x: in them
+        # Names and paths may have [x] and :x: in them.
+        plain: Any = {"highlight": False, "markup": False, "emoji": False}
         self.out = Console(**plain)
         self.err = Console(stderr=True, **plain)
         #: Path of vLLM's log, if an engine failed.
