@@ -35,7 +35,7 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     """Response function f: length of a row's step along the write direction w, given its projection p = u·h + bias.
 
         f(p) = g s (clamp(gain q + offset, low, high) - minus q)
-        q = max(p, floor);  g = 1 if p > threshold else 0;  s = ‖h‖ if relative else 1
+        q = max(p, floor);  g = 0 if p <= threshold and threshold > -inf else 1;  s = ‖h‖ if relative else 1
 
     One formula covers every operation, so that one kernel runs them all.
     """

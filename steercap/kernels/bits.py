@@ -132,18 +132,21 @@ class _ExactProducts:
 
     @staticmethod
     def _set() -> Callable[[], None]:
+        kinds: list[Any] = [kind.matmul for kind in (torch.backends.cuda, torch.backends.mkldnn)]
+        precisions = [kind.fp32_precision for kind in kinds]
         try:
             before = torch.get_float32_matmul_precision()
         except RuntimeError:  # the process has set it by kind of product, which this function refuses to read
-            kinds: list[Any] = [kind.matmul for kind in (torch.backends.cuda, torch.backends.mkldnn)]
-            precisions = [kind.fp32_precision for kind in kinds]
             _set_precisions(kinds, ["ieee"] * len(kinds))
             return partial(_set_precisions, kinds, precisions)
         torch.set_float32_matmul_precision("highest")
-        return partial(torch.set_float32_matmul_precision, before)
+        return partial(_set_precisions, kinds, precisions, before)
 
 
-def _set_precisions(kinds: Sequence[Any], precisions: Sequence[str]) -> None:
+def _set_precisions(kinds: Sequence[Any], precisions: Sequence[str], overall: str | None = None) -> None:
+    """Set the process's precision of products, unless None, and then that of each kind, which the former overwrites."""
+    if overall is not None:
+        torch.set_float32_matmul_precision(overall)
     for kind, precision in zip(kinds, precisions, strict=True):
         kind.fp32_precision = precision
 

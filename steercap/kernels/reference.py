@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -144,7 +145,7 @@ def _length(
         length = length if column.high is None else torch.minimum(length, column.high)
         length = length if column.minus is None else length - column.minus * reach
         if column.threshold is not None:  # a projection that is NaN must remain visible
-            length = torch.where(projection <= column.threshold, 0.0, length)
+            length = torch.where((projection <= column.threshold) & (column.threshold > -inf), 0.0, length)
     if column.kinds & RELATIVE:
         length = _where(column.relative, length * _norm(rows), length)
     return length

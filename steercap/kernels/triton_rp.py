@@ -80,15 +80,14 @@ def _rp_kernel(
     there = numbers < count
     sources = (tl.load(records + numbers * 2, mask=there, other=0) + tl.load(point)) * ROW_LINE
     kept = group * _GROUP + tl.arange(0, _GROUP)
+    signs_of = matrix + kept.to(tl.int64) * WIDTH
     depth = tl.arange(0, DEPTH)
     sums = tl.zeros((ROWS, _GROUP), tl.float32)
     for first in range(0, WIDTH, DEPTH):
         columns = first + depth
         inside = columns < WIDTH
         tile = tl.load(rows + sources[:, None] + columns[None, :], mask=there[:, None] & inside[None, :], other=0.0)
-        signs = tl.load(
-            matrix + kept[None, :] * WIDTH + columns[:, None], mask=(kept < K)[None, :] & inside[:, None], other=0.0
-        )
+        signs = tl.load(signs_of[None, :] + columns[:, None], mask=(kept < K)[None, :] & inside[:, None], other=0.0)
         sums = tl.dot(tile, signs, sums, input_precision="ieee")
     values = sums * FACTOR
     counted = (kept < K)[None, :] & there[:, None]

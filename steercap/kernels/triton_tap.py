@@ -304,8 +304,8 @@ def _edit(  # noqa: PLR0915 -- one loop, unrolled by one step
                 length += tl.load(response + 1) * reach
                 length = tl.minimum(tl.maximum(length, tl.load(response + 4)), tl.load(response + 5))
                 length -= tl.load(response + 3) * reach
-                if projection <= tl.load(response + 7):
-                    length = length * 0.0
+                threshold = tl.load(response + 7)
+                length = tl.where((projection <= threshold) & (threshold > -float("inf")), 0.0, length)
                 length = tl.where(projection == projection, length, projection)  # bounds lose NaN
             if (kind & _RELATIVE) != 0:
                 length *= _norm(row)
@@ -314,7 +314,7 @@ def _edit(  # noqa: PLR0915 -- one loop, unrolled by one step
         if (kind & _RESTORES) != 0:
             now = _norm(row)
             if now > 0:
-                row = row * (norm / now)
+                row = row * tl.div_rn(norm, now)  # 1 for equal norms; `/` is off by up to two units
         kind = next_kind
         scope = next_scope
         more = count > number + 1

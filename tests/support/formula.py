@@ -6,6 +6,7 @@ of entries; together they say that an operation is lowered to the right entries,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -52,5 +53,6 @@ def _length(f: Response, read: torch.Tensor | None, h: torch.Tensor) -> torch.Te
     if read is not None:
         p = read + f.bias
         q = p.clamp(min=f.floor)
-        length = (f.gain * q + f.offset).clamp(f.low, f.high) - f.minus * q if p > f.threshold else torch.zeros_like(p)
+        closed = p <= f.threshold and f.threshold > -math.inf
+        length = torch.zeros_like(p) if closed else (f.gain * q + f.offset).clamp(f.low, f.high) - f.minus * q
     return length * h.norm() if f.relative else length

@@ -525,6 +525,29 @@ def test_a_gate_that_cannot_be_read_is_not_closed(kind) -> None:
         one(SteeringSpec([AddIf(V, probe, layer=1)]), vector(9, WIDTH, seed=4) * 10, kind=kind)
 
 
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_projection_of_minus_infinity_is_below_any_threshold_but_none(kind) -> None:
+    """A gate stays closed, a feature without a threshold gets its value, whatever else is in the pass."""
+    probe, row = torch.full((WIDTH,), 3e38), -vector(1, WIDTH, seed=4).abs() * 100
+    feature = SteeringSpec([SAEFeature(probe, V, 2.0, layer=1)])
+    closed = SteeringSpec([AddIf(V, probe, layer=1)])
+    for many in ([feature], [feature, closed]):
+        (found, *others), _, _ = run(many, [row.clone() for _ in many], 1, kind=kind)
+        close(found, row + 2 * V)
+        assert all(torch.equal(other, row) for other in others)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kept_norm_leaves_unchanged_rows_bit_for_bit(kind) -> None:
+    """Bounds that no row meets: the factor is one exactly, so that both addends of the stream stay."""
+    rows, residual = vector(9, WIDTH, seed=1), vector(9, WIDTH, seed=2) * 7
+    steering = SteeringSpec([Cap(V, low=-1e6, high=1e6, layer=1)], preserve_norm=True)
+    _, hidden, kept = run([steering], [rows], 1, residual.clone(), kind)
+    assert torch.equal(hidden, rows)
+    assert torch.equal(kept, residual)
+
+
 # Parts of rows
 
 PARTS, PART = 4, WIDTH // 4

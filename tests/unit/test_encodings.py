@@ -165,12 +165,14 @@ def hold_to_bound(name: str, rows: torch.Tensor) -> None:
     spread = (exact.amax(1) - exact.amin(1))[:, None]
     size = exact.abs().amax(1)[:, None]
     tiny = 2.0**-149  # a scale is a float32, and may be denormal
+    coding = 2.0**-21  # what a device rounds of a coded number, in float32
     largest = {
-        "full8": spread / 510,
-        "int4": spread / 30,
-        "fp8": (exact.abs() / 14).clamp_min(size / 448 / 1024) + 224 * tiny,
+        "full8": spread / 510 * (1 + 510 * coding),
+        "int4": spread / 30 * (1 + 30 * coding),
+        "fp8": (exact.abs() / 14).clamp_min(size / 448 / 1024 * (1 + 2.0**-15)) + 224 * tiny,
         "topk8": torch.maximum(
-            2 * size / 510, exact.abs().sort(1, descending=True).values[:, [min(3, rows.shape[1] - 1)]]
+            2 * size / 510 * (1 + 510 * coding),
+            exact.abs().sort(1, descending=True).values[:, [min(3, rows.shape[1] - 1)]],
         ),
         "calibrated8": calibrated_bound(exact),
         "features": torch.cat([exact.abs().sort(1, descending=True).values, torch.zeros(len(rows), 4)], dim=1)[:, [4]],
@@ -187,6 +189,14 @@ def calibrated_bound(exact: torch.Tensor) -> torch.Tensor:
     return reach * (spread / 510 + size * 2.0**-21)[:, None]
 
 
+def middles(rows: torch.Tensor) -> torch.Tensor:
+    """Numbers in the middle of two codes of 8 bits, as well as float32 can say it, between a least and a greatest one."""
+    least, step = rows[:, :1].double(), rows[:, 1:2].double().abs() / 255
+    found = least + step * (((rows * 1e4).abs() % 255).floor() + 0.5)
+    found[:, 0], found[:, -1] = least[:, 0], (least + 255 * step)[:, 0]
+    return found.float()
+
+
 ROWS = {
     "constant": lambda rows: rows[:, :1].expand_as(rows).contiguous(),
     "one-sided": lambda rows: rows.abs() + 100.0,
@@ -200,6 +210,7 @@ ROWS = {
     "denormal": lambda rows: rows * 1e-42,
     "least": lambda rows: rows.sign() * 2.0**-149,
     "ties": lambda rows: rows.sign(),
+    "middles": middles,
 }
 
 
@@ -251,7 +262,7 @@ def test_a_projection_is_off_by_half_a_step_at_most(name, which) -> None:
 
 
 def test_a_projection_that_overflows_has_no_scale() -> None:
-    """Rows that are finite may have sums that are not: those groups are NaN, which the client refuses."""
+    """Rows that are finite may have sums that are not: the numbers of those groups are NaN."""
     rows = torch.full((2, 16), 3e38)
     rows[1] = 1.0
     found = coded("rp8", rows, k=16)
@@ -506,6 +517,7 @@ def agree(device: CodedRows, host: CodedRows, rows: torch.Tensor, matrix: torch.
     for name in ("scale", "zero", "rest", "indices"):
         if name in host.parts:
             assert torch.equal(device.parts[name][finite], host.parts[name][finite]), name
+    assert ((mine - exact).abs() <= device.error_bound())[finite].all()
     step = (2 * host.error_bound()).clamp_min(2.0**-149)
     apart = ((mine != theirs) & ~mine.isnan())[finite]
     middle = (((mine - exact).abs() - (theirs - exact).abs()).abs() / step)[finite] <= 2e-2

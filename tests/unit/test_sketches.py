@@ -208,6 +208,22 @@ assert [kind.fp32_precision for kind in kinds] == ["tf32", "bf16"]
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+def test_a_precision_that_is_set_later_reaches_the_products() -> None:
+    """A block leaves each kind of product as it was, inheriting from the process."""
+    code = """
+import torch
+from steercap.kernels.bits import exact_products
+kinds = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+before = [kind.fp32_precision for kind in kinds]
+with exact_products():
+    assert [kind.fp32_precision for kind in kinds] == ["ieee", "ieee"]
+assert [kind.fp32_precision for kind in kinds] == before
+torch.backends.fp32_precision = "bf16"
+assert kinds[1].fp32_precision == "bf16"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 def test_rows_too_small_for_their_products_are_refused() -> None:
     """Their variances are not none: NumPy's, which "variances" has. Rows that do not differ have none, however small."""
     rows = some_rows(20) * 1e-25

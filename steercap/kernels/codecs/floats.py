@@ -89,11 +89,10 @@ class ProjectionEncoding(Encoding):
         launch_project(rows, ring.view(torch.float32), records, tables.points, width, vectors, tables.directions)
 
 
-#: Maximum relative rounding error of normal e4m3 numbers; and half of the smallest denormal number.
+#: Maximum relative rounding error of normal e4m3 numbers.
 _HALF_ULP: Final = 2.0**-4
-
-
-_HALF_LEAST: Final = 2.0**-10
+#: Half of the smallest denormal e4m3 number, and what float32 rounds of a number next to the middle of two.
+_HALF_LEAST: Final = 2.0**-10 * (1 + 2.0**-16)
 
 
 class FP8(Codec):

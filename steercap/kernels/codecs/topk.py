@@ -10,7 +10,7 @@ import torch
 from steercap.core.schema import LINE_BYTES
 from steercap.kernels.bits import FULL8_STEPS, TOPK8_HEAD
 from steercap.kernels.codecs import Codec, PointTables, RowEncoder, dtype_of, packed
-from steercap.kernels.codecs.uniform import columns_of, floats, from_least, pack_scales, restored
+from steercap.kernels.codecs.uniform import columns_of, floats, from_least, half_step, pack_scales, restored
 
 if TYPE_CHECKING:
     from steercap.core.schema import Coding, PointSchema
@@ -170,7 +170,7 @@ class TopK8(Codec):
 
     def error_bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
         most = parts["rest"].double()[:, None].repeat(1, schema.shard_width)
-        half = (parts["scale"].double() / 2)[:, None].expand(parts["indices"].shape)
+        half = half_step(parts["scale"], FULL8_STEPS)[:, None].expand(parts["indices"].shape)
         return most.scatter_(1, parts["indices"].long(), half).view(-1, *schema.shard_shape)
 
     def launch(self, ring: torch.Tensor, records: torch.Tensor, tables: PointTables, vectors: torch.Tensor) -> None:

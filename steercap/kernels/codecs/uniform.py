@@ -14,6 +14,8 @@ from steercap.kernels.codecs import Codec, PointTables, dtype_of, packed
 if TYPE_CHECKING:
     from steercap.core.schema import Coding, PointSchema
 
+#: Bound of float32 rounding errors in coding, relative to the maximum coded number.
+ROUNDED: Final = 2.0**-21
 #: Maximum number of elements decoded at once, in float64 before they are rounded to float32.
 PART_ELEMENTS: Final = 1 << 20
 
@@ -117,6 +119,14 @@ def columns_of(numbers: torch.Tensor) -> list[torch.Tensor]:
     return [column.clone(memory_format=torch.contiguous_format) for column in numbers.unbind(-1)]
 
 
+def half_step(scale: torch.Tensor, steps: int) -> torch.Tensor:
+    """Bound the error of numbers coded in up to `steps` steps of `scale`, float64.
+
+    It is half a step, and what float32 rounds: a number next to the middle of two codes may get the farther one.
+    """
+    return scale.double() * (0.5 + steps * ROUNDED)
+
+
 def step_of(spread: torch.Tensor, steps: int) -> torch.Tensor:
     """Return `spread / steps` as float32, rounded up if `steps` steps would fall short of `spread`; NaN if infinite."""
     step = (spread / steps).float()
@@ -161,7 +171,8 @@ class Int4(Codec):
         return rows.view(-1, *schema.shard_shape)
 
     def error_bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
-        return _of_elements(parts["scale"], schema).double().view(-1, *schema.shard_shape) / 2
+        within = half_step(parts["scale"], INT4_STEPS)
+        return _of_elements(within, schema).view(-1, *schema.shard_shape)
 
     def launch(self, ring: torch.Tensor, records: torch.Tensor, tables: PointTables, vectors: torch.Tensor) -> None:
         from steercap.kernels.triton_uniform import launch_int4
@@ -204,8 +215,8 @@ class Full8(Codec):
         return rows.view(-1, *schema.shard_shape)
 
     def error_bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
-        half = parts["scale"].double()[:, None] / 2
-        return half.expand(-1, schema.shard_width).reshape(-1, *schema.shard_shape)
+        within = half_step(parts["scale"], FULL8_STEPS)[:, None]
+        return within.expand(-1, schema.shard_width).reshape(-1, *schema.shard_shape)
 
     def launch(self, ring: torch.Tensor, records: torch.Tensor, tables: PointTables, vectors: torch.Tensor) -> None:
         from steercap.kernels.triton_uniform import launch_full8
@@ -216,8 +227,6 @@ class Full8(Codec):
 
 #: Name of the encoding of calibrated rows, which `CaptureSpec(codec=)` does not accept.
 CALIBRATED: Final = "calibrated8"
-#: Bound of float32 rounding errors in coding, relative to the maximum coded number.
-ROUNDED: Final = 2.0**-22
 
 
 class Calibrated8(Full8):
@@ -247,8 +256,7 @@ class Calibrated8(Full8):
         return rows.view(-1, *schema.shard_shape)
 
     def error_bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
-        scale, zero = parts["scale"].double(), parts["zero"].double()
-        within = scale / 2 + ROUNDED * (zero.abs() + FULL8_STEPS * scale)
+        within = half_step(parts["scale"], FULL8_STEPS) + ROUNDED * parts["zero"].double().abs()
         return (within[:, None] * parts["reach"].double()).view(-1, *schema.shard_shape)
 
     def launch(self, ring: torch.Tensor, records: torch.Tensor, tables: PointTables, vectors: torch.Tensor) -> None:
