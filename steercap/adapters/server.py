@@ -30,6 +30,7 @@ from vllm.entrypoints.launchers.launcher import serve_http, setup_server
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from steercap.adapters.lora import digest_of
 from steercap.errors import (
     CaptureMemoryFull,
     InvalidRequest,
@@ -136,8 +137,8 @@ def chat_flags(flags: argparse.Namespace) -> str:
 
 
 def adapters(flags: argparse.Namespace) -> dict[str, str]:
-    """Return the names of LoRA adapters that the server is started with, and their paths."""
-    return {module.name: module.path for module in flags.lora_modules or ()}
+    """Return the names of LoRA adapters that the server is started with, and their digests."""
+    return {module.name: digest_of(module.path) for module in flags.lora_modules or ()}
 
 
 async def application(

@@ -26,7 +26,13 @@ from steercap.files.fingerprint import nearest_path, weights_digest
 CONFIGS: Final = ("config.json", "params.json")
 #: Patterns of the files of a tokenizer and its chat templates.
 TOKENIZERS: Final = (
-    "tokenizer*.*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "*.tiktoken",
+    "tokenizer*.*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
     "tekken.json",
     "chat_template.*",
 )

@@ -6,10 +6,13 @@ import asyncio
 import dataclasses
 import json
 import logging
+import os
 import pickle
 import re
+import shutil
 import socket
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.requests import Request
+from support.lora import write_adapter
 
 from steercap import Ablate, Add, Cap, CaptureSpec, LogitBias, SteeringSpec
 from steercap.adapters import server
@@ -392,6 +396,29 @@ def test_flags_of_conversations_are_part_of_a_servers_identity(tmp_path) -> None
     kwargs = said("--default-chat-template-kwargs", '{"enable_thinking": false}')
     assert len({first, said("--chat-template", str(file)), kwargs}) == 3
     assert kwargs == '{"default_chat_template_kwargs": {"enable_thinking": false}}'
+
+
+def test_adapters_are_known_by_what_is_loaded_of_them(tmp_path) -> None:
+    """A copy is the same, whenever it was made and whatever lies beside it; other weights or settings are another."""
+    checkpoint = Path(tiny_checkpoint("qwen3"))
+    first, copy = tmp_path / "first", tmp_path / "copy"
+    write_adapter(first, checkpoint, seed=0)
+    shutil.copytree(first, copy, copy_function=shutil.copyfile)
+    (copy / "README.md").write_text("A copy.")
+    weights, config = copy / "adapter_model.safetensors", copy / "adapter_config.json"
+    os.utime(weights, (1, 1))
+
+    def said() -> dict[str, str]:
+        modules = ["--enable-lora", "--lora-modules", f"first={first}", f"copy={copy}"]
+        return server.adapters(server.read_flags(str(checkpoint), modules))
+
+    found = [said()["first"], said()["copy"]]
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    found.append(said()["copy"])
+    config.write_text(config.read_text() + " ")
+    found.append(said()["copy"])
+    assert found[0] == found[1]
+    assert len(set(found)) == 3
 
 
 def test_captures_have_an_owner_a_limit_and_an_end() -> None:
