@@ -136,6 +136,29 @@ def chat_flags(flags: argparse.Namespace) -> str:
     return json.dumps(found, sort_keys=True) if found else ""
 
 
+def chat_template(flags: argparse.Namespace, own: Any) -> str:
+    """Return the text of the template by which the server renders conversations, with the flags' default arguments.
+
+    Args:
+        flags: result of `read_flags`.
+        own: template of the model's tokenizer.
+    """
+    text, given = own, flags.chat_template
+    if given is not None:
+        is_file = os.path.isfile(given)  # noqa: PTH113 -- it may be the template itself
+        text = Path(given).read_text() if is_file else given if {*given} & {*"{}\n"} else None  # a name of vLLM's own
+    if not isinstance(text, str):
+        return "{{ raise_exception('clients do not know the chat template of this server; give token ids') }}"
+    defaults = (flags.default_chat_template_kwargs or {}).items()
+    # Rendering drops the line end behind a tag, so the text begins a line as before.
+    named = [
+        f"{{% set {name} = {name} if {name} is defined else {value!r} %}}\n"
+        for name, value in defaults
+        if name.isidentifier()
+    ]
+    return "".join((*named, text))
+
+
 def adapters(flags: argparse.Namespace) -> dict[str, str]:
     """Return the names of LoRA adapters that the server is started with, and their digests."""
     return {module.name: digest_of(module.path) for module in flags.lora_modules or ()}
