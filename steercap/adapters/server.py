@@ -175,7 +175,7 @@ async def application(
 
     Args:
         engine: object that vLLM uses as its engine.
-        flags: result of `read_flags`.
+        flags: result of `read_flags`; its configuration of structured outputs becomes the engine's.
         paths: paths of POST routes to wrap with `around`.
         around: function that wraps the ASGI app of each of these routes.
         beside: function that wraps the ASGI app of every other POST route.
@@ -183,6 +183,8 @@ async def application(
     Raises:
         UnsupportedRunner: vLLM's application lacks one of the paths.
     """
+    # In `vllm serve` flags and engine share this object, where the engine's start enters the reasoning parser.
+    flags.structured_outputs_config = engine.vllm_config.structured_outputs_config
     tasks = await engine.get_supported_tasks()
     app: FastAPI = build_app(flags, tasks, engine.model_config)
     found = [one for one in app.routes if isinstance(one, APIRoute) and "POST" in one.methods]
