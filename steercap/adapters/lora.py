@@ -11,6 +11,7 @@ adapters itself.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -168,6 +169,19 @@ def _files(request: LoRARequest) -> tuple[tuple[int, int], ...]:
             stat = (Path(request.lora_path) / name).stat()
             found.append((stat.st_size, stat.st_mtime_ns))
     return tuple(found)
+
+
+def digest_of(path: str) -> str:
+    """Return the SHA-256, in hexadecimal, of an adapter's settings and weights, by which copies are equal.
+
+    Args:
+        path: folder of the adapter, or its name on the hub, from where it is downloaded if necessary.
+    """
+    found, folder = hashlib.sha256(), Path(get_adapter_absolute_path(path))
+    for name in (_SETTINGS, *_WEIGHTS):
+        with suppress(FileNotFoundError), (folder / name).open("rb") as content:
+            found.update(name.encode() + hashlib.file_digest(content, "sha256").digest())
+    return found.hexdigest()
 
 
 def _names(request: LoRARequest) -> tuple[str, int, str]:

@@ -30,6 +30,7 @@ from vllm.entrypoints.launchers.launcher import serve_http, setup_server
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from steercap.adapters.lora import digest_of
 from steercap.errors import (
     CaptureMemoryFull,
     InvalidRequest,
@@ -135,9 +136,32 @@ def chat_flags(flags: argparse.Namespace) -> str:
     return json.dumps(found, sort_keys=True) if found else ""
 
 
+def chat_template(flags: argparse.Namespace, own: Any) -> str:
+    """Return the text of the template by which the server renders conversations, with the flags' default arguments.
+
+    Args:
+        flags: result of `read_flags`.
+        own: template of the model's tokenizer.
+    """
+    text, given = own, flags.chat_template
+    if given is not None:
+        is_file = os.path.isfile(given)  # noqa: PTH113 -- it may be the template itself
+        text = Path(given).read_text() if is_file else given if {*given} & {*"{}\n"} else None  # a name of vLLM's own
+    if not isinstance(text, str):
+        return "{{ raise_exception('clients do not know the chat template of this server; give token ids') }}"
+    defaults = (flags.default_chat_template_kwargs or {}).items()
+    # Rendering drops the line end behind a tag, so the text begins a line as before.
+    named = [
+        f"{{% set {name} = {name} if {name} is defined else {value!r} %}}\n"
+        for name, value in defaults
+        if name.isidentifier()
+    ]
+    return "".join((*named, text))
+
+
 def adapters(flags: argparse.Namespace) -> dict[str, str]:
-    """Return the names of LoRA adapters that the server is started with, and their paths."""
-    return {module.name: module.path for module in flags.lora_modules or ()}
+    """Return the names of LoRA adapters that the server is started with, and their digests."""
+    return {module.name: digest_of(module.path) for module in flags.lora_modules or ()}
 
 
 async def application(
@@ -151,7 +175,7 @@ async def application(
 
     Args:
         engine: object that vLLM uses as its engine.
-        flags: result of `read_flags`.
+        flags: result of `read_flags`; its configuration of structured outputs becomes the engine's.
         paths: paths of POST routes to wrap with `around`.
         around: function that wraps the ASGI app of each of these routes.
         beside: function that wraps the ASGI app of every other POST route.
@@ -159,6 +183,8 @@ async def application(
     Raises:
         UnsupportedRunner: vLLM's application lacks one of the paths.
     """
+    # In `vllm serve` flags and engine share this object, where the engine's start enters the reasoning parser.
+    flags.structured_outputs_config = engine.vllm_config.structured_outputs_config
     tasks = await engine.get_supported_tasks()
     app: FastAPI = build_app(flags, tasks, engine.model_config)
     found = [one for one in app.routes if isinstance(one, APIRoute) and "POST" in one.methods]

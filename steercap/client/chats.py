@@ -163,7 +163,8 @@ def tokenizer_here(description: Mapping[str, str], url: str) -> Any:
     """Load the server's tokenizer from files on this machine.
 
     Args:
-        description: name or path, revision and digest of the tokenizer, and digest of its chat template.
+        description: name or path, revision and digest of the tokenizer, digest of its chat template, and as "chats" the
+            template by which the server renders conversations, if its flags name another or default arguments.
         url: address of the server, for messages.
 
     Raises:
@@ -184,4 +185,5 @@ def tokenizer_here(description: Mapping[str, str], url: str) -> Any:
         raise ServerFailure(f"the tokenizer of {url}, {name}, cannot be read on this machine; {instead}") from error
     if (tokenizer_digest(found), template_digest(found)) != (description["digest"], description["template"]):
         raise ServerFailure(f"the tokenizer {name} on this machine is not that of {url}; {instead}")
+    found.chat_template = description.get("chats", found.chat_template)
     return found

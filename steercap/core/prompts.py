@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
@@ -177,21 +177,15 @@ def ids_of_text(text: Any) -> list[int]:
     """Return token ids that were given in place of a text as plain ints; [] for an empty sequence.
 
     Raises:
-        InvalidSpec: `text` is no sequence, or holds text or sequences.
-        InvalidPrompt: an item is no integer.
+        InvalidSpec: `text` is no ordered collection, or an item is no integer.
     """
-    try:
-        nothing = not len(text) and not isinstance(text, (Mapping, bytes, AbstractSet))
-    except TypeError as error:  # such as a single id, where the ids of one text were given in place of several texts
-        raise InvalidSpec(f"{shown(text)} is not a text; give texts in a list: str, token ids, or Exchange") from error
-    if nothing:
-        return []
-    if isinstance(text, (Mapping, bytes, AbstractSet)) or any(
-        isinstance(part, (str, bytes, Sequence, Mapping)) for part in text
-    ):
+    ids = None
+    if isinstance(text, Sized) and not isinstance(text, (Mapping, bytes, AbstractSet)):
+        with contextlib.suppress(TypeError):  # a tensor of one number
+            ids = _token_ids([*cast("Iterable[Any]", text)])
+    if ids is None:
         raise InvalidSpec(f"{shown(text)} is not a text; give texts in a list: str, token ids, or Exchange")
-    _, (prompt,) = as_list(list(text))
-    return list(prompt["prompt_token_ids"])
+    return ids
 
 
 def ids_of_prompt(given: Any) -> list[int]:

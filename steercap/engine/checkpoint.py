@@ -11,6 +11,7 @@ import os
 import socket
 import urllib.request
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -23,6 +24,18 @@ from steercap.files.fingerprint import nearest_path, weights_digest
 
 #: Files by which vLLM recognises the folder of a model, in transformers' format or Mistral's own.
 CONFIGS: Final = ("config.json", "params.json")
+#: Patterns of the files of a tokenizer and its chat templates.
+TOKENIZERS: Final = (
+    "tokenizer*.*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+    "chat_template.*",
+)
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
@@ -210,6 +223,18 @@ def _first(config: dict[str, Any], *names: str) -> int:
     return next((int(config[name]) for name in names if isinstance(config.get(name), int)), 0)
 
 
-def weights_of(name: str) -> str:
-    """Return a fingerprint of the weights of a model at a path, modification times included; "" if it is no path."""
-    return weights_digest(name, dated=True) if Path(name).exists() else ""
+def files_loaded(name: str, tokenizer: Any = None) -> str:
+    """Return a fingerprint of the files at a path that an engine loads; "" if it is no path.
+
+    It covers the weights with their modification times, the configuration, and the contents of the tokenizer's files.
+
+    Args:
+        name: path or name of the model.
+        tokenizer: path of a tokenizer elsewhere, or its name; None for the model's own.
+    """
+    if not Path(name).exists():
+        return ""
+    found = sha256(weights_digest(name, dated=True).encode())
+    for file in sorted(file for pattern in TOKENIZERS for file in Path(tokenizer or name).glob(pattern)):
+        found.update(file.name.encode() + sha256(file.read_bytes()).digest())
+    return found.hexdigest()

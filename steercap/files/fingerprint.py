@@ -68,7 +68,7 @@ def identity_of(model: str, config: Any, tokenizer: Any) -> dict[str, str]:
         "revision": config.revision or "",
         "dtype": str(config.dtype).removeprefix("torch."),
         "quantization": str(config.quantization or ""),
-        **_weights(model, config),
+        **weights_identity(model, config.hf_config, config.model),
         "generation": _digest(defaults),
         "chat_template": template_digest(tokenizer),
         "tokenizer": tokenizer_digest(tokenizer),
@@ -181,12 +181,13 @@ def _snapshot(name: str, revision: str | None) -> Path | None:
     return cache / "snapshots" / commit if commit and (cache / "snapshots" / commit).is_dir() else None
 
 
-def _weights(model: str, config: Any) -> dict[str, str]:
+def weights_identity(model: str, config: Any, loaded: str = "") -> dict[str, str]:
+    """Return "weights" and "tensors" of `identity_of`; `loaded` is the path that vLLM took of a name on the hub."""
     here, commit = Path(model), ""
     if not here.exists():
-        here = Path(config.model)  # offline, vLLM replaces the name by the path in the hub's cache
+        here = Path(loaded or model)
         commit = here.name if here.parent.name == "snapshots" else ""
-        commit = str(getattr(config.hf_config, "_commit_hash", None) or commit)
+        commit = str(getattr(config, "_commit_hash", None) or commit)
     if commit or not here.exists():
         return {"weights": commit, "tensors": ""}
     from steercap.files.tensors import tensors_digest

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from steercap.concurrency.loops import OwnerLoop, finished, on_thread, within
 from steercap.config import Settings
 from steercap.core.protocols import AWAITED
-from steercap.engine.checkpoint import look_up, require_reachable, require_there, weights_of
+from steercap.engine.checkpoint import files_loaded, look_up, require_reachable, require_there
 from steercap.engine.engine import Engine
 from steercap.engine.guard import require_main_guard
 from steercap.engine.memory import require_room
@@ -109,7 +109,7 @@ class Serving:
         first = self.engine is None
         if first:  # else the memory of a dead one may still be on its way back
             await asyncio.to_thread(require_room, self.model, arguments)
-            self._files = await asyncio.to_thread(self._weights)
+            self._files = await asyncio.to_thread(self._loaded)
         for candidate in count():
             self._launch = Launch()
             engine = await Engine.start(self.model, self.settings, arguments, self._launch, candidate)
@@ -125,8 +125,8 @@ class Serving:
             self._commit = engine.vllm.commit
         return engine
 
-    def _weights(self) -> str:
-        return weights_of(self.model) if self.settings.restart else ""
+    def _loaded(self) -> str:
+        return files_loaded(self.model, self.engine_args.get("tokenizer")) if self.settings.restart else ""
 
     @property
     def stage(self) -> str:
@@ -209,13 +209,13 @@ class Serving:
         raise AssertionError
 
     async def _require_same(self, dead: Engine, engine: Engine) -> None:
-        """Check that a restarted engine has the weights of the first one, so that requests can go on; else close it.
+        """Check that a restarted engine has the files of the first one, so that requests can go on; else close it.
 
         Raises:
-            EngineDied: the weights differ.
+            EngineDied: weights, configuration or tokenizer differ.
         """
         try:
-            same = (await asyncio.to_thread(self._weights), engine.vllm.commit) == (self._files, self._commit)
+            same = (await asyncio.to_thread(self._loaded), engine.vllm.commit) == (self._files, self._commit)
         except OSError:  # one has just been removed
             same = False
         except BaseException:

@@ -153,7 +153,7 @@ class EngineSketches:
             size=sketch.size,
             states=states,
             model=engine.model_label,
-            dtype=engine.schemas[points[0]].dtype,
+            dtype=str(engine.vllm.llm.model_config.dtype).removeprefix("torch."),
             tokens=sketch.tokens,
             before_edits=sketch.spec.before_edits,
             num_layers=self.num_layers,

@@ -191,8 +191,10 @@ async def application(
     if chats := server.chat_flags(flags):
         identity["chat_flags"] = chats
     description = await asyncio.to_thread(engine_description, model.serving.here())
-    adapters = {name: await asyncio.to_thread(files_of, path) for name, path in server.adapters(flags).items()}
-    description["variants"] = {**presets.variants, **adapters}
+    if chats and description["tokenizer"]:
+        own = getattr(model.tokenizer, "chat_template", None)
+        description["tokenizer"]["chats"] = server.chat_template(flags, own)
+    description["variants"] = {**presets.variants, **await asyncio.to_thread(server.adapters, flags)}
     routes = Routes(model, captures, library, presets.aliases, folder, identity=identity, description=description)
     app.router.routes.extend(routes.routes)
     inspecting = [*InspectRoutes(model, captures, library).routes, *FeaturesOfRows(captures, library.saes).routes]

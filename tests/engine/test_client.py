@@ -35,6 +35,7 @@ from steercap.adapters import server
 from steercap.captures.sketch import Sketch
 from steercap.cli.doctor import examine_server
 from steercap.client import RemoteModel
+from steercap.core.prompts import tokens_of
 from steercap.lab.datasets import ActivationDataset
 from steercap.lab.datasets.collecting import activations, collect
 from steercap.lab.directions import Exchange, calibrate, extract
@@ -542,6 +543,7 @@ async def test_a_direction_extracted_over_the_connection_is_the_local_one(
     assert await remote.token_ids(chat) == list(
         (await remote.chat(chat, GREEDY, capture_layers=[1]))[1].prompt_token_ids
     )
+    assert tokens_of(remote.tokenizer, chat, special=False) == await remote.token_ids(chat)
     for special in (True, False):
         assert await remote.token_ids("Hello there", add_special_tokens=special) == await tiny.token_ids(
             "Hello there", add_special_tokens=special

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
+
 import pytest
+import torch
 from conftest import opened
 from faults import injected
 from support.faults import FAULTS
+from support.faults.base import LONG, SHORT, kill, processes
 from support.faults.cancelled import everywhere
 from support.faults.deaths import CROWDED, deaths, killed_in_a_row, survived
-from support.rows import TINY_ENGINE
+from support.lora import LORA_ENGINE, write_adapter
+from support.rows import TINY_ENGINE, random_prompt
+from vllm.lora.request import LoRARequest
 
+from steercap.errors import EngineDied, InvalidRequest
 from steercap.testing import tiny_checkpoint
 
 pytestmark = pytest.mark.spawned
@@ -32,6 +40,43 @@ async def test_a_killed_engine_core_is_started_again(tiny_reference) -> None:
     async with opened(TINY, spawned=True, restart=True, **TINY_ENGINE) as model:
         outcomes = await survived(model, "EngineCore", tiny_reference)
     assert len(outcomes) == 7
+
+
+@pytest.mark.slow
+async def test_files_that_have_changed_are_not_used_by_the_next_engine(tmp_path) -> None:
+    """An adapter's: its requests are refused, and its rows lost, beside another that goes on. A tokenizer's: no engine."""
+    path = shutil.copytree(TINY, tmp_path / "tiny")
+    folders = [write_adapter(tmp_path / name, path, seed=seed) for seed, name in enumerate(("changed", "kept"))]
+    changed, kept = (LoRARequest(one.name, number, str(one)) for number, one in enumerate(folders, 1))
+    prompt = random_prompt(9, 1)
+    async with opened(path, spawned=True, restart=True, **TINY_ENGINE, **LORA_ENGINE) as model:
+        before = [
+            await model.generate(prompt, SHORT, capture_layers=[2], lora_request=one) for one in (changed, kept, None)
+        ]
+        assert len({handle.output_token_ids for _, handle in before}) == 3
+        running = asyncio.create_task(model.generate(prompt, LONG, lora_request=changed))
+        await asyncio.sleep(0.1)
+        assert not running.done()
+        kill(processes(model, "EngineCore")[0])
+        write_adapter(folders[0], path, seed=9)
+        refused = "the LoRA adapter 'changed' .* have changed since it was loaded"
+        with pytest.raises(InvalidRequest, match=refused):
+            await running
+        with pytest.raises(InvalidRequest, match=refused):
+            await model.generate(prompt, SHORT, lora_request=changed)
+        with pytest.raises(EngineDied, match=f"its rows cannot be recomputed: .*{refused}"):
+            await before[0][1].fetch()
+        for (text, handle), adapter in zip(before[1:], (kept, None), strict=True):
+            again, fresh = await model.generate(prompt, SHORT, capture_layers=[2], lora_request=adapter)
+            assert again == text
+            await model.fetch_captures_batch([handle, fresh])
+            assert (handle.receipt.recomputed, fresh.receipt.recomputed) == (True, False)
+            torch.testing.assert_close(handle.captures[2], fresh.captures[2], rtol=1e-5, atol=1e-5)
+        kill(processes(model, "EngineCore")[0])
+        tokenizer = path / "tokenizer.json"
+        tokenizer.write_text(tokenizer.read_text() + "\n")
+        with pytest.raises(EngineDied, match=r"the files of .* have changed since it was started"):
+            await model.generate(prompt, SHORT)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import random
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
@@ -12,16 +13,23 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from conftest import opened
 from openai import APIError, APIStatusError, AsyncOpenAI, BadRequestError
 from safetensors.torch import load
-from support.rows import random_prompt, settled
+from support.rows import TINY_ENGINE, random_prompt, settled
+from transformers import AutoTokenizer
 
-from steercap import Add, CaptureHandle, CaptureSpec, SteerModel
+from steercap import Add, CaptureHandle, CaptureSpec, LogitBias, SteeringSpec, SteerModel
 from steercap.adapters import server
 from steercap.captures.manifest import Manifest
+from steercap.captures.recordings import Recordings
+from steercap.captures.site_codecs import SiteCodecs
 from steercap.client.uploads import encoded
+from steercap.server.record_settings import RecordSettings
+from steercap.server.recording import Recorder
 from steercap.server.server import ServerSettings, application, opened_folder
 from steercap.steering.layers import LayerVectors
+from steercap.testing import tiny_checkpoint
 
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
 FLAGS = ["--served-model-name", "tiny", "--api-key", "mine", "yours", "--chat-template", TEMPLATE]
@@ -392,3 +400,67 @@ async def test_the_model_says_what_it_has(served: Clients) -> None:
     assert "chat_template" in found["identity"]["chat_flags"]
     assert (await served.http("nobody's").get("/v1/steercap/model")).status_code == 401
     assert (await served.http().get("/health")).status_code == 200
+
+
+@pytest.mark.slow
+async def test_a_reasoning_parser_divides_answers_that_are_steered_and_recorded(tmp_path) -> None:
+    """The parts are vLLM's, in streams and out; rows, receipts and recordings are those of the whole answer."""
+    path = shutil.copytree(tiny_checkpoint("qwen3"), tmp_path / "thinks")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.save_pretrained(path)
+    file = CALM.save(tmp_path / "calm.safetensors")
+    flags = server.read_flags(str(path), [*FLAGS, "--reasoning-parser", "qwen3"])
+    record = RecordSettings(folder=tmp_path / "recorded", codecs=SiteCodecs.parse(["resid_post"]), layers=[2])
+    settings = ServerSettings(
+        vectors={"calm": file}, presets={"calm": {"op": "add", "vector": "calm", "scale": 4.0}}, record=record
+    )
+    engine = {**TINY_ENGINE, **server.engine_arguments(flags)}
+    async with opened(path, **engine) as model, Recorder.of(record, str(path)) as recorder:
+        served = Clients(await application(model, flags, settings, recorder=recorder))
+        http, chats = served.http(), served.openai().chat.completions
+        prompt = (await http.post("/tokenize", json={"model": "tiny", "messages": MESSAGES})).json()["tokens"]
+        ends = {"bias": {str(tokenizer.convert_tokens_to_ids("</think>")): 1e4}, "tokens": [len(prompt) + 1]}
+        edits = [{"op": "add", "vector": "calm", "scale": 4.0}, {"op": "logit_bias", **ends}]
+        steering = [
+            Add(CALM[1], 4.0, layer=1),
+            LogitBias({int(one): add for one, add in ends["bias"].items()}, tokens=ends["tokens"]),
+        ]
+        spec = CaptureSpec(layers=[2])
+        text, known = await local(model, prompt, spec, steering=SteeringSpec(steering))
+        thought, answer = text.split("</think>")
+        assert thought
+        assert answer
+        asked = {"capture": {"layers": [2]}, "steering": {"edits": edits}}
+
+        def body(**more: Any) -> dict[str, Any]:
+            return {"model": "tiny", "messages": MESSAGES, **GREEDY, "extra_body": {**IGNORED, **more}}
+
+        for included in (True, False):
+            said = await chats.create(**body(steercap=asked, include_reasoning=included))
+            message = said.choices[0].message
+            assert (message.content, message.model_extra.get("reasoning")) == (answer, thought if included else None)
+            (one,) = said.model_extra["steercap"]["results"]
+            assert one["steering"]["digest"] == known.receipt.steering.digest
+            rows = await fetched(http, said)
+            torch.testing.assert_close(rows["rows.resid_post.2"], known.captures[2], rtol=1e-5, atol=1e-5)
+            assert rows["output_token_ids"].tolist() == list(known.output_token_ids)
+        events = [event async for event in await chats.create(**body(steercap=asked), stream=True)]
+        deltas = [choice.delta for event in events for choice in event.choices]
+        assert "".join(delta.content or "" for delta in deltas) == answer
+        assert "".join((delta.model_extra or {}).get("reasoning") or "" for delta in deltas) == thought
+        (one,) = events[-1].model_extra["steercap"]["results"]
+        assert one["steering"]["digest"] == known.receipt.steering.digest
+
+        for name, own in (("tiny", None), ("tiny+calm", steering[0])):
+            text, known = await local(model, prompt, spec, steering=own)
+            said = await chats.create(**{**body(), "model": name})
+            message = said.choices[0].message
+            assert (message.model_extra.get("reasoning") or "") + (message.content or "") == text
+            async with asyncio.timeout(60):
+                while recorder.recorded["requests"] < 1 + (own is not None):
+                    await asyncio.sleep(0.01)
+            (kept,) = Recordings.load(recorder.folder.path).requests[-1].handles()
+            assert (kept.text, kept.output_token_ids) == (text, known.output_token_ids)
+            torch.testing.assert_close(kept.captures[2], known.captures[2], rtol=1e-5, atol=1e-5)
+        assert recorder.dropped == {"own_capture": 3}

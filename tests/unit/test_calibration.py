@@ -60,8 +60,18 @@ def test_constants_of_a_handle_cannot_change_those_of_others() -> None:
         assert torch.equal(compiled.constants[POINT][name], known)
 
 
-@pytest.mark.parametrize("text", [None, 5, torch.tensor(5)], ids=str)
+@pytest.mark.parametrize(
+    "text",
+    [None, 5, torch.tensor(5), [1, 2.5], [True], torch.ones(2), [[1]], ["a"], {1}, {}, b"ab", iter([1])],
+    ids=str,
+)
 def test_what_is_no_text_is_refused(text) -> None:
-    """Such as each of the ids of one text that were given in place of texts."""
+    """Such as each of the ids of one text that were given in place of texts; always by the same error."""
     with pytest.raises(InvalidSpec, match="is not a text; give texts in a list"):
         ids_of(None, [text])
+
+
+@pytest.mark.parametrize("text", [[1, 2], (1, 2), torch.tensor([1, 2]), range(1, 3)], ids=str)
+def test_token_ids_of_any_kind_are_a_text(text) -> None:
+    """They become whole numbers; no text is empty ids."""
+    assert ids_of(None, [text, text[:0]]) == [[1, 2], []]

@@ -547,10 +547,10 @@ def test_values_of_a_judge_do_not_depend_on_how_hard_it_tries(tmp_path) -> None:
     """Judgements are paid for once, and those are found that lie where a version of before put them."""
     judge = Judge("http://h/v1", "j")
     harder = dataclasses.replace(judge, concurrency=2, retries=9, backoff=2, timeout=90, api_key_env="KEY", api_key="x")
-    names = [folder_of("warm", Score("formal", one)) for one in (judge, harder)]
+    names = [folder_of("warm", Score("formal", one).key) for one in (judge, harder)]
     assert names[0] == names[1]
     others = [Judge("http://h/v1", "k"), Judge("http://g/v1", "j"), Judge("http://h/v1", "j", logprobs=False)]
-    assert len({names[0], *(folder_of("warm", Score("formal", one)) for one in others)}) == 4
+    assert len({names[0], *(folder_of("warm", Score("formal", one).key) for one in others)}) == 4
     own = Folder(tmp_path, evaluation(), MODEL)
     before = own.path / "values" / f"formal-{hashlib.sha256(repr(Score('formal', harder)).encode()).hexdigest()[:8]}"
     before.mkdir(parents=True)
@@ -560,7 +560,7 @@ def test_values_of_a_judge_do_not_depend_on_how_hard_it_tries(tmp_path) -> None:
         table.flush()
     assert {path.name for path in (own.path / "values").iterdir()} == {
         before.name,
-        folder_of("formal", Score("formal", judge)),
+        folder_of("formal", Score("formal", judge).key),
     }
 
 
@@ -579,7 +579,7 @@ def test_after_a_text_a_task_is_read_on_a_new_line(tmp_path) -> None:
         table.add([Value(number=0, value=1.0)])
         table.flush()
         (name,) = (path.name for path in (folder.path / "tasks").iterdir())
-        assert (name == folder_of("neutral", Passages())) == chat
+        assert (name == folder_of("neutral", repr(Passages()))) == chat
 
 
 def test_tasks_are_known_by_name() -> None:

@@ -37,6 +37,7 @@ from steercap.lab.studies.evaluation import Evaluation, Method
 from steercap.lab.studies.evaluation.store import Folder as EvaluationFolder
 from steercap.lab.studies.sweeps import Sweep
 from steercap.lab.studies.sweeps.running import open_folder as open_sweep
+from steercap.lab.training.training import identity_of as identity_of_trained
 from steercap.steering import LayerVectors
 
 
@@ -166,6 +167,16 @@ def test_a_model_is_known_by_weights_arguments_and_template(config, monkeypatch)
     monkeypatch.setattr(config.hf_config, "_commit_hash", None)
     monkeypatch.setattr(config, "model", "/hub/models--Some--Model/snapshots/abc123")
     assert identity_of("Some/Model", config, Templated("a"))["weights"] == "abc123"
+
+
+@pytest.mark.parametrize(("path", "commit"), [(str(smollm2()), None), ("Some/Model", "c0ffee"), ("Some/Model", None)])
+def test_a_training_knows_the_weights_as_an_engine_does(config, monkeypatch, path, commit) -> None:
+    """By their files, or by the commit, of which transformers says none if it does not know it."""
+    monkeypatch.setattr(config.hf_config, "_commit_hash", commit, raising=False)
+    monkeypatch.setattr(config, "model", path)
+    known = identity_of(path, config, None)
+    found = identity_of_trained(SimpleNamespace(path=path, config=config.hf_config, dtype=torch.float32))  # type: ignore[arg-type]
+    assert found == {name: known[name] for name in ("name", "weights", "tensors", "dtype")}
 
 
 def test_two_final_folders_of_other_weights_are_two_models(config, tmp_path) -> None:

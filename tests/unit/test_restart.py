@@ -128,6 +128,7 @@ def folder(tmp_path) -> Path:
     """A model's files, as far as a start looks at them."""
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "tokenizer.json").write_text("{}")
     return tmp_path
 
 
@@ -176,12 +177,33 @@ def commit(_folder: Path, engines: Engines) -> None:
     engines.commit = "another"
 
 
-@pytest.mark.parametrize("change", [rewrite, remove, commit])
-async def test_an_engine_is_not_started_again_with_other_weights(
-    engines, folder, change: Callable[[Path, Engines], None]
+def tokenize(folder: Path, _engines: Engines) -> None:
+    (folder / "tokenizer.json").write_text("[]")
+
+
+def template(folder: Path, _engines: Engines) -> None:
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+
+
+def tokenize_elsewhere(folder: Path, _engines: Engines) -> None:
+    (folder / "words" / "tokenizer.json").write_text("[]")
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments"),
+    [
+        *((one, {}) for one in (rewrite, remove, commit, tokenize, template)),
+        (tokenize_elsewhere, {"tokenizer": "words"}),
+    ],
+)
+async def test_an_engine_is_not_started_again_with_other_files(
+    engines, folder, change: Callable[[Path, Engines], None], arguments
 ) -> None:
     """Requests that are repeated and rows that are computed again would be another model's."""
-    serving = SteerModel(folder, restart=True).serving
+    (folder / "words").mkdir()
+    (folder / "words" / "tokenizer.json").write_text("{}")
+    arguments = {name: str(folder / value) for name, value in arguments.items()}
+    serving = SteerModel(folder, restart=True, **arguments).serving
     await serving.start()
     engines.started[-1].died = True
     (folder / "log.txt").write_text("no weights")

@@ -6,10 +6,15 @@ import asyncio
 import dataclasses
 import json
 import logging
+import os
 import pickle
 import re
+import shutil
 import socket
 from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,13 +28,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.requests import Request
+from support.lora import write_adapter
+from transformers import AutoTokenizer
 
 from steercap import Ablate, Add, Cap, CaptureSpec, LogitBias, SteeringSpec
 from steercap.adapters import server
 from steercap.captures.files import encode
 from steercap.captures.site_codecs import SiteCodecs
+from steercap.client.chats import tokenizer_here
 from steercap.client.connection import ERROR_HEADER
+from steercap.core.prompts import tokens_of
 from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidRequest, InvalidSpec, SketchClosed
+from steercap.files.fingerprint import template_digest, tokenizer_digest
 from steercap.requests.sketching import EngineSketches, RunningSketch, record_of
 from steercap.requests.stats import Stats
 from steercap.server.asks import capture_of, parsed_field, ranges, steering_of
@@ -392,6 +402,74 @@ def test_flags_of_conversations_are_part_of_a_servers_identity(tmp_path) -> None
     kwargs = said("--default-chat-template-kwargs", '{"enable_thinking": false}')
     assert len({first, said("--chat-template", str(file)), kwargs}) == 3
     assert kwargs == '{"default_chat_template_kwargs": {"enable_thinking": false}}'
+
+
+OWN = "  {% if thinks %}think{% endif %}\n{% for one in messages %}[{{ one['content'] }}]{% endfor %}\n"
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+def tokenizer_over(flags: Sequence[str], own: Any) -> tuple[Any, Any]:
+    """A client's tokenizer of a server with these flags, whose model has a chat template of its own; and a plain one."""
+    name = str(tiny_checkpoint("qwen3"))
+    plain = AutoTokenizer.from_pretrained(name)
+    there = {"name": name, "revision": "", "digest": tokenizer_digest(plain), "template": template_digest(plain)}
+    chats = server.chat_template(server.read_flags(name, flags), own)
+    return tokenizer_here({**there, "chats": chats}, "http://there"), plain
+
+
+@pytest.mark.parametrize(
+    ("flags", "own", "template", "arguments"),
+    [
+        (["--chat-template", "({{ messages[0]['content'] }})"], OWN, "({{ messages[0]['content'] }})", {}),
+        (["--default-chat-template-kwargs", '{"thinks": true, "no name": 1}'], OWN, OWN, {"thinks": True}),
+        (
+            ["--chat-template", f"\n{OWN}", "--default-chat-template-kwargs", '{"thinks": [1, null, "\\n\'"]}'],
+            None,
+            f"\n{OWN}",
+            {"thinks": [1, None, "\n'"]},
+        ),
+    ],
+)
+def test_clients_render_chats_as_their_server(flags, own, template, arguments) -> None:
+    """By its template and default arguments; those of a call come first."""
+    found, plain = tokenizer_over(flags, own)
+    render = partial(plain.apply_chat_template, CHAT, tokenize=False, chat_template=template)
+    assert found.apply_chat_template(CHAT, tokenize=False) == render(**arguments)
+    assert found.apply_chat_template(CHAT, tokenize=False, thinks=False) == render(thinks=False)
+
+
+@pytest.mark.parametrize(
+    "flags", [["--chat-template", "template_chatml.jinja"], ["--default-chat-template-kwargs", '{"a": 1}']]
+)
+def test_clients_render_no_chats_by_a_template_that_they_do_not_know(flags) -> None:
+    """One that comes with vLLM, or one of several that the tokenizer has; texts are tokenised as ever."""
+    found, plain = tokenizer_over(flags, {"default": OWN})
+    with pytest.raises(InvalidRequest, match="clients do not know the chat template of this server; give token ids"):
+        tokens_of(found, CHAT, special=False)
+    assert tokens_of(found, "Hi", special=True) == tokens_of(plain, "Hi", special=True)
+
+
+def test_adapters_are_known_by_what_is_loaded_of_them(tmp_path) -> None:
+    """A copy is the same, whenever it was made and whatever lies beside it; other weights or settings are another."""
+    checkpoint = Path(tiny_checkpoint("qwen3"))
+    first, copy = tmp_path / "first", tmp_path / "copy"
+    write_adapter(first, checkpoint, seed=0)
+    shutil.copytree(first, copy, copy_function=shutil.copyfile)
+    (copy / "README.md").write_text("A copy.")
+    weights, config = copy / "adapter_model.safetensors", copy / "adapter_config.json"
+    os.utime(weights, (1, 1))
+
+    def said() -> dict[str, str]:
+        modules = ["--enable-lora", "--lora-modules", f"first={first}", f"copy={copy}"]
+        return server.adapters(server.read_flags(str(checkpoint), modules))
+
+    found = [said()["first"], said()["copy"]]
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    found.append(said()["copy"])
+    config.write_text(config.read_text() + " ")
+    found.append(said()["copy"])
+    assert found[0] == found[1]
+    assert len(set(found)) == 3
 
 
 def test_captures_have_an_owner_a_limit_and_an_end() -> None:

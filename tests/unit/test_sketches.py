@@ -67,7 +67,7 @@ from steercap.kernels.codecs import dtype_of
 from steercap.kernels.sketches import BLOCK, SKETCHES, SketchState
 from steercap.kernels.sketches.moments import add_compensated, shrink
 from steercap.requests.context import joining, sketches_in_force
-from steercap.requests.sketching import RunningSketch
+from steercap.requests.sketching import EngineSketches, RunningSketch
 from steercap.server.call import entered
 
 WIDTH = 12
@@ -717,6 +717,26 @@ def test_a_sketch_at_a_server_knows_what_failed_on_its_way() -> None:
         raise InvalidRequest("refused")
     count([running], [{"sketches": {"s": {"requests": 9, "rows": 7}}}], "url")
     assert (running.record.unsure, running.requests, running.rows) == (4, 1, 7)
+
+
+async def test_a_sketch_says_in_which_dtype_the_model_computed() -> None:
+    """Also where its first point is a router, whose rows are of another."""
+    states = {Point(0, site): state_of("moments", some_rows(3)) for site in ("router", "resid_post")}
+
+    async def states_of(*_: Any) -> Any:
+        return states, 1
+
+    engine: Any = SimpleNamespace(
+        require_open=lambda: None,
+        sketching=SimpleNamespace(states=states_of),
+        model_label="m",
+        schemas={point: PointSchema((WIDTH,), "float32") for point in states},
+        vllm=SimpleNamespace(num_layers=1, llm=SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16))),
+    )
+    running = RunningSketch(
+        SketchRecord("s", "moments", 0, dict.fromkeys(states, 0)), CaptureSpec(layers=[0]), EngineSketches(engine)
+    )
+    assert (await running.fetch()).dtype == "bfloat16"
 
 
 async def test_a_sketch_at_a_server_with_rows_of_a_failed_request_is_refused(monkeypatch) -> None:

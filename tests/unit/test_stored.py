@@ -601,7 +601,7 @@ def test_folders_of_numbers_keep_their_names(folder) -> None:
     make, said = NUMBERS[folder]
     found = make()
     assert repr(found) == said
-    assert folder_of(found.label, found) == folder
+    assert folder_of(found.label, getattr(found, "key", repr(found))) == folder
 
 
 def test_folders_of_what_comes_with_steercap_keep_their_names() -> None:
@@ -613,7 +613,7 @@ def test_folders_of_what_comes_with_steercap_keep_their_names() -> None:
         "neutral-dad09254": Passages(),
         "choices-60091f56": Choices(),
     }
-    assert {folder_of(one.label, one): one for one in shipped.values()} == shipped
+    assert {folder_of(one.label, getattr(one, "key", repr(one))): one for one in shipped.values()} == shipped
 
 
 @pytest.mark.parametrize(
@@ -1071,7 +1071,7 @@ def test_a_stored_sweep_is_read() -> None:
     assert all(by_number[request.number].answers(request) for request in sweep().requests())
     assert by_number[2].output_token_ids == (228, 382, 65, 419)
     measures = [KNOWN_MEASURES[one]() if isinstance(one, str) else one for one in MEASURES]
-    values = [folder / "values" / folder_of(one.label, one) for one in measures if isinstance(one, Measure)]
+    values = [folder / "values" / folder_of(one.label, one.key) for one in measures if isinstance(one, Measure)]
     assert sorted((folder / "values").iterdir()) == sorted(values)
     assert {one.value for path in values[:2] for part in path.iterdir() for one in read_table(part, Value)} == {
         4.0,

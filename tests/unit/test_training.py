@@ -543,17 +543,22 @@ def test_traits_trained_together_are_those_trained_alone(model, tmp_path) -> Non
 
 
 def test_a_training_that_finds_nothing_better_says_so(model, tmp_path) -> None:
-    """What it began with is kept, and nobody takes it for something that was learned."""
-    with pytest.warns(UserWarning, match="it: no step lowered the validation loss"):
-        still = train(
-            model,
-            examples(),
-            edit=TrainableAdd(layers=[1]),
-            out=tmp_path,
-            name="it",
-            optimizer=partial(torch.optim.SGD, lr=0.0),
-            **QUICK,
-        )
+    """What it began with is kept, and nobody takes it for something that was learned; the same call says it is done."""
+    calls: list[tuple[int, int]] = []
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="it: no step lowered the validation loss"):
+            still = train(
+                model,
+                examples(),
+                edit=TrainableAdd(layers=[1]),
+                out=tmp_path,
+                name="it",
+                optimizer=partial(torch.optim.SGD, lr=0.0),
+                progress=lambda *at: calls.append(at),
+                **{**QUICK, "patience": 2},
+            )
+        assert calls.pop() == (6, 6)
+        calls.clear()
     assert (still.best_step, len({one.validation_loss for one in still.history})) == (0, 1)
 
 

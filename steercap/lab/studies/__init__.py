@@ -101,23 +101,19 @@ class StudyFolder(Generic[Row]):
 
     def values(self, measure: Measure) -> Table[Value]:
         """Return the table of values of a measure; one with another key has another table."""
-        name, before = folder_of(measure.label, measure), _hashed(measure.label, repr(measure))  # as it once was called
+        name, before = (folder_of(measure.label, key) for key in (measure.key, repr(measure)))  # as it once was called
         known = (self.path / "values" / before).exists() and not (self.path / "values" / name).exists()
         return Table(self.path / "values" / (before if known else name), Value)
 
 
-def folder_of(label: str, made: object) -> str:
+def folder_of(label: str, key: str) -> str:
     """Return the name of the subfolder for the values of a measure or task.
 
     Args:
         label: label of the measure or task.
-        made: the measure or task; its `key`, or `repr`, distinguishes it from others of the same label.
+        key: text that distinguishes it from others of the same label: a measure's `key`, a task's `repr`.
     """
-    return _hashed(label, made.key if isinstance(made, Measure) else repr(made))
-
-
-def _hashed(label: str, said: str) -> str:
-    digest = hashlib.sha256(said.encode()).hexdigest()[:8]
+    digest = hashlib.sha256(key.encode()).hexdigest()[:8]
     return f"{''.join(letter if letter.isalnum() else '-' for letter in label)}-{digest}"
 
 

@@ -207,7 +207,7 @@ class _Rollouts:
     async def _judged(self, judge: Judge, rollouts: RolloutSet, results: EvaluationResults) -> list[JudgeRow]:
         """Return the judgement of each answer in order; the judge is asked for missing ones, which are stored."""
         known = (judge.base_url, judge.model, judge.logprobs, rollouts.rubric)
-        kept = Table(self.out / rollouts.name / "judgements" / folder_of("judge", known), JudgeRow)
+        kept = Table(self.out / rollouts.name / "judgements" / folder_of("judge", repr(known)), JudgeRow)
         # Under one number an evaluation has one answer for good: its digest is of steering, and its seed is its own.
         missing = [answer for answer in results.answers if answer.number not in kept.rows]
         done = len(results.answers) - len(missing)

@@ -144,6 +144,7 @@ class Loop:
         )
         examples = EncodedExamples([trait.examples for trait in self.traits])
         if not self._live():
+            self._report(steps)
             return
         batches = iter(loader(examples, order, self.module.selections, self.device))
         for step in range(start + 1, steps + 1):

@@ -18,8 +18,7 @@ from steercap.core.extras import extra
 from steercap.core.prompts import repeating, warn_of_doubled
 from steercap.core.values import count_of, shown
 from steercap.errors import InvalidPrompt, InvalidSetting, InvalidSpec, TrainingDiverged
-from steercap.files.fingerprint import WEIGHTS, model_name, weights_digest
-from steercap.files.tensors import tensors_digest
+from steercap.files.fingerprint import model_name, weights_identity
 from steercap.lab.training.batches import EncodedExamples, Picked, generator, loader
 from steercap.lab.training.datasets import TextLoss
 from steercap.lab.training.examples import (
@@ -353,10 +352,8 @@ def _check_directions(starts: Mapping[str, SteeringSpec]) -> None:
 
 def identity_of(model: HookedModel) -> dict[str, str]:
     """Return a model's "name", "weights" (hash of the files, or the hub's commit), "tensors" and "dtype"."""
-    here = Path(model.path).exists()
-    known = weights_digest(model.path) if here else str(getattr(model.config, "_commit_hash", ""))
-    tensors = tensors_digest(model.path, WEIGHTS) if here else ""
-    return {"name": model_name(model.path), "weights": known, "tensors": tensors, "dtype": described(model.dtype)}
+    files = weights_identity(model.path, model.config)
+    return {"name": model_name(model.path), **files, "dtype": described(model.dtype)}
 
 
 def definition_of(

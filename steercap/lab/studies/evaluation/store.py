@@ -72,7 +72,7 @@ class Folder(StudyFolder[Answer]):
     def readings(self, task: Task) -> Table[Value]:
         """Return the table of values of a task; one with other arguments, or read on a new line, has another table."""
         made = task if self._chat else (task, "on a new line")
-        return Table(self.path / "tasks" / folder_of(task.label, made), Value)
+        return Table(self.path / "tasks" / folder_of(task.label, repr(made)), Value)
 
     def numbers(self, condition: Condition, task: Task) -> range:
         """Return the numbers, in the table of the task, of its items under a condition."""
