@@ -233,6 +233,10 @@ def spoilt(name: str, text: str | bytes):
             "a.yaml cannot be read as roles: .*prompt",
         ),
         (
+            lambda folder: spoilt("a.yaml", "name: a\nprompts: [b]\nprompts: [c]\n")(folder).parent,
+            r"a.yaml has 'prompts' \(line 3\) twice in one mapping",
+        ),
+        (
             lambda folder: spoilt("a.json", '{"instruction": [{"neg": "b"}]}')(folder).parent,
             "a.json cannot be read as roles",
         ),
