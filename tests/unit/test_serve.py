@@ -700,6 +700,32 @@ async def test_other_routes_steer_by_presets_or_refuse(path, library) -> None:
             assert "/v1/chat/completions" in refused.json()["error"]["message"]
 
 
+async def test_forms_are_read_for_presets_and_fields_of_ours(library) -> None:
+    """The speech routes take forms: a preset, or a field of ours, in one is refused, and all else passes as it is."""
+    seen: list[bytes] = []
+
+    async def inner(_scope: Any, receive: Any, send: Any) -> None:
+        seen.append((await receive())["body"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    app = PassthroughRoute(inner, Presets(["m"], {"calm": steering_of("calm", library, OPERATOR)}))
+    sound = {"file": ("m+calm.wav", b'RIFF\r\n\r\nm+calm\r\nname="other"', "audio/wav")}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        for data, status in (
+            ({"model": "m+calm"}, 400),
+            ({"language": "en", "model": "m+calm"}, 400),
+            ({"model": "m", "steercap": '{"capture": true}'}, 400),
+            ({"model": "m", "prompt": "m+calm"}, 200),
+        ):
+            found = await client.post("/v1/audio/transcriptions", data=data, files=sound)
+            assert found.status_code == status, data
+        typed = {**sound, "model": (None, "m+calm", "text/plain; charset=utf-8")}
+        assert (await client.post("/v1/audio/transcriptions", files=typed)).status_code == 400
+    (body,) = seen
+    assert sound["file"][1] in body
+
+
 async def test_a_body_that_a_route_cannot_unfold_is_the_clients_doing() -> None:
     async def unfolds(_scope: Any, receive: Any, _send: Any) -> None:
         json.loads((await receive())["body"])
