@@ -29,6 +29,7 @@ from steercap.adapters import server
 from steercap.captures.files import encode
 from steercap.captures.site_codecs import SiteCodecs
 from steercap.client.connection import ERROR_HEADER
+from steercap.core.spec import Point
 from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidRequest, InvalidSpec, SketchClosed
 from steercap.requests.sketching import EngineSketches, RunningSketch, record_of
 from steercap.requests.stats import Stats
@@ -627,7 +628,8 @@ async def test_an_event_that_holds_the_mark_of_the_end_is_left_alone(library) ->
             for part in (
                 b'data: {"text": "data: [DONE]"}\n\n',
                 b'data: {"text": "\\n\\ndata: [DONE]"}\n\n',
-                b"data: [DONE]\n\n",
+                b"data: [DO",  # an event in parts, of which none is complete
+                b"NE]\n\n",
             ):
                 await send({"type": "http.response.body", "body": part, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -846,6 +848,28 @@ async def test_the_lens_of_no_rows_is_empty(asked, library) -> None:
         answer = await http.post(f"/v1/steercap/captures/{name}/lens", json=asked)
     default = {"layers": [0, 1], "positions": handle.positions.tolist()}
     assert (answer.status_code, answer.json()) == (200, {**default, **asked, "top": []})
+
+
+@pytest.mark.parametrize(
+    ("asks", "status", "says"),
+    [
+        ("POST /captures/{capture}/lens", 413, "longer than 1,048,576 bytes"),
+        ("GET /sketches/{sketch}?points=0,0", 400, "the sketch has 1 points"),
+        ("GET /sketches/{sketch}?points=1", 400, "the sketch has no point '1'"),
+    ],
+)
+async def test_what_our_routes_cannot_take_is_refused(asks, status, says, library) -> None:
+    """A body that is too long has the status of vLLM's routes; no index of a point is left out."""
+    model: Any = Endless()
+    store, sketches = CaptureStore(), SketchStore()
+    running = RunningSketch(record_of("one", "moments", None, {Point(0, "resid_post"): 0}), CaptureSpec(), EngineSketches(model))
+    capture = store.put(encode(a_handle().as_saved()), owner_of("")).name
+    routes = [*InspectRoutes(model, store, library).routes, *SketchRoutes(model, library, sketches).routes]
+    method, path = asks.format(capture=capture, sketch=sketches.keep(running, owner_of("")).name).split()
+    transport = httpx.ASGITransport(Starlette(routes=routes))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test/v1/steercap") as http:
+        answer = await http.request(method, path, json={"layers": [0] * (1 << 20)} if method == "POST" else None)
+    assert (answer.status_code, says in answer.json()["error"]["message"]) == (status, True), answer.text
 
 
 def leaving(gone: asyncio.Event) -> Any:
