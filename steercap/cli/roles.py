@@ -256,6 +256,7 @@ def _register_axis(app: typer.Typer) -> None:
             Literal["questions", "roles"], typer.Option(help="Split into halves by questions, or by roles too.")
         ] = "questions",
         splits: Annotated[int, typer.Option(min=1, help="Number of random splits into halves.")] = 20,
+        force: Force = False,
     ) -> None:
         """Compute the assistant axis of a run, and show where the roles lie on it, how much of their variance it
         explains, and how well it is found again in halves of the data, compared with chance. Starts no engine. Writes
@@ -265,6 +266,7 @@ def _register_axis(app: typer.Typer) -> None:
 
         require("plots")
         run = load_run(folder)
+        may_replace(folder, terminal, force=force, pattern=f"*-{how}.*")
         found = assistant_axis(run.rows, how)
         place = found.layers[len(found.layers) // 2] if layer is None else layer
         ranked, stable = along(found, run, place), stability(run.rows, over=over, splits=splits)
