@@ -568,8 +568,10 @@ def test_the_explorer_of_a_warm_engine(model, capsys) -> None:
 @pytest.mark.usefixtures("python")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_explorer_of_a_warm_engine_ends_with_success(model, number) -> None:
-    """One line says where it is; Ctrl-C ends it without a traceback, and the engine stays up."""
-    assert call("up", model).exit_code == 0
+    """One line says where it is; Ctrl-C ends it without a traceback, and the engine stays up, whose key the page asks
+    for.
+    """
+    assert call("up", model, "--api-key", "secret").exit_code == 0
     words = [PYTHON, "-m", "steercap", "explore", model, "--no-browser", "--json"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         said = process.stderr.readline()
