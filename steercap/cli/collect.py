@@ -19,7 +19,7 @@ from steercap.cli.command import command
 from steercap.cli.contents import directions_in, load
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import ReachOptions, unopened
-from steercap.cli.parsing import SteerOptions, layers_of, names_of, sites_of, tokens_of
+from steercap.cli.parsing import SteerOptions, layers_of, names_of, refuse, sites_of, tokens_of
 from steercap.cli.preflight import check_sampling, preflight, reached
 from steercap.cli.tables import facts
 from steercap.cli.terminal import Terminal
@@ -73,7 +73,7 @@ class SampleOptions:
         str, _sample(help="Tokens to keep: all, prompt, generated, last_prompt, positions, slices, or several.")
     ] = "all"
     one_in: Annotated[int | None, _sample(help="Keep a random one in N of these tokens.")] = None
-    sample_seed: Annotated[int, _sample(help="Seed of --one-in.")] = 0
+    sample_seed: Annotated[int | None, _sample(help="Seed of --one-in (default 0).")] = None
     probe: Annotated[Path | None, _sample(help="Keep tokens by their projection on this file's direction.")] = None
     probe_layer: Annotated[int | None, _sample(help="Layer whose rows --probe projects.")] = None
     above: Annotated[float | None, _sample(help="Minimum projection to keep.")] = None
@@ -103,7 +103,8 @@ class SampleOptions:
         if self.one_in is not None and self.probe is not None:
             raise typer.BadParameter("give --one-in or --probe, not both", param_hint="--probe")
         if self.one_in is not None:
-            return OneIn(self.one_in, self.sample_seed, tokens)
+            return OneIn(self.one_in, self.sample_seed or 0, tokens)
+        refuse("there is no --one-in", {"--sample-seed": self.sample_seed})
         if self.probe is None:
             return Selected(tokens)
         found = directions_in(load(self.probe), self.probe)
@@ -198,7 +199,12 @@ def bar_of(terminal: Terminal) -> Iterator[Callable[[Reached], None]]:
 
 @asynccontextmanager
 async def not_opened(options: ReachOptions, terminal: Terminal, **settings: Any) -> AsyncIterator[SteerModel]:
-    """Yield a model that is not open: each Ray actor opens its own."""
+    """Yield a model that is not open: each Ray actor opens its own.
+
+    Raises:
+        typer.BadParameter: an API key, which no actor would use.
+    """
+    refuse("actors start engines of their own", {"--api-key": options.api_key})
     with terminal.alone():
         yield await unopened(options, terminal, **settings)
 
@@ -260,10 +266,13 @@ def register(app: typer.Typer) -> None:
         max_tokens: Annotated[
             int | None, typer.Option(min=1, help="Maximum tokens to generate after each document, which are kept too.")
         ] = None,
-        temperature: Annotated[float, typer.Option(help="Sampling temperature for --max-tokens; 0 is greedy.")] = 1.0,
+        temperature: Annotated[
+            float | None, typer.Option(help="Sampling temperature for --max-tokens (default 1); 0 is greedy.")
+        ] = None,
         seed: Annotated[
-            int, typer.Option(help="Seed of sampling for --max-tokens; documents' seeds follow from it.")
-        ] = 0,
+            int | None,
+            typer.Option(help="Seed of sampling for --max-tokens (default 0); documents' seeds follow from it."),
+        ] = None,
         shard_mb: Annotated[int, typer.Option(min=1, help="Rows per shard, in MiB.")] = 256,
         documents_per_shard: Annotated[
             int | None, typer.Option(min=1, help="Documents per shard (default: as many as fill --shard-mb).")
@@ -292,7 +301,13 @@ def register(app: typer.Typer) -> None:
         if "://" not in out:
             folder_ready(Path(out))
         source, sample, spec = how.source(corpus), chosen.sample(stored.attention), steer.spec()
-        check_sampling(temperature=temperature, seed=seed, max_tokens=max_tokens or 1)
+        if max_tokens is None:
+            refuse("nothing is generated without --max-tokens", {"--temperature": temperature, "--seed": seed})
+        sampling: dict[str, Any] = {
+            "max_tokens": max_tokens or 1,
+            "temperature": 1.0 if temperature is None else temperature,
+        }
+        check_sampling(**sampling, seed=seed)
         wanted = CaptureSpec(
             layers=layers_of(layers),
             sites=names_of(sites),
@@ -317,8 +332,8 @@ def register(app: typer.Typer) -> None:
                     capture=wanted,
                     tokens=sample,
                     **cutting,
-                    params=None if max_tokens is None else {"max_tokens": max_tokens, "temperature": temperature},
-                    seed=seed,
+                    params=None if max_tokens is None else sampling,
+                    seed=seed or 0,
                     steering=spec,
                     shard_bytes=shard_mb << 20,
                     documents_per_shard=documents_per_shard,

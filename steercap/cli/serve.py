@@ -86,13 +86,18 @@ class ServeOptions:
         """Return the settings of the server from these options; `more` are further fields of `ServerSettings`.
 
         Raises:
-            typer.BadParameter: a text that is not NAME=VALUE, or a number that is not finite.
+            typer.BadParameter: a text that is not NAME=VALUE, a number that is not finite, limits of a folder without
+                one, or sites that --engine-arg gives too.
         """
         from steercap.server.server import ServerSettings
 
         for name, value in asdict(self).items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise typer.BadParameter(f"{value}; give a finite number", param_hint=f"--{name.replace('_', '-')}")
+        if self.folder is None and (self.folder_gib, self.folder_gib_of_a_key) != (64, 16):
+            raise typer.BadParameter("there is no folder to limit; give --folder PATH", param_hint="--folder-gib")
+        if self.sites != ServeOptions.sites and "sites" in dict(pairs_of(self.engine_arg or (), "--engine-arg")):
+            raise typer.BadParameter("--engine-arg gives sites too; leave one out", param_hint="--sites")
         return ServerSettings(
             vectors={name: Path(file) for name, file in named(self.vectors or (), "--vectors")},
             saes={name: Path(folder) for name, folder in named(self.sae or (), "--sae")},
