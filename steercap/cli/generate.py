@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -83,6 +84,8 @@ async def answer(
 ) -> list[PrintedAnswer]:
     """Answer every prompt, without steering, with it, or both with one seed; return answers in order of prompts.
 
+    Without a seed in `params`, the one of both is drawn.
+
     Args:
         model: an open model.
         prompts: texts and conversations.
@@ -108,6 +111,8 @@ async def answer(
 
     asked: list[tuple[str, SteeringSpec | None]] = [("generating", None)] if steering is None or compare else []
     asked += [("generating, steered", steering)] if steering is not None else []
+    if len(asked) > 1 and params.get("seed") is None:
+        params = {**params, "seed": secrets.randbelow(1 << 31)}
     start = time.monotonic()
     with terminal.progress() as bar:
         for name, spec in asked:

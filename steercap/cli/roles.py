@@ -309,12 +309,15 @@ def _register_cap(app: typer.Typer) -> None:
         """
         from steercap.core.spec import resolve_layers
         from steercap.lab.personas.roles import assistant_axis, calibrated_capping, load_run
+        from steercap.steering.directions import DirectionSet
 
         model.require_there()
         file_ready(out, extensions=[".safetensors"])
-        may_replace(out, terminal, force=force)
         run = load_run(folder)
         found, wanted = assistant_axis(run.rows, how), layers_of(layers)
+        there = preflight(model, sites=run.settings.site)
+        there.check_directions(DirectionSet({"axis": found.vectors}), wanted)
+        may_replace(out, terminal, force=force)  # last: it asks
         async with reached(model, terminal, sites=run.settings.site) as open_model:
             places = resolve_layers(wanted, open_model.num_layers)
             made = await calibrated_capping(open_model, run, found, layers=places, percentile=percentile)

@@ -862,7 +862,9 @@ async def test_what_our_routes_cannot_take_is_refused(asks, status, says, librar
     """A body that is too long has the status of vLLM's routes; no index of a point is left out."""
     model: Any = Endless()
     store, sketches = CaptureStore(), SketchStore()
-    running = RunningSketch(record_of("one", "moments", None, {Point(0, "resid_post"): 0}), CaptureSpec(), EngineSketches(model))
+    running = RunningSketch(
+        record_of("one", "moments", None, {Point(0, "resid_post"): 0}), CaptureSpec(), EngineSketches(model)
+    )
     capture = store.put(encode(a_handle().as_saved()), owner_of("")).name
     routes = [*InspectRoutes(model, store, library).routes, *SketchRoutes(model, library, sketches).routes]
     method, path = asks.format(capture=capture, sketch=sketches.keep(running, owner_of("")).name).split()
