@@ -13,7 +13,7 @@ import typer
 from steercap.cli.contents import directions_in, load
 from steercap.cli.parsing import base_of, names_of, tokens_of
 from steercap.cli.persona import is_file, trait_of
-from steercap.cli.prompts import PromptOptions
+from steercap.cli.prompts import Prompt, PromptOptions
 from steercap.errors import InvalidFile
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def sweep_of(settings: SweepFile) -> Sweep:
     if isinstance(settings.prompts, str):
         prompts = PromptOptions(file=settings.prompts, chat=settings.chat).read()
     else:
-        prompts = PromptOptions(prompts=list(settings.prompts), chat=settings.chat).read()
+        prompts = PromptOptions(chat=settings.chat).templated([Prompt(text) for text in settings.prompts])
     return Sweep(
         vectors=directions if settings.names is None else directions.select(settings.names),
         layers=settings.layers,
