@@ -66,6 +66,37 @@ class CorpusOptions:
 
 
 @dataclass(frozen=True)
+class ContinuationOptions:
+    """Options for generating after each document."""
+
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Maximum tokens to generate after each document, which are kept too.")
+    ] = None
+    temperature: Annotated[
+        float | None, typer.Option(help="Sampling temperature for --max-tokens (default 1); 0 is greedy.")
+    ] = None
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Seed of sampling for --max-tokens (default 0); documents' seeds follow from it."),
+    ] = None
+
+    def params(self) -> dict[str, Any] | None:
+        """Return the options as fields of vLLM's SamplingParams, without the seed; None without --max-tokens.
+
+        Raises:
+            typer.BadParameter: a number is out of range, or an option is given without --max-tokens.
+        """
+        if self.max_tokens is None:
+            given = {"--temperature": self.temperature, "--seed": self.seed}
+            refuse("nothing is generated without --max-tokens", given)
+            return None
+        found: dict[str, Any] = {"temperature": 1.0 if self.temperature is None else self.temperature}
+        found["max_tokens"] = self.max_tokens
+        check_sampling(**found, seed=self.seed)
+        return found
+
+
+@dataclass(frozen=True)
 class SampleOptions:
     """Options that select the tokens whose activations are kept."""
 
@@ -250,6 +281,7 @@ def register(app: typer.Typer) -> None:
         corpus: Annotated[str, typer.Argument(metavar="CORPUS", help="Corpus: a file, a folder or a glob pattern.")],
         how: CorpusOptions,
         chosen: SampleOptions,
+        answers: ContinuationOptions,
         steer: SteerOptions,
         stored: RowOptions,
         spread: RayOptions,
@@ -263,16 +295,6 @@ def register(app: typer.Typer) -> None:
         sites: Annotated[
             str, typer.Option(help="Sites: resid_pre, resid_post, attn_out, mlp_out, ..., separated by commas.")
         ] = "resid_post",
-        max_tokens: Annotated[
-            int | None, typer.Option(min=1, help="Maximum tokens to generate after each document, which are kept too.")
-        ] = None,
-        temperature: Annotated[
-            float | None, typer.Option(help="Sampling temperature for --max-tokens (default 1); 0 is greedy.")
-        ] = None,
-        seed: Annotated[
-            int | None,
-            typer.Option(help="Seed of sampling for --max-tokens (default 0); documents' seeds follow from it."),
-        ] = None,
         shard_mb: Annotated[int, typer.Option(min=1, help="Rows per shard, in MiB.")] = 256,
         documents_per_shard: Annotated[
             int | None, typer.Option(min=1, help="Documents per shard (default: as many as fill --shard-mb).")
@@ -301,13 +323,7 @@ def register(app: typer.Typer) -> None:
         if "://" not in out:
             folder_ready(Path(out))
         source, sample, spec = how.source(corpus), chosen.sample(stored.attention), steer.spec()
-        if max_tokens is None:
-            refuse("nothing is generated without --max-tokens", {"--temperature": temperature, "--seed": seed})
-        sampling: dict[str, Any] = {
-            "max_tokens": max_tokens or 1,
-            "temperature": 1.0 if temperature is None else temperature,
-        }
-        check_sampling(**sampling, seed=seed)
+        params = answers.params()
         wanted = CaptureSpec(
             layers=layers_of(layers),
             sites=names_of(sites),
@@ -332,8 +348,8 @@ def register(app: typer.Typer) -> None:
                     capture=wanted,
                     tokens=sample,
                     **cutting,
-                    params=None if max_tokens is None else sampling,
-                    seed=seed or 0,
+                    params=params,
+                    seed=answers.seed or 0,
                     steering=spec,
                     shard_bytes=shard_mb << 20,
                     documents_per_shard=documents_per_shard,

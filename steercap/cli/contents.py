@@ -179,25 +179,6 @@ def only(directions: DirectionSet, name: str | None) -> LayerVectors:
     return next(iter(directions.values()))
 
 
-def vectors_at(path: Path, level: str) -> LayerVectors:
-    """Read one direction from a folder with `steering_vector.pt`, a `.pt` file's level, or a file of vectors.
-
-    Raises:
-        InvalidFile: it cannot be read.
-        InvalidSpec: there is no such level, or there are several directions.
-    """
-    from steercap.steering.formats import load_levels, load_steering_vector
-
-    if path.is_dir():
-        return load_steering_vector(path)[0]
-    if path.suffix != ".pt":
-        return only(directions_in(load(path), path), None)
-    levels = load_levels(path)
-    if level not in levels:
-        raise InvalidSpec(f"{path} has no level {level!r} that is not zero; {choices(level, levels)}")
-    return levels[level]
-
-
 def chosen(experiments: dict[str, SteeringSpec], path: Path, name: str | None) -> SteeringSpec:
     """Return the experiment called `name`, from the file `path`; if `name` is None, the only experiment.
 

@@ -27,7 +27,7 @@ from steercap.cli.engines import (
 from steercap.cli.parsing import refuse
 from steercap.cli.terminal import Terminal
 from steercap.core.values import check_seed
-from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting
+from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting, InvalidVector
 from steercap.files import warm
 
 if TYPE_CHECKING:
@@ -174,8 +174,6 @@ class Preflight:
         Raises:
             InvalidVector: the widths differ.
         """
-        from steercap.errors import InvalidVector
-
         if self.model.width and width != self.model.width:
             raise InvalidVector(
                 f"{what}: the vectors have width {width}, rows of {self.model.name} have {self.model.width}; they were "
