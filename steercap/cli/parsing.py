@@ -238,13 +238,15 @@ def named(texts: Sequence[str], option: str) -> list[tuple[str, str]]:
     """Parse texts of the form NAME=VALUE to pairs, for the option `option`.
 
     Raises:
-        typer.BadParameter: a text is not of this form.
+        typer.BadParameter: a text is not of this form, or a name is given twice.
     """
-    found = []
+    found: list[tuple[str, str]] = []
     for text in texts:
         name, equals, value = text.partition("=")
         if not (name and equals and value):
             raise typer.BadParameter(f"{text!r}: give NAME=..., such as calm=calm.safetensors", param_hint=option)
+        if name in dict(found):
+            raise typer.BadParameter(f"the name {name!r} is given twice; rename one", param_hint=option)
         found.append((name, value))
     return found
 

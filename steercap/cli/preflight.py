@@ -24,9 +24,10 @@ from steercap.cli.engines import (
     opened,
     until_ready,
 )
+from steercap.cli.parsing import refuse
 from steercap.cli.terminal import Terminal
 from steercap.core.values import check_seed
-from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting
+from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting, InvalidVector
 from steercap.files import warm
 
 if TYPE_CHECKING:
@@ -173,8 +174,6 @@ class Preflight:
         Raises:
             InvalidVector: the widths differ.
         """
-        from steercap.errors import InvalidVector
-
         if self.model.width and width != self.model.width:
             raise InvalidVector(
                 f"{what}: the vectors have width {width}, rows of {self.model.name} have {self.model.width}; they were "
@@ -231,7 +230,7 @@ async def reached(options: ReachOptions, terminal: Terminal, **settings: Any) ->
         A RemoteModel for a server or warm engine, else a SteerModel.
 
     Raises:
-        typer.BadParameter: options of an engine, or of its memory for rows, beside --url.
+        typer.BadParameter: options of an engine, or of its memory for rows, beside --url; an API key for neither.
         The errors of `SteerModel.connect`, or of `opened`.
     """
     url, words = options.url, [*options.flags(), *(f"--{name.replace('_', '-')}" for name in settings)]
@@ -241,6 +240,8 @@ async def reached(options: ReachOptions, terminal: Terminal, **settings: Any) ->
             with terminal.status(f"waiting for the warm engine of {engine.model}"):
                 url = await until_ready(engine)
             reason = "" if url else f"the warm engine of {engine.model} ended; its log: {engine.log}"
+        else:
+            refuse(reason or "no engine is warm that would take it", {"--api-key": options.api_key})
         if url is None:
             async with opened(options, terminal, reason=reason, **settings) as model:
                 yield model

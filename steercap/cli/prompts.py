@@ -64,17 +64,29 @@ class PromptOptions:
         """Return every prompt, in order: those of the command line, then stdin, then the file.
 
         Raises:
-            typer.BadParameter: there is no prompt, or --system beside a conversation with a system message of its own.
+            typer.BadParameter: there is no prompt, one that is no text, or --system beside a conversation with a system
+                message of its own.
             InvalidFile: a file cannot be read, or a line is not a prompt.
         """
         given = [text for text in self.prompts or () if text != "-"]
+        for name, text in [*(("PROMPT", text) for text in given), ("--system", self.system or "")]:
+            if not text.isascii() and text != text.encode(errors="replace").decode():
+                raise typer.BadParameter(f"{text!r} holds bytes that are no text in UTF-8", param_hint=name)
         found = [Prompt(text) for text in given]
         stdin = "-" if "-" in (self.prompts or ()) else None
         for name in dict.fromkeys(filter(None, (stdin, self.file))):
             found += [_prompt(name, number, value) for number, value in records_of(name)]
         if not found:
             raise typer.BadParameter("no prompt; give one or several, or --prompts", param_hint="PROMPT")
-        return [self._templated(prompt) for prompt in found]
+        return self.templated(found)
+
+    def templated(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Return prompts with the system message and, if asked for, as conversations.
+
+        Raises:
+            typer.BadParameter: --system beside a conversation with a system message of its own.
+        """
+        return [self._templated(prompt) for prompt in prompts]
 
     def _templated(self, prompt: Prompt) -> Prompt:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]

@@ -256,6 +256,7 @@ def _register_axis(app: typer.Typer) -> None:
             Literal["questions", "roles"], typer.Option(help="Split into halves by questions, or by roles too.")
         ] = "questions",
         splits: Annotated[int, typer.Option(min=1, help="Number of random splits into halves.")] = 20,
+        force: Force = False,
     ) -> None:
         """Compute the assistant axis of a run, and show where the roles lie on it, how much of their variance it
         explains, and how well it is found again in halves of the data, compared with chance. Starts no engine. Writes
@@ -265,6 +266,7 @@ def _register_axis(app: typer.Typer) -> None:
 
         require("plots")
         run = load_run(folder)
+        may_replace(folder, terminal, force=force, pattern=f"*-{how}.*")
         found = assistant_axis(run.rows, how)
         place = found.layers[len(found.layers) // 2] if layer is None else layer
         ranked, stable = along(found, run, place), stability(run.rows, over=over, splits=splits)
@@ -307,12 +309,15 @@ def _register_cap(app: typer.Typer) -> None:
         """
         from steercap.core.spec import resolve_layers
         from steercap.lab.personas.roles import assistant_axis, calibrated_capping, load_run
+        from steercap.steering.directions import DirectionSet
 
         model.require_there()
         file_ready(out, extensions=[".safetensors"])
-        may_replace(out, terminal, force=force)
         run = load_run(folder)
         found, wanted = assistant_axis(run.rows, how), layers_of(layers)
+        there = preflight(model, sites=run.settings.site)
+        there.check_directions(DirectionSet({"axis": found.vectors}), wanted)
+        may_replace(out, terminal, force=force)  # last: it asks
         async with reached(model, terminal, sites=run.settings.site) as open_model:
             places = resolve_layers(wanted, open_model.num_layers)
             made = await calibrated_capping(open_model, run, found, layers=places, percentile=percentile)

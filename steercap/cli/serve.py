@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,6 +22,7 @@ from steercap.cli.parsing import named, steering_in
 from steercap.cli.preflight import HIDDEN_WIDTH_SITES, preflight
 from steercap.cli.terminal import Terminal
 from steercap.config import CPU
+from steercap.config.environment import KEYS
 from steercap.engine.checkpoint import require_reachable, require_there
 from steercap.files.fingerprint import digest_of
 
@@ -48,7 +50,8 @@ class ServeOptions:
     """Options for a server, whether it runs in the foreground or is kept warm in the background."""
 
     api_key: Annotated[
-        list[str] | None, typer.Option(metavar="KEY", help="API key that clients may use; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="KEY", help="API key that clients may use; repeatable.", envvar=KEYS, show_envvar=False),
     ] = None
     sites: Annotated[str, typer.Option(help="Sites that requests can read and edit, separated by commas.")] = (
         "resid_post"
@@ -86,13 +89,18 @@ class ServeOptions:
         """Return the settings of the server from these options; `more` are further fields of `ServerSettings`.
 
         Raises:
-            typer.BadParameter: a text that is not NAME=VALUE, or a number that is not finite.
+            typer.BadParameter: a text that is not NAME=VALUE, a number that is not finite, limits of a folder without
+                one, or sites that --engine-arg gives too.
         """
         from steercap.server.server import ServerSettings
 
         for name, value in asdict(self).items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise typer.BadParameter(f"{value}; give a finite number", param_hint=f"--{name.replace('_', '-')}")
+        if self.folder is None and (self.folder_gib, self.folder_gib_of_a_key) != (64, 16):
+            raise typer.BadParameter("there is no folder to limit; give --folder PATH", param_hint="--folder-gib")
+        if self.sites != ServeOptions.sites and "sites" in dict(pairs_of(self.engine_arg or (), "--engine-arg")):
+            raise typer.BadParameter("--engine-arg gives sites too; leave one out", param_hint="--sites")
         return ServerSettings(
             vectors={name: Path(file) for name, file in named(self.vectors or (), "--vectors")},
             saes={name: Path(folder) for name, folder in named(self.sae or (), "--sae")},
@@ -148,6 +156,7 @@ def register(app: typer.Typer) -> None:
         """Serve a model with vLLM's own OpenAI-compatible server; requests capture and steer through the field
         `steercap`.
         """
+        os.environ.pop(KEYS, None)  # typer has read it; neither the engine's processes nor the digest need it
         model, flags = parted(model, flags)
         recorded = record.settings()
         asked = digest_of([*options.flags(), *flags]) if warm else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -221,9 +222,16 @@ def document_of(results: SweepResults, out: Path) -> dict[str, Any]:
 
 
 def drawn(results: SweepResults, out: Path) -> list[Path]:
-    """Draw a picture per vector into the folder `out`; return their paths, [] if nothing was measured."""
-    names = {name: "".join(letter if letter.isalnum() else "_" for letter in name) for name in results.sweep.vectors}
-    return [results.plot(out / f"{safe}.png", vector=name) for name, safe in names.items()] if results.values else []
+    """Draw a picture per vector into the folder `out`; return their paths, [] if nothing was measured.
+
+    A picture has the vector's name with "_" for all but letters and digits, and a number where another has that too.
+    """
+    names: dict[str, str] = {}
+    for vector in results.sweep.vectors if results.values else ():
+        safe = "".join(letter if letter.isalnum() else "_" for letter in vector)
+        numbered = (f"{safe}_{number}" for number in count(2))
+        names[next(name for name in chain([safe], numbered) if name not in names)] = vector
+    return [results.plot(out / f"{name}.png", vector=vector) for name, vector in names.items()]
 
 
 def report(results: SweepResults, out: Path, terminal: Terminal, *, plot: bool) -> None:

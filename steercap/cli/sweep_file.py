@@ -13,8 +13,7 @@ import typer
 from steercap.cli.contents import directions_in, load
 from steercap.cli.parsing import base_of, names_of, tokens_of
 from steercap.cli.persona import is_file, trait_of
-from steercap.cli.prompts import PromptOptions
-from steercap.core.extras import extra
+from steercap.cli.prompts import Prompt, PromptOptions
 from steercap.errors import InvalidFile
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ def read_settings(path: Path | None, flags: Mapping[str, Any]) -> SweepFile:
 
 
 def yaml_keys(path: Path, needed: str, *, paths: Iterable[str]) -> dict[str, Any]:
-    """Read the keys and values of a YAML file; {} if it is empty.
+    """Read the keys and values of a YAML file; {} if it has none.
 
     Args:
         path: path of the file.
@@ -86,16 +85,9 @@ def yaml_keys(path: Path, needed: str, *, paths: Iterable[str]) -> dict[str, Any
     Raises:
         InvalidFile: the file is not YAML, has a key twice, or is not a mapping.
     """
-    with extra("experiments", "evaluation"):
-        import yaml
+    from steercap.files.tables import read_yaml
 
-    try:
-        text = path.read_text(encoding="utf-8")
-        found, twice = yaml.safe_load(text), _key_twice(yaml.compose(text, yaml.SafeLoader))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InvalidFile(f"{path} cannot be read as YAML: {error}") from error
-    if twice:
-        raise InvalidFile(f"{path} has {twice} twice in one mapping, of which YAML would read the last; leave one out")
+    found = read_yaml(path)
     if found is None:
         return {}
     if not isinstance(found, dict):
@@ -106,24 +98,6 @@ def yaml_keys(path: Path, needed: str, *, paths: Iterable[str]) -> dict[str, Any
     if isinstance(found.get("measures"), list):
         found["measures"] = [_measure_from(path.parent, measure) for measure in found["measures"]]
     return found
-
-
-def _key_twice(root: Any) -> str:
-    """Return a key that a mapping within a YAML node has twice, with its line, or "" if there is none."""
-    nodes, seen = [root], set[int]()
-    while nodes:
-        node = nodes.pop()
-        if id(node) in seen or isinstance(getattr(node, "value", None), str | None):  # an alias, or no collection
-            continue
-        seen.add(id(node))
-        pairs = [one if isinstance(one, tuple) else (None, one) for one in node.value]
-        nodes += [value for _, value in pairs]
-        keys = set[tuple[str, str]]()
-        for key in [key for key, _ in pairs if key is not None and isinstance(key.value, str)]:
-            if (key.tag, key.value) in keys:
-                return f"{key.value!r} (line {key.start_mark.line + 1})"
-            keys.add((key.tag, key.value))
-    return ""
 
 
 def settings_of(
@@ -155,7 +129,7 @@ def sweep_of(settings: SweepFile) -> Sweep:
     if isinstance(settings.prompts, str):
         prompts = PromptOptions(file=settings.prompts, chat=settings.chat).read()
     else:
-        prompts = PromptOptions(prompts=list(settings.prompts), chat=settings.chat).read()
+        prompts = PromptOptions(chat=settings.chat).templated([Prompt(text) for text in settings.prompts])
     return Sweep(
         vectors=directions if settings.names is None else directions.select(settings.names),
         layers=settings.layers,

@@ -24,6 +24,7 @@ from steercap.cli.engines import SMOLLM2, elsewhere, located
 from steercap.cli.serve import ServedModel, ServeOptions, ServerFlags, checked, parted
 from steercap.cli.tables import facts
 from steercap.cli.terminal import Terminal
+from steercap.config.environment import KEYS
 from steercap.core.display import duration
 from steercap.errors import EngineFailure, InvalidRequest, SteercapError
 from steercap.files import warm
@@ -72,6 +73,8 @@ def _up(app: typer.Typer) -> None:
         """
         model, flags = parted(model, flags)
         options = replace(options, idle=IDLE_MINUTES if options.idle is None else options.idle)
+        if any(key.split() != [key] for key in options.api_key or ()):
+            raise typer.BadParameter("give keys without spaces, which are not empty", param_hint="--api-key")
         checked(options.settings(), model, flags, options.engine_arg, sites=options.sites.split(","))
         with terminal.status(f"looking for {model}"):
             path = warm.socket_of(str(await asyncio.to_thread(located, model)))
@@ -123,7 +126,8 @@ def _started(model: str, options: ServeOptions, flags: list[str], path: Path) ->
     """Start the server as a process in a session of its own, so that it outlives this command; `path` is its socket."""
     home = Path(steercap.__file__).parent.parent
     safe = [] if Path.cwd() == home else ["-P"]  # nothing in the working directory is taken for a module
-    words = [sys.executable, *safe, "-m", "steercap", "serve", model, "--warm", "--no-record", *options.flags()]
+    said = replace(options, api_key=None).flags()  # what is in a command line every user of the machine can read
+    words = [sys.executable, *safe, "-m", "steercap", "serve", model, "--warm", "--no-record", *said]
     log = os.open(path.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     try:
         return subprocess.Popen(  # noqa: S603 -- this command's own words
@@ -131,6 +135,7 @@ def _started(model: str, options: ServeOptions, flags: list[str], path: Path) ->
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
+            env={**os.environ, KEYS: " ".join(options.api_key or ())},
             start_new_session=True,
         )
     finally:

@@ -15,10 +15,10 @@ import typer
 from rich.text import Text as Cell
 
 from steercap.cli.command import command, group_of
-from steercap.cli.contents import Target, directions_in, load, write
+from steercap.cli.contents import Target, directions_in, kind_of, load, write
 from steercap.cli.destinations import Force, file_ready, may_replace, saved
 from steercap.cli.engines import ReachOptions, located
-from steercap.cli.parsing import Base, Level, base_of, dtype_of, layers_of, tokens_of
+from steercap.cli.parsing import Base, Level, base_of, dtype_of, layers_of, refuse, tokens_of
 from steercap.cli.preflight import preflight, reached
 from steercap.cli.prompts import SpecialTokens, records_of
 from steercap.cli.tables import (
@@ -206,7 +206,9 @@ def _register_extract(app: typer.Typer) -> None:
             list[str] | None,
             typer.Option("--try", metavar="PROMPT", help="Steer replies to this prompt at a few layers; repeatable."),
         ] = None,
-        scale: Annotated[float, typer.Option("--try-scale", help="Vector multiplier of --try, both signs.")] = 2.0,
+        scale: Annotated[
+            float | None, typer.Option("--try-scale", help="Vector multiplier of --try, both signs (default 2).")
+        ] = None,
     ) -> None:
         """Find the direction in which some texts differ from others. The files hold one text per line, or JSONL with
         prompt and response, whose rows are the response's, and group if texts belong together, such as answers to one
@@ -215,7 +217,10 @@ def _register_extract(app: typer.Typer) -> None:
         """
         from steercap.core.spec import CaptureSpec
 
-        if not 0 < scale < math.inf or not all(prompts or ["none"]):
+        if not prompts:
+            refuse("there is no --try PROMPT", {"--try-scale": scale})
+        multiplier = 2.0 if scale is None else scale
+        if not 0 < multiplier < math.inf or not all(prompts or ["none"]):
             raise typer.BadParameter("give prompts that are not empty, and a multiplier above 0", param_hint="--try")
         model.require_there()
         file_ready(out, extensions=[".safetensors"], hint=CONVERTED)
@@ -231,7 +236,7 @@ def _register_extract(app: typer.Typer) -> None:
             found = await extract_from(
                 open_model, texts, terminal, name=said, site=site, add_special_tokens=special_tokens, **split, **where
             )
-            trial = partial(tried_at, open_model, found, prompts, scale, terminal) if prompts else None
+            trial = partial(tried_at, open_model, found, prompts, multiplier, terminal) if prompts else None
             await report(found, said, out, terminal, trial)
 
 
@@ -348,7 +353,7 @@ def _register_compare(app: typer.Typer) -> None:
             str | None,
             typer.Option("--model", "-m", help="Model of the first, a folder of steercap train: adds perplexities."),
         ] = None,
-        dtype: Annotated[str, typer.Option(help="dtype of the model.")] = "float32",
+        dtype: Annotated[str | None, typer.Option(help="dtype of --model (default float32).")] = None,
         out: Annotated[Path | None, typer.Option(dir_okay=False, help="File for the table, in Parquet.")] = None,
         force: Force = False,
     ) -> None:
@@ -360,6 +365,8 @@ def _register_compare(app: typer.Typer) -> None:
 
         from steercap.lab.training import HookedModel, compare_trained, compare_vectors
 
+        if model is None:
+            refuse("there is no --model", {"--dtype": dtype})
         if out is not None:
             file_ready(out, extensions=[".parquet"])
             may_replace(out, terminal, force=force)
@@ -371,7 +378,7 @@ def _register_compare(app: typer.Typer) -> None:
                 task = bar.add_task("reading held-out responses", total=None)
                 reading["progress"] = lambda done, total: bar.update(task, completed=done, total=total)
                 device = "cuda" if torch.cuda.is_available() else None
-                hooked = HookedModel(located(model), dtype_of(dtype), device=device)
+                hooked = HookedModel(located(model), dtype_of(dtype or "float32"), device=device)
                 found = compare_trained(hooked, first, second, **reading)
         if out is not None:
             found.save(out)
@@ -415,9 +422,14 @@ def _register_convert(app: typer.Typer) -> None:
             int | None, typer.Option(min=0, max=1, help="Index of layer 0 in a .pt tensor, read or written: 0 or 1.")
         ] = None,
         bound: Annotated[
-            Bound, typer.Option(help="Whether caps of a capping experiment are upper (high) or lower (low) bounds.")
-        ] = Bound.HIGH,
-        model_hint: Annotated[str, typer.Option(help="Model hint to write into a GGUF file, such as llama.")] = "",
+            Bound | None,
+            typer.Option(
+                help="Whether caps of a capping experiment are upper (high, the default) or lower (low) bounds."
+            ),
+        ] = None,
+        model_hint: Annotated[
+            str | None, typer.Option(help="Model hint to write into a GGUF file, such as llama.")
+        ] = None,
         force: Force = False,
     ) -> None:
         """Convert vectors to another format. Reads steercap's .safetensors, GGUF control vectors of repeng and
@@ -426,7 +438,12 @@ def _register_convert(app: typer.Typer) -> None:
         """
         extensions = [f".{one}" for one in Target]
         file_ready(out, extensions=extensions)
-        content = load(source, base=base_of(base), bound=bound.value)
+        if out.suffix.lower() != ".gguf":
+            refuse(f"{out} is no GGUF file", {"--model-hint": model_hint})
+        written_alone = out.suffix.lower() == ".pt" and kind_of(source) != "pt"
+        content = load(
+            source, base=None if written_alone else base_of(base), bound=None if bound is None else bound.value
+        )
         may_replace(out, terminal, force=force)
         written = write(
             content,
@@ -435,6 +452,6 @@ def _register_convert(app: typer.Typer) -> None:
             name=name,
             layers=layers_of(layers),
             base=base_of(base),
-            model_hint=model_hint,
+            model_hint=model_hint or "",
         )
         terminal.show({"file": str(out), **written}, facts("", {"file": out, **written}))

@@ -88,8 +88,10 @@ OTHERS: Final[Mapping[str, Variable]] = {
         for name in ("", "_SITE", "_LAYERS", "_TOKENS", "_FRACTION", "_GIB", "_FULL", "_HOURS", "_PROMPTS")
     },
 }
-#: Variables that steercap sets itself: marks of an engine's processes, and of clients killed by tests.
-OWN: Final = frozenset({f"{PREFIX}ENGINE", f"{PREFIX}KILLS"})
+#: Variable by which `steercap up` gives its server API keys, which a command line would show to every user.
+KEYS: Final = f"{PREFIX}KEYS"
+#: Variables that steercap sets itself: marks of an engine's processes, and of clients killed by tests; keys of `up`.
+OWN: Final = frozenset({f"{PREFIX}ENGINE", f"{PREFIX}KILLS", KEYS})
 #: Prefix of the variables that steercap's own tests read.
 TESTS: Final = f"{PREFIX}TEST_"
 

@@ -1,4 +1,4 @@
-"""Parquet tables of records (msgspec Structs), written by pipelines and experiments, readable by other tools."""
+"""Parquet tables of records (msgspec Structs), written by pipelines and experiments; reader of YAML files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
@@ -98,6 +98,45 @@ def read_table(path: str | Path, kind: type[AnyRecord]) -> list[AnyRecord]:
         return msgspec.convert(rows, list[kind])  # type: ignore[valid-type]
     except (OSError, pa.ArrowException, msgspec.ValidationError) as error:
         raise InvalidFile(f"{path} is not a table of {kind.__name__}: {error}") from error
+
+
+def read_yaml(path: Path) -> Any:
+    """Read the value of a YAML file, in plain types; None if it holds none.
+
+    Raises:
+        InvalidFile: the file is missing, empty or not YAML, or has a key twice in one mapping.
+    """
+    with extra("experiments", "evaluation", "personas"):
+        import yaml
+    require_file(path)
+    try:
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(path.read_bytes())
+        root = loader.get_single_node()
+        twice = _key_twice(root)
+        found = None if root is None else loader.construct_document(root)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise InvalidFile(f"{path} cannot be read as YAML: {error}") from error
+    if twice:
+        raise InvalidFile(f"{path} has {twice} twice in one mapping, of which YAML would read the last; leave one out")
+    return found
+
+
+def _key_twice(root: Any) -> str:
+    """Return a key that a mapping within a YAML node has twice, with its line, or "" if there is none."""
+    nodes, seen = [root], set[int]()
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen or isinstance(getattr(node, "value", None), str | None):  # an alias, or no collection
+            continue
+        seen.add(id(node))
+        pairs = [one if isinstance(one, tuple) else (None, one) for one in node.value]
+        nodes += [value for _, value in pairs]
+        keys = set[tuple[str, str]]()
+        for key in [key for key, _ in pairs if key is not None and isinstance(key.value, str)]:
+            if (key.tag, key.value) in keys:
+                return f"{key.value!r} (line {key.start_mark.line + 1})"
+            keys.add((key.tag, key.value))
+    return ""
 
 
 class TableWriter(Generic[AnyRecord]):

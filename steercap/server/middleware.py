@@ -225,7 +225,8 @@ class AnswerSender:
         """Send a stream's part, up to its last complete event; insert the results' event before the final `[DONE]`."""
         self._held += message.get("body", b"")
         more = message.get("more_body", False)
-        end = self._held.rfind(b"\n\n") + 2 if more else len(self._held)
+        at = self._held.rfind(b"\n\n") if more else len(self._held)
+        end = 0 if at < 0 else at + 2
         ready, self._held = self._held[:end], self._held[end:]
         events = [self._with_numbers(event) for event in ready.split(b"\n\n")]  # JSON text has no bare newlines
         if (self._call.results or self._call.error) and _DONE in events:

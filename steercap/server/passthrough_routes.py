@@ -5,6 +5,7 @@ vLLM ignores fields that a route does not know, so a request for steercap would 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Final
 
@@ -37,6 +38,12 @@ STEERED: Final = (
 )
 #: Routes that do not run the model, where a preset's name stands for the model itself.
 AT_REST: Final = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
+#: Name and beginning of the value of a field of a multipart form, as the speech routes take them; bounded, so that a
+#: body is searched in linear time.
+_FORM_FIELD: Final = re.compile(
+    rb"""(?i)content-disposition:[ \t]{0,9}form-data;[ \t]{0,9}name=["']?(\w{1,40})["']?[^\r\n]{0,200}"""
+    rb"""(?:\r\n[^\r\n]{1,200}){0,8}\r\n\r\n([^\r\n]{0,400})"""
+)
 
 
 class PassthroughRoute:
@@ -61,6 +68,9 @@ class PassthroughRoute:
             return
         given, is_text = decoded(body)
         given = given if isinstance(given, dict) else {}
+        if header(scope, b"content-type").lower().startswith("multipart/"):
+            fields = _FORM_FIELD.findall(body)
+            given = {name.decode(): value.decode("utf-8", "replace") for name, value in fields}
         if asked := [name for name in FIELDS if given.get(name) is not None]:
             await refuse(send, 400, f"{path} does not take {asked[0]!r}; use {' or '.join(self._paths)}")
             return

@@ -72,7 +72,10 @@ def computing(handler: Handler, most: int = MOST_BODY) -> Handler:
     """
 
     async def computed(request: Request) -> Response:
-        body = await _body(request, most)  # first: what is received later is the end of the connection
+        try:
+            body = await _body(request, most)  # first: what is received later is the end of the connection
+        except InvalidSpec as error:
+            return refused(413, str(error), type(error).__name__)
         inner = Request(request.scope, replayed(body, request.receive))
         work = asyncio.ensure_future(handler(inner))
         gone = asyncio.ensure_future(_disconnected(request))

@@ -113,11 +113,13 @@ def _points(running: RunningSketch, given: str | None) -> Sequence[Point]:
     """Return the points of a sketch that comma-separated indices name, in their order; all points if None.
 
     Raises:
-        InvalidSpec: the sketch has no point of an index.
+        InvalidSpec: the sketch has no point of an index, or fewer points than there are indices.
     """
     if given is None:
         return running.points
-    numbers = given.split(",")[: len(running.points)]
+    numbers = given.split(",", len(running.points))
+    if len(numbers) > len(running.points):
+        raise InvalidSpec(f"points={shown(given)}; the sketch has {len(running.points)} points, give each once at most")
     known = {str(number): point for number, point in enumerate(running.points)}
     if unknown := [number for number in numbers if number not in known]:
         raise InvalidSpec(f"points={shown(given)}; the sketch has no point {unknown[0][:20]!r}, but {', '.join(known)}")

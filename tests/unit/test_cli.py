@@ -9,9 +9,11 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import defaultdict
 from importlib.metadata import version
 from pathlib import Path
@@ -31,6 +33,8 @@ from steercap.adapters.hardware import BIND, free_memory
 from steercap.adapters.releases import TRIED
 from steercap.cli.app import app
 from steercap.cli.collect import RayOptions, SampleOptions
+from steercap.cli.doctor import examine_server
+from steercap.cli.doctor import facts as facts_of_doctor
 from steercap.cli.doctor.checks import CHECKS, Check, examine
 from steercap.cli.doctor.facts import Facts, gather
 from steercap.cli.engines import ModelOptions
@@ -448,6 +452,14 @@ def test_prompts_come_from_the_line_from_files_and_stdin(tmp_path, monkeypatch) 
             PromptOptions(file=str(records)).read()
 
 
+def test_a_prompt_that_is_no_text_is_refused() -> None:
+    """Python has a byte of the command line that is no UTF-8 as half of a surrogate pair, which nothing can encode."""
+    for given in ({"prompts": ["hi \udcff"]}, {"prompts": ["hi"], "system": "\udcff"}):
+        with pytest.raises(typer.BadParameter, match="no text in UTF-8"):
+            PromptOptions(**given).read()
+    assert PromptOptions(prompts=["h\u00ef \U0001f642"]).read()[0].content == "h\u00ef \U0001f642"
+
+
 #: Letters at which `str.splitlines` ends a line, and a line does not end.
 INSIDE = "\u2028\u2029\u0085\x0b\x0c\x1c\x1d\x1e\r."
 
@@ -689,7 +701,7 @@ def test_other_files_are_refused(content, tmp_path) -> None:
 # Sweeps
 
 
-def test_a_sweep_is_what_its_file_and_flags_say(directions, tmp_path) -> None:
+def test_a_sweep_is_what_its_file_and_flags_say(directions, tmp_path, monkeypatch) -> None:
     """Keys of the file, flags in their place; paths are from the folder of the file."""
     (tmp_path / "prompts.txt").write_text("one\ntwo\n")
     file = tmp_path / "sweep.yaml"
@@ -699,6 +711,10 @@ def test_a_sweep_is_what_its_file_and_flags_say(directions, tmp_path) -> None:
     sweep = sweep_of(read_settings(file, {"scales": (1.0,), "chat": None}))
     assert (sweep.groups, sweep.scales, sweep.random, list(sweep.vectors)) == (((1,), (1, 2)), (1.0,), 3, ["kind"])
     assert list(sweep.prompts) == ["one", "two"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from stdin\n"))
+    for chat, first in ((False, "-"), (True, [{"role": "user", "content": "-"}])):
+        told = read_settings(file, {"scales": (1.0,), "chat": chat, "prompts": ("-", "two")})
+        assert (next(iter(sweep_of(told).prompts)), len(sweep_of(told).prompts)) == (first, 2)
     file.write_text("vectors: a\nscale: 3\nlayers: [1]\nscales: [1]\nprompts: [a]\n")
     with pytest.raises(InvalidFile, match="unknown field `scale`; known: vectors, layers"):
         read_settings(file, {})
@@ -1061,6 +1077,38 @@ def test_weights_of_two_formats_count_once(tmp_path) -> None:
     assert weight_bytes(tmp_path) == 70
     (tmp_path / "model.safetensors").write_bytes(bytes(50))
     assert weight_bytes(tmp_path) == 50
+
+
+async def test_a_server_that_is_slow_is_given_the_seconds_asked_for() -> None:
+    """For its health too: the system takes the connection, and nobody answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        began = time.monotonic()
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        (check,) = await examine_server(address, key=None, model=None, seconds=0.1)
+        assert (check.state, time.monotonic() - began < 2) == ("problem", True)
+
+
+@pytest.mark.parametrize(("token", "says"), [("mine", "there"), ("other", "unknown"), (None, "unknown")])
+def test_the_doctor_asks_the_hub_with_the_users_token(token, says, monkeypatch, tmp_path) -> None:
+    """The hub shows a private model to its owner alone, whose token vLLM gives too."""
+
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.headers.get("authorization") == "Bearer mine" else 401)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    if token is not None:
+        monkeypatch.setenv("HF_TOKEN", token)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        assert facts_of_doctor._ask_hub("me/model") == says
+        server.shutdown()
 
 
 def test_the_doctor_looks_at_this_machine() -> None:

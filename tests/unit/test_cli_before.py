@@ -11,11 +11,13 @@ import os
 import pty
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -26,13 +28,15 @@ from cli_calls import call, captured, directions, shell, vectors
 from rich.console import Console
 from rich.progress import Progress
 
+from steercap import Add, SteeringSpec
 from steercap.captures.handle import CaptureHandle
 from steercap.captures.manifest import Manifest
 from steercap.cli.app import app
 from steercap.cli.captured import Store
 from steercap.cli.engines import ModelOptions, ReachOptions
-from steercap.cli.generate import PrintedAnswer, report
+from steercap.cli.generate import PrintedAnswer, answer, report
 from steercap.cli.persona import folded, sweeps_of
+from steercap.cli.prompts import Prompt
 from steercap.cli.sweep_file import measure_of, measures_in, read_settings
 from steercap.cli.tables import facts, titled
 from steercap.cli.terminal import Output, Terminal
@@ -66,6 +70,12 @@ def here(tmp_path, directions, monkeypatch) -> Path:  # noqa: ARG001 -- makes a 
     vectors(layers=[2, 9]).save(tmp_path / "deep.safetensors")
     vectors(width=16).save(tmp_path / "wide.safetensors")
     captured(tmp_path / "rows" / "0000.safetensors")
+    shutil.copytree(Path(__file__).parent.parent / "stored" / "roles", tmp_path / "roles")
+    (tmp_path / "taken.safetensors").write_text("kept")
+    torch.save(torch.ones(4, 8), tmp_path / "layers.pt")
+    torch.save({"vectors": {"axis": {"vector": torch.ones(8), "layer": 2}}, "experiments": []}, tmp_path / "capping.pt")
+    (tmp_path / "drawn").mkdir()
+    (tmp_path / "drawn" / "demo.png").write_text("kept")
     (tmp_path / "taken.jsonl").write_text("kept")
     return tmp_path
 
@@ -124,6 +134,8 @@ SWEEP = "sweep --scales 1 --prompts a.txt --out s -m model --vectors"
         ("persona run mine.yaml -m model --out x", 1, "mine.yaml cannot be read: there is no such file"),
         ("persona run poetic -m model --out x --temperature inf", 2, "finite number"),
         ("persona answers rows rows --kind role -m model --out x", 1, "rows holds no answers"),
+        ("persona cap roles -m model --out x.safetensors --layers 9", 1, "layer 9 is outside this model of 4 layers"),
+        ("persona cap roles -m model --out taken.safetensors --layers 9", 1, "layer 9 is outside"),
         ("persona answers rows rows --kind rolle -m model --out x", 2, "'rolle' is not one of"),
         ("persona answers rows rows --kind role -m model --out x --dtype half --dtypes half", 2, "not both"),
         (f"{SWEEP} wide.safetensors --layers 1", 1, "width 16"),
@@ -150,6 +162,41 @@ SWEEP = "sweep --scales 1 --prompts a.txt --out s -m model --vectors"
         ("explore model --vectors some=nowhere.safetensors", 1, "vectors some=nowhere.safetensors: No such file"),
         ("explore model --vectors some=wide.safetensors", 1, "--vectors some: the vectors have width 16"),
         ("demo --out a.txt", 2, "is a file"),
+        ("demo --out drawn", 2, "drawn/demo.png is there already; give another name, or --force"),
+        ("vectors extract a.txt b.txt -m model --out x.safetensors --try-scale 3", 2, "--try-scale: there is no --try"),
+        ("vectors compare traits.safetensors deep.safetensors --dtype float16", 2, "--dtype: there is no --model"),
+        ("vectors convert traits.safetensors --out x.gguf --name kind --bound low", 2, "--bound: traits.safetensors"),
+        ("vectors convert layers.pt --base 0 --out x.gguf --bound low", 2, "--bound: layers.pt holds no capping"),
+        ("vectors convert deep.safetensors --out x.pt --base 0 --model-hint llama", 2, "--model-hint: x.pt is no GGUF"),
+        ("vectors convert deep.safetensors --out x.gguf --base 1", 2, "--base: deep.safetensors says itself which"),
+        ("vectors show deep.safetensors --base 1", 2, "--base: deep.safetensors says itself which"),
+        ("vectors show capping.pt --base 1", 2, "--base: capping.pt says itself which"),
+        ("generate hi -m model --steer deep.safetensors --steer-layers 2 --base 1", 2, "--base: deep.safetensors says"),
+        (f"{SWEEP} deep.safetensors --layers 2 --base 0", 2, "--base: deep.safetensors says itself which"),
+        ("compare model model --vectors deep.safetensors --layer 2 --base 0", 2, "--base: deep.safetensors says"),
+        ("collect a.txt -m model --out x --temperature 0", 2, "--temperature: nothing is generated without --max-tok"),
+        ("collect a.txt -m model --out x --seed 1", 2, "--seed: nothing is generated without --max-tokens"),
+        ("collect a.txt -m model --out x --sample-seed 1", 2, "--sample-seed: there is no --one-in"),
+        ("collect a.txt -m model --out x --ray 1 --api-key k", 2, "--api-key: actors start engines of their own"),
+        ("serve model --folder-gib 1", 2, "--folder-gib: there is no folder to limit; give --folder"),
+        ("up model --folder-gib-of-a-key 1", 2, "there is no folder to limit; give --folder"),
+        ("serve model --sites attn_out --engine-arg sites=mlp_out", 2, "--sites: --engine-arg gives sites too"),
+        (f"{SERVE} some=deep.safetensors --vectors some=wide.safetensors", 2, "the name 'some' is given twice"),
+        ("generate hi -m model --api-key k", 2, "--api-key: no engine is warm that would take it"),
+        (
+            "generate hi -m model --dtype float32 --engine-arg dtype=float16",
+            2,
+            "--engine-arg: an option gives dtype too",
+        ),
+        ("generate hi -m model --max-model-len 9 --engine-arg max-model-len=8", 2, "an option gives max_model_len too"),
+        ("generate hi -m model --engine-arg seed=1 --engine-arg seed=2", 2, "--engine-arg: seed is given twice"),
+        ("persona run poetic -m model --out x --scorer-arg a=1 --scorer-arg a=2", 2, "--scorer-arg: a is given twice"),
+        (
+            "persona answers rows rows --kind role -m model --out x --engine-arg dtype=half --dtypes half",
+            2,
+            "--dtypes: give --dtype, as such or by --engine-arg, or --dtypes, not both",
+        ),
+        ("persona answers rows rows --kind role -m model --out x --api-key k --dtypes half", 2, "engines of its own"),
         ("demo --out a.txt/folder", 2, "cannot be written to"),
     ],
 )
@@ -270,6 +317,25 @@ def test_at_a_terminal_it_is_asked_whether_a_file_may_go(here, says, code) -> No
     assert "is there already. Write over it?" in said
     assert found == code, said
     assert ((here / "wide.safetensors").read_bytes() == before) == bool(code)
+
+
+@pytest.mark.parametrize(("seed", "compare", "drawn"), [(None, True, True), (7, True, False), (None, False, False)])
+async def test_what_is_compared_is_sampled_with_one_seed(seed, compare, drawn) -> None:
+    """Which is drawn where none is given; two draws would differ without any steering."""
+    seeds: list[int | None] = []
+
+    class Sampler:
+        async def run(self, _prompt: Any, params: dict[str, Any], **_how: Any) -> Any:
+            seeds.append(params["seed"])
+            return SimpleNamespace(samples=[SimpleNamespace(token_ids=[1])], texts=["a"], steering=None)
+
+    model: Any = Sampler()
+    asked, params = [Prompt("hi", special=True)], {"n": 1, "temperature": 1.0, "seed": seed}
+    steering = SteeringSpec([Add(torch.ones(8), layer=0)])
+    await answer(model, asked, params, Terminal(Output()), steering=steering, compare=compare)
+    assert len(seeds) == 1 + compare
+    assert len(set(seeds)) == 1
+    assert (seeds[0] != seed) == drawn
 
 
 @pytest.mark.usefixtures("here")

@@ -18,6 +18,7 @@ from rich.console import Console
 from steercap import Ablate, Add, Cap, CaptureHandle, Point, SetProjection, SteeringSpec
 from steercap.captures.lifecycle import Lifecycle
 from steercap.captures.rows import Captures, Found
+from steercap.cli.sweep import drawn
 from steercap.core.receipt import Receipt
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSpec, RunDiffers, UnknownName, WorkerFailure
 from steercap.lab.directions import random_like
@@ -391,6 +392,13 @@ def results(**changed) -> SweepResults:
         {"length": noisy, "perplexity": [math.exp(abs(value) / 10) for value in noisy]},
         {"length": Length(), "perplexity": Perplexity()},
     )
+
+
+def test_vectors_whose_names_differ_in_marks_alone_have_pictures_of_their_own(tmp_path) -> None:
+    """As names of files all three are a_b, which is the first's; the last has a name that the second was given."""
+    found = results(vectors={name: vectors(1, 3) for name in ("a-b", "a b", "a_b_2")}, scales=(1,), random=0)
+    assert [path.name for path in drawn(found, tmp_path)] == ["a_b.png", "a_b_2.png", "a_b_2_2.png"]
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_an_effect_stands_beside_its_controls() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_calls import call
 from transformers import AutoConfig
 
 from steercap.adapters.releases import registered
@@ -109,6 +110,18 @@ def test_a_folder_whose_configuration_names_nothing_is_an_error(content, tmp_pat
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ModelNotLoaded, match="names no architectures"):
         facts_of(str(tmp_path))
+
+
+def test_architectures_are_listed_in_the_folder_of_a_model_too(tmp_path, monkeypatch) -> None:
+    """That folder is described only by its path, and its path is no part of the name of one that is refused."""
+    folder_of(tmp_path, "qwen3", architecture="Qwen3ForCausalLM")
+    monkeypatch.chdir(tmp_path)
+    listed = json.loads(call("models", "--json").stdout)
+    assert len(listed) > 9
+    assert json.loads(call("models", ".", "--json").stdout)["model"] == "."
+    done = call("models", "--refused", ".")
+    assert (done.exit_code, "--refused" in done.stderr) == (2, True), done.output
+    assert json.loads(call("models", "--refused", "--json").stdout)
 
 
 def test_what_is_not_here_is_an_error_that_says_how_to_fetch_it(tmp_path) -> None:

@@ -105,12 +105,21 @@ def test_a_trait_that_does_not_fit_is_refused(change, says, tmp_path) -> None:
         load_trait(path)
 
 
+def test_a_key_that_a_trait_has_twice_is_refused(tmp_path) -> None:
+    """YAML would read the last of them, and half of the questions would be gone without a word."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(msgspec.to_builtins(traits()["formal"])) + "questions: [Why?]\n")
+    with pytest.raises(InvalidFile, match=r"mine\.yaml has 'questions' \(line \d+\) twice in one mapping"):
+        load_trait(path)
+
+
 def test_a_file_that_is_no_trait_is_refused(tmp_path) -> None:
     """Missing files, broken YAML and YAML of something else are InvalidFile."""
     (tmp_path / "broken.yaml").write_text("name: [a")
     (tmp_path / "list.yaml").write_text("- a")
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
-    for name in ("none.yaml", "broken.yaml", "list.yaml", "bytes.yaml"):
+    (tmp_path / "date.yaml").write_text("name: 2026-13-13")
+    for name in ("none.yaml", "broken.yaml", "list.yaml", "bytes.yaml", "date.yaml"):
         with pytest.raises(InvalidFile, match=name):
             load_trait(tmp_path / name)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import roles_batch
 import torch
 import typer
+from cli_calls import call
 from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
@@ -231,6 +233,10 @@ def spoilt(name: str, text: str | bytes):
         (
             lambda folder: spoilt("a.yaml", "name: a\nprompt: [b]\n")(folder).parent,
             "a.yaml cannot be read as roles: .*prompt",
+        ),
+        (
+            lambda folder: spoilt("a.yaml", "name: a\nprompts: [b]\nprompts: [c]\n")(folder).parent,
+            r"a.yaml has 'prompts' \(line 3\) twice in one mapping",
         ),
         (
             lambda folder: spoilt("a.json", '{"instruction": [{"neg": "b"}]}')(folder).parent,
@@ -500,6 +506,19 @@ def test_an_axis_comes_back_from_its_file(tmp_path) -> None:
 
 
 # Stability
+
+
+def test_an_axis_and_its_pictures_are_written_over_only_by_force(tmp_path) -> None:
+    """As other files are; those of another kind of axis are none of its."""
+    folder = shutil.copytree(Path(__file__).parent.parent / "stored" / "roles", tmp_path / "roles")
+    assert call("persona", "axis", folder, "--splits", "1").exit_code == 0
+    (folder / "positions-contrast.png").write_bytes(b"kept")
+    done = call("persona", "axis", folder, "--splits", "1")
+    assert (done.exit_code, "--force" in done.stderr) == (2, True), done.output
+    assert (folder / "positions-contrast.png").read_bytes() == b"kept"
+    assert call("persona", "axis", folder, "--splits", "1", "--how", "pca").exit_code == 0
+    assert call("persona", "axis", folder, "--splits", "1", "--force").exit_code == 0
+    assert (folder / "positions-contrast.png").read_bytes() != b"kept"
 
 
 @pytest.mark.parametrize("over", ["questions", "roles"])

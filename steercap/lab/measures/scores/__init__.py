@@ -15,11 +15,10 @@ from typing import Any, ClassVar, Final, NamedTuple
 
 import msgspec
 
-from steercap.core.extras import extra
 from steercap.core.registry import Registry
 from steercap.core.values import choices, shown
 from steercap.errors import InvalidFile, InvalidSetting
-from steercap.files.base import require_file
+from steercap.files.tables import read_yaml
 
 #: Placeholders that a trait's rubric must contain.
 PLACES: Final = ("{question}", "{answer}")
@@ -94,14 +93,12 @@ def load_trait(path: str | Path) -> Trait:
         path: the file; those in `steercap/lab/personas/shipped` show its format.
 
     Raises:
-        InvalidFile: the file is missing or not YAML, or a field is missing, unknown or not valid.
+        InvalidFile: the file is missing or not YAML, or a field is missing, unknown, there twice or not valid.
     """
-    with extra("personas"):
-        import yaml
-    require_file(Path(path))
+    found = read_yaml(Path(path))
     try:
-        return msgspec.yaml.decode(Path(path).read_bytes(), type=Trait)
-    except (OSError, msgspec.MsgspecError, yaml.YAMLError, UnicodeDecodeError) as error:
+        return msgspec.convert(found, Trait)
+    except msgspec.ValidationError as error:
         raise InvalidFile(f"{path} holds no trait: {error}") from error
 
 

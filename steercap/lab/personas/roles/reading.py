@@ -16,6 +16,7 @@ from steercap.core.extras import extra
 from steercap.errors import InvalidFile
 from steercap.files.base import blame
 from steercap.files.fingerprint import nearest_path
+from steercap.files.tables import read_yaml
 from steercap.lab.personas.roles.role import ASSISTANT, Role, RoleSet
 
 #: Name of the file, in a folder of roles, with the questions and prompts that all roles share.
@@ -108,12 +109,10 @@ def _folder(path: Path) -> tuple[tuple[Role, ...], _Shared]:
 
 def _decoded(file: Path, kind: Any) -> Any:
     """Decode a YAML or JSON file as the type `kind`; raise InvalidFile if it cannot be."""
-    with extra("personas"):
-        import yaml
-    decode = msgspec.json.decode if file.suffix == ".json" else msgspec.yaml.decode
     try:
-        return decode(file.read_bytes(), type=kind)
-    except (OSError, msgspec.MsgspecError, yaml.YAMLError, UnicodeDecodeError) as error:
+        found = msgspec.json.decode(file.read_bytes()) if file.suffix == ".json" else read_yaml(file)
+        return msgspec.convert(found, kind)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise InvalidFile(f"{file} cannot be read as roles: {error}") from error
 
 
