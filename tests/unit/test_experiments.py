@@ -350,6 +350,16 @@ def test_another_sweep_in_the_folder_is_refused(changed, names, tmp_path) -> Non
         open_folder(tmp_path, sweep().definition(MODEL | {"weights": "other"}))
 
 
+def test_vectors_in_another_order_are_another_sweep(tmp_path) -> None:
+    """Answers and values are numbered by it, so one vector's values would be told as another's."""
+    both = {"warm": vectors(1, 3), "cold": vectors(1, 3, seed=1)}
+    open_folder(tmp_path, sweep(vectors=both).definition(MODEL))
+    open_folder(tmp_path, sweep(vectors=both).definition(MODEL))
+    turned = sweep(vectors=dict(reversed(both.items()))).definition(MODEL)
+    with pytest.raises(RunDiffers, match=r"order of vectors was \['warm', 'cold'\], is \['cold', 'warm'\]; give"):
+        open_folder(tmp_path, turned)
+
+
 def test_a_broken_definition_is_a_bad_file(tmp_path) -> None:
     """It is not taken for a new sweep's folder."""
     (tmp_path / "sweep.json").write_text("{")
