@@ -233,6 +233,20 @@ def reply(text: str, tops: dict[str, float] | None = None) -> dict:
         ("1. The answer is formal: 85", None, None),
         ("85 of 1000", None, None),
         ("1,000", None, None),
+        ("The answer to Q1 shows none", None, None),
+        ("CO2 is mentioned, no trait", None, None),
+        ("H2O", None, None),
+        ("rule_3", None, None),
+        ("v1.5", None, None),
+        ("1st", {"1": 0.5, "10": 0.5}, None),
+        ("\N{EN DASH}5", None, None),
+        ("8/10th", None, None),
+        ("Score85", None, 85.0),
+        ("85pts", None, 85.0),
+        ("_85_", None, 85.0),
+        ("Score\N{EM DASH}85", None, 85.0),
+        ("85.The answer is formal", None, 85.0),
+        ("\u5f9785\u5206", None, 85.0),  # points, in Chinese
     ],
 )
 def test_a_judges_answer_is_a_number_or_none(text, tops, score) -> None:
@@ -252,6 +266,8 @@ def test_a_judges_answer_is_a_number_or_none(text, tops, score) -> None:
         ("80 of 90", None),
         ("80 \u2013 90", None),
         ("80,5", None),
+        ("80th", None),
+        ("80pts", 84.0),
     ],
 )
 def test_a_whole_number_first_is_weighted_whatever_follows(text, score) -> None:
@@ -269,6 +285,36 @@ def test_candidates_of_a_part_of_the_number_do_not_count(text, first, score) -> 
     choice = reply(text, {first: 0.6, "20": 0.4})["choices"][0]
     choice["logprobs"]["content"][0]["token"] = first
     assert judgement(choice).score == score
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("I would rate this answer with a score of 8", None),
+        ("It fully shows the trait, so I give 10", None),
+        ("I would say 85.", None),
+        ("I would say 8/", None),
+        ("I would say 80 to", None),
+        ("I would say 8 out of", None),
+        ("I would say 85/100", 85.0),
+        ("I would say 85 out of 100.", 85.0),
+        ("85 on the scale of 0-100", 85.0),
+        ("85, since the answer", 85.0),
+        ("85\n", 85.0),
+    ],
+)
+def test_a_number_that_the_limit_may_have_cut_is_no_score(text, score) -> None:
+    """Where the reply ends for another reason, its last number is whole."""
+    choice = reply(text)["choices"][0]
+    assert judgement(choice | {"finish_reason": "length"}).score == score
+    assert judgement(choice | {"finish_reason": "stop"}).score is not None
+
+
+def test_what_a_judge_says_in_place_of_an_answer_is_no_judgement() -> None:
+    """Its own refusal is told in a field of its own: neither a score, nor a refusal of what it was to judge."""
+    for text in ("I cannot rate this (see rule 3).", "Refused."):
+        found = judgement({"message": {"role": "assistant", "content": None, "refusal": text}})
+        assert (found.score, found.refused, found.reply) == (None, False, text)
 
 
 def test_a_judge_may_answer_in_parts() -> None:
