@@ -215,6 +215,7 @@ def test_requests_of_one_condition_are_together_and_their_seeds_agree() -> None:
         ({"sampling": {"n": 2}}, "samples="),
         ({"samples": 0}, "samples=0"),
         ({"samples": 2, "sampling": {"temperature": 0.0}}, "temperature 0"),
+        ({"samples": 2, "sampling": {"top_k": 1}}, "top_k 1 would all be the same text"),
     ],
 )
 def test_a_sweep_that_means_nothing_is_refused(changed, says) -> None:

@@ -50,7 +50,7 @@ from steercap.lab.measures.scores.judge import filled_rubric, judgement
 from steercap.lab.measures.scores.minilm import split
 from steercap.lab.personas import PersonaSettings, Progress, load_trait, run, traits, write_levels
 from steercap.lab.personas.capture import VERSION, AnswerRowsHeader, capture, load_rows, room_of, rows_file, vectors
-from steercap.lab.personas.folder import RUN, Count, StageFolder, open_folder
+from steercap.lab.personas.folder import RUN, Count, StageFolder, check_same, open_folder
 from steercap.lab.personas.generate import AnswerGroup, answer_groups, answer_ids, ends_of, generate
 from steercap.lab.personas.pipeline import PersonaResult, check
 from steercap.lab.personas.records import SIGNS, Records, Response, Score, all_requests
@@ -857,6 +857,19 @@ def finished(path: Any, settings: PersonaSettings, *, kept: Callable[[Score], bo
         folder.begin(stage)
         folder.finish(stage)
     return {one.id: (one.score, rows[one.id]) for one in scores}
+
+
+def test_answers_that_would_be_equal_are_not_begun(tmp_path) -> None:
+    """A new folder has none that count as several; one of before is resumed."""
+    settings = PersonaSettings(traits=("formal",), temperature=0)
+    for begin in (lambda: check_same(tmp_path / "a", settings), lambda: open_folder(tmp_path / "a", MODEL, settings)):
+        with pytest.raises(InvalidSetting, match="n_samples=10 at temperature 0 would all be the same text"):
+            begin()
+    assert not (tmp_path / "a").exists()
+    open_folder(tmp_path / "a", MODEL, PersonaSettings(traits=("formal",), temperature=0, n_samples=1))
+    RUN.write(tmp_path, RUN.type(1, MODEL, described(settings)))
+    check_same(tmp_path, settings)
+    open_folder(tmp_path, MODEL, settings)
 
 
 def test_directions_of_other_answers_are_made_anew(tmp_path) -> None:

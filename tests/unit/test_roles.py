@@ -68,7 +68,7 @@ from steercap.lab.personas.roles import (
     split_half as halves,
 )
 from steercap.lab.personas.roles.axis import axes, directions
-from steercap.lab.personas.roles.folder import check_same, open_folder
+from steercap.lab.personas.roles.folder import RUN, RolesDefinition, check_same, open_folder
 from steercap.lab.personas.roles.pipeline import _finish
 from steercap.lab.personas.roles.role import trait_of
 from steercap.lab.personas.roles.rows import load_part
@@ -359,6 +359,19 @@ def test_a_folder_knows_what_it_is_of(tmp_path) -> None:
     (tmp_path / "roles" / "king" / "state.json").write_text("{")
     with pytest.raises(InvalidFile, match=r"king/state.json cannot be read"):
         _ = again.missing
+
+
+def test_answers_that_would_be_equal_are_not_begun(tmp_path) -> None:
+    """A new folder has none that count as several; one of before is resumed."""
+    settings = RoleSettings(roles=PAIR, min_kept=1, temperature=0, n_samples=2)
+    for begin in (lambda: check_same(tmp_path / "a", settings), lambda: open_folder(tmp_path / "a", {}, settings)):
+        with pytest.raises(InvalidSetting, match="n_samples=2 at temperature 0 would all be the same text"):
+            begin()
+    assert not (tmp_path / "a").exists()
+    open_folder(tmp_path / "a", {}, msgspec.structs.replace(settings, n_samples=1))
+    RUN.write(tmp_path, RolesDefinition(1, {}, described(settings), PAIR.names))
+    check_same(tmp_path, settings)
+    assert list(open_folder(tmp_path, {}, settings).roles) == [ASSISTANT, "pirate", "poet"]
 
 
 def test_marks_go_before_results_change(tmp_path) -> None:
