@@ -552,6 +552,7 @@ def test_how_hard_a_judge_tries_does_no_stage_again(tmp_path) -> None:
 
     opened().finish("score")
     assert opened(concurrency=2, retries=9).is_done("score")
+    assert opened(logprobs=True).is_done("score")  # as by default
     assert RUN.read(tmp_path).settings["scorer_args"]["concurrency"] == 16
     assert opened().is_done("score")
     assert not opened(model="k").is_done("score")
@@ -857,6 +858,21 @@ def finished(path: Any, settings: PersonaSettings, *, kept: Callable[[Score], bo
         folder.begin(stage)
         folder.finish(stage)
     return {one.id: (one.score, rows[one.id]) for one in scores}
+
+
+def test_equal_numbers_are_the_same_settings(tmp_path) -> None:
+    """Whole or not: nothing that is done is done again."""
+
+    def opened(number: float) -> StageFolder:
+        settings = made(temperature=number, top_p=number, threshold_high=number, threshold_low=number)
+        return open_folder(tmp_path / str(first), MODEL, settings)
+
+    for first, other in ((1, 1.0), (1.0, 1)):
+        for stage in STAGES:
+            opened(first).begin(stage)
+            opened(first).finish(stage)
+            assert opened(other).is_done(stage)
+        assert opened(first).is_done("vectors")
 
 
 def test_answers_that_would_be_equal_are_not_begun(tmp_path) -> None:

@@ -336,7 +336,23 @@ def test_how_hard_a_judge_tries_scores_no_role_again(tmp_path) -> None:
 
     opened().finish("score")
     assert opened(concurrency=2).is_done("score")
+    assert opened(logprobs=True).is_done("score")  # as by default
     assert not opened(logprobs=False).is_done("score")
+
+
+def test_equal_numbers_are_the_same_settings(tmp_path) -> None:
+    """Whole or not: nothing that is done is done again."""
+
+    def opened(number: float):
+        settings = RoleSettings(roles=PAIR, min_kept=1, temperature=number, top_p=number, threshold=number)
+        return open_folder(tmp_path / str(first), {"name": "m"}, settings).roles["pirate"]
+
+    for first, other in ((1, 1.0), (1.0, 1)):
+        for stage in ("generate", "score", "read"):
+            opened(first).begin(stage)
+            opened(first).finish(stage)
+            assert opened(other).is_done(stage)
+        assert opened(first).is_done("read")
 
 
 def test_a_folder_knows_what_it_is_of(tmp_path) -> None:
