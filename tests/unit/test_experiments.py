@@ -263,7 +263,7 @@ class Logprob(msgspec.Struct):
 @pytest.mark.parametrize("served", [False, True])
 def test_perplexity_counts_the_answer_alone_and_the_token_itself(served) -> None:
     """exp of the mean over the answer; a likelier token in the entry, or an unlikely prompt, changes nothing. As vLLM gives
-    log probabilities here, and as its server does.
+    log probabilities here, and as its server does, which writes -9999 for a token that is impossible.
     """
     given = [None, {8: Logprob(-50.0)}, {1: Logprob(-1.0), 4: Logprob(-0.1)}, {2: Logprob(-3.0)}]
     output = SimpleNamespace(prompt_logprobs=given)
@@ -275,6 +275,10 @@ def test_perplexity_counts_the_answer_alone_and_the_token_itself(served) -> None
     entries = prompt_logprobs_of(output)
     assert _perplexity([7, 8, 1, 2], 2, entries) == pytest.approx(math.exp(2.0))
     assert math.isnan(_perplexity([7, 8], 2, entries[:2]))
+    given[3] = {2: Logprob(-9999.0 if served else -math.inf)}
+    if served:
+        output.choices[0].prompt_logprobs[3] = {"2": {"logprob": -9999.0}}
+    assert _perplexity([7, 8, 1, 2], 2, prompt_logprobs_of(output)) == math.inf
     with pytest.raises(WorkerFailure, match="3 log probabilities for a prompt of 4"):
         _perplexity([7, 8, 1, 2], 2, entries[:3])
 
