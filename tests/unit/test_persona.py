@@ -992,8 +992,13 @@ def test_levels_of_other_runs_are_refused_or_left_out(tmp_path) -> None:
     with pytest.raises(InvalidFile):
         write_levels(tmp_path / "nothing", tmp_path / "vectors")
     finished(tmp_path / "none", made(), kept=lambda one: one.trait == "formal")
+    for folder in ("vectors", "v"):
+        (tmp_path / folder).mkdir()
+        for name in ("poetic", "other"):
+            (tmp_path / folder / f"{name}.pt").touch()
     written = write_levels(tmp_path / "none", tmp_path / "vectors")
     assert set(written.files) == {"formal"}
+    assert {file.stem for file in (tmp_path / "vectors").iterdir()} == {"formal", "other"}  # poetic.pt was of another
     assert written.left_out["poetic"]["pos_70"]["absent, as answers were not kept"] > 0
     again = open_folder(tmp_path / "none", MODEL, made(traits=("formal",), read_system=False))
     again.begin("capture")
@@ -1001,6 +1006,7 @@ def test_levels_of_other_runs_are_refused_or_left_out(tmp_path) -> None:
     assert write_levels(tmp_path / "none", tmp_path / "v").left_out["poetic"] == {
         "all": {"not done with these settings": 1}
     }
+    assert {file.stem for file in (tmp_path / "v").iterdir()} == {"formal", "other"}
 
 
 def test_an_answer_that_fills_the_context_is_read_as_far_as_there_is_room() -> None:
