@@ -614,6 +614,11 @@ def test_a_cost_is_found_between_doses() -> None:
     assert place_of({1.0: alone}, math.log(math.exp(alone))) == Place(1.0, 1.0, 0.0, reached=True)
     assert place_of({1.0: alone, 2.0: alone}, math.log(math.exp(alone))) == Place(1.0, 1.0, 0.0, reached=True)
     assert place_of(costs, 0.5) == Place(4.0, 4.0, 0.0, reached=False)
+    beyond = {0.0: 0.1, 1.0: 0.69, 2.0: math.inf}  # a token of probability 0
+    assert place_of(beyond, 1.1) == Place(1.0, 1.0, 0.0, reached=False)
+    assert place_of(beyond, 0.69) == Place(1.0, 1.0, 0.0, reached=True)
+    assert place_of(beyond, 0.395) == Place(0.0, 1.0, pytest.approx(0.5), reached=True)
+    assert place_of({0.0: 0.1, 1.0: math.inf}, 1.1) == Place(1.0, 1.0, 0.0, reached=False)
     at = {0.0: np.array([0.0, 10]), 1.0: np.array([2.0, 20])}
     np.testing.assert_allclose(place_of({0.0: 1.0, 1.0: 2.0}, 1.25).between(at), [0.5, 12.5])
 
@@ -835,6 +840,10 @@ def test_a_picture_follows_the_doses_that_the_numbers_follow() -> None:
 def test_an_infinite_difference_has_no_p() -> None:
     """Nothing can be drawn of it."""
     assert math.isnan(sign_flip(np.array([math.inf, 1.0, 2.0])))
+    for ours in ([math.inf, 1.0, 2.0], [math.inf, math.nan, 2.0]):  # inf - inf is no number
+        found = difference(np.array(ours), np.array([math.inf, 0.0, 0.0]))
+        assert all(map(math.isnan, (found.value, found.low, found.high, found.p)))
+        assert found.clusters == len(ours) - sum(map(math.isnan, ours))
 
 
 def test_comparisons_are_paired_and_adjusted() -> None:

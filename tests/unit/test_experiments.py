@@ -216,6 +216,7 @@ def test_requests_of_one_condition_are_together_and_their_seeds_agree() -> None:
         ({"sampling": {"n": 2}}, "samples="),
         ({"samples": 0}, "samples=0"),
         ({"samples": 2, "sampling": {"temperature": 0.0}}, "temperature 0"),
+        ({"samples": 2, "sampling": {"top_k": 1}}, "top_k 1 would all be the same text"),
     ],
 )
 def test_a_sweep_that_means_nothing_is_refused(changed, says) -> None:
@@ -263,7 +264,7 @@ class Logprob(msgspec.Struct):
 @pytest.mark.parametrize("served", [False, True])
 def test_perplexity_counts_the_answer_alone_and_the_token_itself(served) -> None:
     """exp of the mean over the answer; a likelier token in the entry, or an unlikely prompt, changes nothing. As vLLM gives
-    log probabilities here, and as its server does.
+    log probabilities here, and as its server does, which writes -9999 for a token that is impossible.
     """
     given = [None, {8: Logprob(-50.0)}, {1: Logprob(-1.0), 4: Logprob(-0.1)}, {2: Logprob(-3.0)}]
     output = SimpleNamespace(prompt_logprobs=given)
@@ -275,6 +276,10 @@ def test_perplexity_counts_the_answer_alone_and_the_token_itself(served) -> None
     entries = prompt_logprobs_of(output)
     assert _perplexity([7, 8, 1, 2], 2, entries) == pytest.approx(math.exp(2.0))
     assert math.isnan(_perplexity([7, 8], 2, entries[:2]))
+    given[3] = {2: Logprob(-9999.0 if served else -math.inf)}
+    if served:
+        output.choices[0].prompt_logprobs[3] = {"2": {"logprob": -9999.0}}
+    assert _perplexity([7, 8, 1, 2], 2, prompt_logprobs_of(output)) == math.inf
     with pytest.raises(WorkerFailure, match="3 log probabilities for a prompt of 4"):
         _perplexity([7, 8, 1, 2], 2, entries[:3])
 
@@ -349,6 +354,16 @@ def test_another_sweep_in_the_folder_is_refused(changed, names, tmp_path) -> Non
     assert len(re.findall(r"\bwas\b", str(raised.value))) == len(changed) + 1  # and "the sweep it was begun with"
     with pytest.raises(RunDiffers, match=r"model\.weights was 'one', is 'other'; give"):
         open_folder(tmp_path, sweep().definition(MODEL | {"weights": "other"}))
+
+
+def test_vectors_in_another_order_are_another_sweep(tmp_path) -> None:
+    """Answers and values are numbered by it, so one vector's values would be told as another's."""
+    both = {"warm": vectors(1, 3), "cold": vectors(1, 3, seed=1)}
+    open_folder(tmp_path, sweep(vectors=both).definition(MODEL))
+    open_folder(tmp_path, sweep(vectors=both).definition(MODEL))
+    turned = sweep(vectors=dict(reversed(both.items()))).definition(MODEL)
+    with pytest.raises(RunDiffers, match=r"order of vectors was \['warm', 'cold'\], is \['cold', 'warm'\]; give"):
+        open_folder(tmp_path, turned)
 
 
 def test_a_broken_definition_is_a_bad_file(tmp_path) -> None:

@@ -50,7 +50,7 @@ from steercap.lab.measures.scores.judge import filled_rubric, judgement
 from steercap.lab.measures.scores.minilm import split
 from steercap.lab.personas import PersonaSettings, Progress, load_trait, run, traits, write_levels
 from steercap.lab.personas.capture import VERSION, AnswerRowsHeader, capture, load_rows, room_of, rows_file, vectors
-from steercap.lab.personas.folder import RUN, Count, StageFolder, open_folder
+from steercap.lab.personas.folder import RUN, Count, StageFolder, check_same, open_folder
 from steercap.lab.personas.generate import AnswerGroup, answer_groups, answer_ids, ends_of, generate
 from steercap.lab.personas.pipeline import PersonaResult, check
 from steercap.lab.personas.records import SIGNS, Records, Response, Score, all_requests
@@ -242,6 +242,20 @@ def reply(text: str, tops: dict[str, float] | None = None) -> dict:
         ("1. The answer is formal: 85", None, None),
         ("85 of 1000", None, None),
         ("1,000", None, None),
+        ("The answer to Q1 shows none", None, None),
+        ("CO2 is mentioned, no trait", None, None),
+        ("H2O", None, None),
+        ("rule_3", None, None),
+        ("v1.5", None, None),
+        ("1st", {"1": 0.5, "10": 0.5}, None),
+        ("\N{EN DASH}5", None, None),
+        ("8/10th", None, None),
+        ("Score85", None, 85.0),
+        ("85pts", None, 85.0),
+        ("_85_", None, 85.0),
+        ("Score\N{EM DASH}85", None, 85.0),
+        ("85.The answer is formal", None, 85.0),
+        ("\u5f9785\u5206", None, 85.0),  # points, in Chinese
     ],
 )
 def test_a_judges_answer_is_a_number_or_none(text, tops, score) -> None:
@@ -261,6 +275,8 @@ def test_a_judges_answer_is_a_number_or_none(text, tops, score) -> None:
         ("80 of 90", None),
         ("80 \u2013 90", None),
         ("80,5", None),
+        ("80th", None),
+        ("80pts", 84.0),
     ],
 )
 def test_a_whole_number_first_is_weighted_whatever_follows(text, score) -> None:
@@ -278,6 +294,36 @@ def test_candidates_of_a_part_of_the_number_do_not_count(text, first, score) -> 
     choice = reply(text, {first: 0.6, "20": 0.4})["choices"][0]
     choice["logprobs"]["content"][0]["token"] = first
     assert judgement(choice).score == score
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("I would rate this answer with a score of 8", None),
+        ("It fully shows the trait, so I give 10", None),
+        ("I would say 85.", None),
+        ("I would say 8/", None),
+        ("I would say 80 to", None),
+        ("I would say 8 out of", None),
+        ("I would say 85/100", 85.0),
+        ("I would say 85 out of 100.", 85.0),
+        ("85 on the scale of 0-100", 85.0),
+        ("85, since the answer", 85.0),
+        ("85\n", 85.0),
+    ],
+)
+def test_a_number_that_the_limit_may_have_cut_is_no_score(text, score) -> None:
+    """Where the reply ends for another reason, its last number is whole."""
+    choice = reply(text)["choices"][0]
+    assert judgement(choice | {"finish_reason": "length"}).score == score
+    assert judgement(choice | {"finish_reason": "stop"}).score is not None
+
+
+def test_what_a_judge_says_in_place_of_an_answer_is_no_judgement() -> None:
+    """Its own refusal is told in a field of its own: neither a score, nor a refusal of what it was to judge."""
+    for text in ("I cannot rate this (see rule 3).", "Refused."):
+        found = judgement({"message": {"role": "assistant", "content": None, "refusal": text}})
+        assert (found.score, found.refused, found.reply) == (None, False, text)
 
 
 def test_a_judge_may_answer_in_parts() -> None:
@@ -515,6 +561,7 @@ def test_how_hard_a_judge_tries_does_no_stage_again(tmp_path) -> None:
 
     opened().finish("score")
     assert opened(concurrency=2, retries=9).is_done("score")
+    assert opened(logprobs=True).is_done("score")  # as by default
     assert RUN.read(tmp_path).settings["scorer_args"]["concurrency"] == 16
     assert opened().is_done("score")
     assert not opened(model="k").is_done("score")
@@ -822,6 +869,34 @@ def finished(path: Any, settings: PersonaSettings, *, kept: Callable[[Score], bo
     return {one.id: (one.score, rows[one.id]) for one in scores}
 
 
+def test_equal_numbers_are_the_same_settings(tmp_path) -> None:
+    """Whole or not: nothing that is done is done again."""
+
+    def opened(number: float) -> StageFolder:
+        settings = made(temperature=number, top_p=number, threshold_high=number, threshold_low=number)
+        return open_folder(tmp_path / str(first), MODEL, settings)
+
+    for first, other in ((1, 1.0), (1.0, 1)):
+        for stage in STAGES:
+            opened(first).begin(stage)
+            opened(first).finish(stage)
+            assert opened(other).is_done(stage)
+        assert opened(first).is_done("vectors")
+
+
+def test_answers_that_would_be_equal_are_not_begun(tmp_path) -> None:
+    """A new folder has none that count as several; one of before is resumed."""
+    settings = PersonaSettings(traits=("formal",), temperature=0)
+    for begin in (lambda: check_same(tmp_path / "a", settings), lambda: open_folder(tmp_path / "a", MODEL, settings)):
+        with pytest.raises(InvalidSetting, match="n_samples=10 at temperature 0 would all be the same text"):
+            begin()
+    assert not (tmp_path / "a").exists()
+    open_folder(tmp_path / "a", MODEL, PersonaSettings(traits=("formal",), temperature=0, n_samples=1))
+    RUN.write(tmp_path, RUN.type(1, MODEL, described(settings)))
+    check_same(tmp_path, settings)
+    open_folder(tmp_path, MODEL, settings)
+
+
 def test_directions_of_other_answers_are_made_anew(tmp_path) -> None:
     """As of a trait that a longer context has room for: with the same settings, it gets its directions then."""
     settings = made(threshold_high=0.0, threshold_low=100.0)
@@ -926,8 +1001,13 @@ def test_levels_of_other_runs_are_refused_or_left_out(tmp_path) -> None:
     with pytest.raises(InvalidFile):
         write_levels(tmp_path / "nothing", tmp_path / "vectors")
     finished(tmp_path / "none", made(), kept=lambda one: one.trait == "formal")
+    for folder in ("vectors", "v"):
+        (tmp_path / folder).mkdir()
+        for name in ("poetic", "other"):
+            (tmp_path / folder / f"{name}.pt").touch()
     written = write_levels(tmp_path / "none", tmp_path / "vectors")
     assert set(written.files) == {"formal"}
+    assert {file.stem for file in (tmp_path / "vectors").iterdir()} == {"formal", "other"}  # poetic.pt was of another
     assert written.left_out["poetic"]["pos_70"]["absent, as answers were not kept"] > 0
     again = open_folder(tmp_path / "none", MODEL, made(traits=("formal",), read_system=False))
     again.begin("capture")
@@ -935,6 +1015,7 @@ def test_levels_of_other_runs_are_refused_or_left_out(tmp_path) -> None:
     assert write_levels(tmp_path / "none", tmp_path / "v").left_out["poetic"] == {
         "all": {"not done with these settings": 1}
     }
+    assert {file.stem for file in (tmp_path / "v").iterdir()} == {"formal", "other"}
 
 
 def test_an_answer_that_fills_the_context_is_read_as_far_as_there_is_room() -> None:

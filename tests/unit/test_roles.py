@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
@@ -23,6 +24,7 @@ from pyarrow import parquet
 from support.examples import cross_validated
 
 from steercap import Cap, SteeringSpec
+from steercap.core.spec import Point
 from steercap.core.tokens import selected
 from steercap.errors import (
     InvalidFile,
@@ -33,9 +35,12 @@ from steercap.errors import (
     RunDiffers,
     RunUnfinished,
     UnknownName,
+    WorkerFailure,
 )
 from steercap.files.native import read_header
 from steercap.lab.directions import Exchange
+from steercap.lab.personas.folder import Count
+from steercap.lab.personas.records import RoleResponse
 from steercap.lab.personas.roles import (
     ASSISTANT,
     AssistantAxis,
@@ -65,10 +70,12 @@ from steercap.lab.personas.roles import (
     split_half as halves,
 )
 from steercap.lab.personas.roles.axis import axes, directions
-from steercap.lab.personas.roles.folder import check_same, open_folder
+from steercap.lab.personas.roles.folder import RUN, RolesDefinition, check_same, open_folder
+from steercap.lab.personas.roles.pipeline import _finish
 from steercap.lab.personas.roles.role import trait_of
+from steercap.lab.personas.roles.rows import load_part
 from steercap.lab.personas.roles.settings import described, digests_of, requests_of, share_of
-from steercap.lab.personas.roles.stages import kept_of
+from steercap.lab.personas.roles.stages import _write, kept_of
 from steercap.steering import LayerVectors
 from steercap.steering.formats import load_capping
 
@@ -335,7 +342,23 @@ def test_how_hard_a_judge_tries_scores_no_role_again(tmp_path) -> None:
 
     opened().finish("score")
     assert opened(concurrency=2).is_done("score")
+    assert opened(logprobs=True).is_done("score")  # as by default
     assert not opened(logprobs=False).is_done("score")
+
+
+def test_equal_numbers_are_the_same_settings(tmp_path) -> None:
+    """Whole or not: nothing that is done is done again."""
+
+    def opened(number: float):
+        settings = RoleSettings(roles=PAIR, min_kept=1, temperature=number, top_p=number, threshold=number)
+        return open_folder(tmp_path / str(first), {"name": "m"}, settings).roles["pirate"]
+
+    for first, other in ((1, 1.0), (1.0, 1)):
+        for stage in ("generate", "score", "read"):
+            opened(first).begin(stage)
+            opened(first).finish(stage)
+            assert opened(other).is_done(stage)
+        assert opened(first).is_done("read")
 
 
 def test_a_folder_knows_what_it_is_of(tmp_path) -> None:
@@ -358,6 +381,19 @@ def test_a_folder_knows_what_it_is_of(tmp_path) -> None:
     (tmp_path / "roles" / "king" / "state.json").write_text("{")
     with pytest.raises(InvalidFile, match=r"king/state.json cannot be read"):
         _ = again.missing
+
+
+def test_answers_that_would_be_equal_are_not_begun(tmp_path) -> None:
+    """A new folder has none that count as several; one of before is resumed."""
+    settings = RoleSettings(roles=PAIR, min_kept=1, temperature=0, n_samples=2)
+    for begin in (lambda: check_same(tmp_path / "a", settings), lambda: open_folder(tmp_path / "a", {}, settings)):
+        with pytest.raises(InvalidSetting, match="n_samples=2 at temperature 0 would all be the same text"):
+            begin()
+    assert not (tmp_path / "a").exists()
+    open_folder(tmp_path / "a", {}, msgspec.structs.replace(settings, n_samples=1))
+    RUN.write(tmp_path, RolesDefinition(1, {}, described(settings), PAIR.names))
+    check_same(tmp_path, settings)
+    assert list(open_folder(tmp_path, {}, settings).roles) == [ASSISTANT, "pirate", "poet"]
 
 
 def test_marks_go_before_results_change(tmp_path) -> None:
@@ -388,6 +424,79 @@ def test_answers_without_a_token_or_a_score_are_not_kept() -> None:
     settings = RoleSettings(roles=PAIR, min_kept=1, threshold=50)
     assert kept_of(settings, found, None) == [found[0], found[2], found[3]]
     assert kept_of(settings, found, [50.0, 90.0, None, 49.9]) == [found[0]]
+
+
+class Letters:
+    """A tokenizer, and a model of a context of `max_model_len` tokens that fails at its read number `fails`.
+
+    Tokens of a prompt are its letters. The row of an answer is the mean of its ids.
+    """
+
+    def __init__(self, max_model_len: int, fails: int = 99) -> None:
+        self.tokenizer, self.max_model_len, self.fails, self.reads = self, max_model_len, fails, 0
+
+    def apply_chat_template(self, messages: Any, **_options: Any) -> str:
+        return "".join(message["content"] for message in messages)
+
+    def encode(self, text: str, **_options: Any) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    async def token_ids(self, text: Any, **_options: Any) -> list[int]:
+        return list(text) if isinstance(text[0], int) else self.encode(self.apply_chat_template(text))
+
+    async def read(self, prompts: Any, *, capture: Any, **_unsteered: Any) -> list[Any]:
+        if self.reads == self.fails:
+            raise WorkerFailure("dead")
+        self.reads += 1
+        found = []
+        for prompt, spec in zip(prompts, capture, strict=True):
+            ids = prompt["prompt_token_ids"]
+            places = selected(spec.tokens.ranges(len(ids), len(ids)), len(ids)).nonzero()[0]
+            rows = torch.tensor([[np.mean([ids[place] for place in places])]])
+            found.append(SimpleNamespace(captures={0: rows}, points=(Point(0, "resid_post"),)))
+        return found
+
+    async def fetch_captures_batch(self, _handles: Any) -> None:
+        """Nothing is left to fetch."""
+
+
+async def read_by(model: Any, folder: Path) -> tuple[int, list[float]]:
+    """Finish a role whose answers are written in a folder; return its number of answers kept and its mean rows."""
+    settings = RoleSettings(roles=PAIR, min_kept=1, read_together=1)
+    role = open_folder(folder, {"name": "m"}, settings).roles["poet"]
+    if not role.is_done("generate"):
+        asked = requests_of(settings, "poet")
+        _write(
+            role,
+            [
+                RoleResponse(
+                    **msgspec.structs.asdict(one),
+                    answer="a",
+                    token_ids=(100 * one.question + one.prompt,),
+                    finish="stop",
+                )
+                for one in asked
+            ],
+        )
+    await _finish(model, settings, role, Count("read", 6, 0, None))
+    header, means, _ = load_part(role.path / "rows.safetensors")
+    assert (header.questions, sum(header.counts)) == ((0, 1, 2), role.outcome.kept)
+    return role.outcome.kept, means.flatten().tolist()
+
+
+@pytest.mark.parametrize("fails", [99, 3])
+async def test_a_longer_context_has_room_for_answers_that_are_read_then(fails, tmp_path) -> None:
+    """Of a role that was read with a shorter one, whether to its end or not, rows are those of one undisturbed read."""
+    first = Letters(25, fails)
+    with contextlib.nullcontext() if fails == 99 else pytest.raises(WorkerFailure):
+        assert await read_by(first, tmp_path) == (5, [0.5, 101.0, 200.5])
+        assert await read_by(first, tmp_path) == (5, [0.5, 101.0, 200.5])
+    assert first.reads == min(fails, 5)
+    longer = Letters(99)
+    assert await read_by(longer, tmp_path) == (6, [0.5, 100.5, 200.5])
+    assert longer.reads == {99: 6, 3: 4}[fails]
+    assert await read_by(longer, tmp_path) == (6, [0.5, 100.5, 200.5])
+    assert longer.reads == {99: 6, 3: 4}[fails]
 
 
 # The axis

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import math
@@ -406,6 +407,19 @@ async def test_more_doses_texts_and_judges_ask_for_what_is_missing(tmp_path) -> 
         await run_rollouts(
             FakeModel(), [data_set(evaluation=Evaluation(methods=methods, questions=["Another?"]))], out=tmp_path
         )
+
+
+@pytest.mark.parametrize("judged", [False, True])
+async def test_judgements_of_other_vectors_do_not_stay_beside_new_answers(judged, tmp_path) -> None:
+    """Also where their names and numbers are the same, and where the judge that is to replace them fails."""
+    folder = tmp_path / "warm"
+    await run_rollouts(FakeModel(), [data_set()], out=tmp_path, judge=judge())
+    assert len(list(folder.glob("judge_*"))) == 3
+    again = judge() if judged else None
+    STOP["judge"] = 0
+    with pytest.raises(Stopped) if judged else contextlib.nullcontext():
+        await run_rollouts(FakeModel(), [data_set(seed=5)], out=tmp_path, judge=again)
+    assert not list(folder.glob("judge_*"))
 
 
 async def test_data_sets_are_taken_as_others_are_finished(tmp_path) -> None:

@@ -440,6 +440,8 @@ def test_folders_hold_data_sets_in_every_form(model, tmp_path) -> None:
     assert found["a__trait__x"] == [Example("", "It rains."), Example(turns[:1], "So."), Example([1, 2], "b", "s")]
     assert found["a__trait__y"] == [Prompted("Be kind.", turns[:1], "So.")]
     assert ExampleFolder(tmp_path, "b", "pos")["b"] == [Example(turns[:1], "So.", "7")]
+    write("d", *({"text": "a", "question_index": 7, "source": source} for source in (None, "s")))
+    assert [one.source for one in ExampleFolder(tmp_path)["d"]] == ["7", "s"]
     with pytest.raises(InvalidFile, match=r"b.jsonl, line 1 has the label 'pos', and label=None; give label="):
         ExampleFolder(tmp_path)["b"]
     with pytest.raises(InvalidSetting, match=re.escape("""{'b': "no line has label='poz'"}""")):

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from cli_calls import call
@@ -52,9 +53,10 @@ from steercap.lab.training import (
 )
 from steercap.lab.training.batches import EncodedExamples, Picked, Steps, collated, padded
 from steercap.lab.training.examples import ExampleTokens, split, tokens_of
+from steercap.lab.training.folder import FOLDER, TrainingDefinition
 from steercap.lab.training.formula import Doses, changed, gate, stacked
 from steercap.lab.training.objectives import BiPO, RePS
-from steercap.lab.training.settings import Penalties
+from steercap.lab.training.settings import Penalties, TrainingSettings
 from steercap.lab.training.steered import SteeredTraits
 from steercap.lab.training.trainable import TrainableSpec
 from steercap.steering import DirectionSet
@@ -600,6 +602,30 @@ def test_a_finished_run_is_read_and_another_is_refused(model, tmp_path) -> None:
             train(model, examples(), edit=TrainableAdd(layers=[1]), out=tmp_path / "x", **{**QUICK, **change})
     with pytest.raises(RunDiffers, match=r"examples\.x was"):
         train(model, examples(16), edit=TrainableAdd(layers=[1]), out=tmp_path / "x", **QUICK)
+
+
+def test_equal_numbers_are_the_same_settings(tmp_path) -> None:
+    """Of a training that is resumed: whole or not, NumPy's or not, as in folders that were written by text alone."""
+
+    def made(kind: type, whole: type) -> TrainingDefinition:
+        real = dict.fromkeys(("norm_penalty", "sparsity_penalty", "max_grad_norm", "gate_width"), kind(1))
+        settings = TrainingSettings(**real, steps=whole(3), seed=whole(2)).described()
+        return TrainingDefinition({}, "o", settings, {}, {}, {}, 1)
+
+    FOLDER.write(tmp_path, made(float, int))
+    file = tmp_path / "training.json"
+    text = file.read_text()
+    for number in ("1.0", "1", "np.float64(1.0)"):
+        file.write_text(text.replace('"1.0"', f'"{number}"'))
+        for kind, whole in ((int, int), (float, np.int64), (np.float64, int), (np.float32, np.int32)):
+            assert FOLDER.open(tmp_path, made(kind, whole)) is not None
+    with pytest.raises(RunDiffers, match=r"max_grad_norm was '1\.0', is '2\.0'"):
+        FOLDER.open(
+            tmp_path, TrainingDefinition({}, "o", made(int, int).settings | {"max_grad_norm": "2"}, {}, {}, {}, 1)
+        )
+    assert (
+        TrainingDefinition({}, "o", TrainingSettings().described(), {}, {}, {}, 1).settings["max_grad_norm"] == "None"
+    )
 
 
 @pytest.mark.filterwarnings("ignore:x. no step lowered:UserWarning")

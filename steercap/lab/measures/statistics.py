@@ -119,7 +119,8 @@ def difference(ours: Floats, theirs: Floats, *, log: bool = False) -> Difference
     """Estimate the mean difference `ours` - `theirs` between two sets of values of the same clusters.
 
     Args:
-        ours, theirs: cluster means, float64 [clusters], in the same order; a cluster with NaN in either is ignored.
+        ours, theirs: cluster means, float64 [clusters], in the same order; a cluster with NaN in either is ignored. All
+            is NaN if one is infinite in both.
         log: as for `estimate`.
 
     Raises:
@@ -129,10 +130,12 @@ def difference(ours: Floats, theirs: Floats, *, log: bool = False) -> Difference
         raise InvalidSpec(
             f"{len(ours)} clusters against {len(theirs)}; a paired difference needs the same clusters in both"
         )
-    found = estimate(ours - theirs, log=log)
-    apart = ours - theirs
-    p = sign_flip(apart[~np.isnan(apart)])
-    return Difference(found.value, found.low, found.high, p, found.clusters)
+    with np.errstate(invalid="ignore"):
+        apart = (ours - theirs)[~(np.isnan(ours) | np.isnan(theirs))]
+    if np.isnan(apart).any():
+        return Difference(math.nan, math.nan, math.nan, math.nan, len(apart))
+    found = estimate(apart, log=log)
+    return Difference(found.value, found.low, found.high, sign_flip(apart), found.clusters)
 
 
 def sign_flip(apart: Floats) -> float:

@@ -16,6 +16,9 @@ from steercap.lab.measures.scores import straightened
 if TYPE_CHECKING:
     from steercap.model import SteerModel
 
+#: Log probability that vLLM's server writes in place of minus infinity, which JSON lacks.
+SERVED_ZERO: Final = -9999.0
+
 
 @dataclass(frozen=True)
 class Length(Measure):
@@ -186,9 +189,16 @@ def prompt_logprobs_of(output: Any) -> list[dict[int, float]] | None:
     """
     if hasattr(output, "choices"):
         found = output.choices[0].prompt_logprobs
-        return found and [{int(token): said["logprob"] for token, said in (one or {}).items()} for one in found]
+        return found and [
+            {int(token): _served(said["logprob"]) for token, said in (one or {}).items()} for one in found
+        ]
     found = output.prompt_logprobs
     return found and [{token: said.logprob for token, said in (one or {}).items()} for one in found]
+
+
+def _served(logprob: float) -> float:
+    """Return a log probability of vLLM's server, minus infinity for `SERVED_ZERO`."""
+    return logprob if logprob > SERVED_ZERO else -math.inf
 
 
 def _perplexity(ids: Sequence[int], prompt_len: int, logprobs: Sequence[Mapping[int, float]] | None) -> float:

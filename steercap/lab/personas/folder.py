@@ -23,6 +23,7 @@ from steercap.lab.personas.settings import (
     JOINT,
     STAGES,
     PersonaSettings,
+    check_samples,
     described,
     scorer_args_of,
     stage_hashes,
@@ -175,7 +176,9 @@ def open_folder(path: str | Path, model: Mapping[str, str], settings: PersonaSet
         RunDiffers: the folder has answers of another model, or of other settings that change answers. If only settings
             of later stages differ, these stages are repeated.
         InvalidFile: the folder is of another version, or its settings cannot be read or lack a field.
+        InvalidSetting: the folder has no run yet, and all samples would be the same text; see `check_samples`.
     """
+    check_same(path, settings)
     wanted = _State(VERSION, dict(model), described(settings))
     found = RUN.open(path, wanted)
     if found is not None:
@@ -199,9 +202,10 @@ def check_same(path: str | Path, settings: PersonaSettings) -> None:
     """Check that a folder, which need not exist, has no answers of other settings; the model is not compared.
 
     Raises:
-        RunDiffers, InvalidFile: as for `open_folder`.
+        RunDiffers, InvalidFile, InvalidSetting: as for `open_folder`.
     """
-    RUN.check_same(path, lambda found: _State(VERSION, found.model, described(settings)))
+    if RUN.check_same(path, lambda found: _State(VERSION, found.model, described(settings))) is None:
+        check_samples(settings)  # folders of before are resumed
 
 
 def _differing(stored: _State, expected: _State) -> list[str]:

@@ -78,6 +78,7 @@ async def run(
         RunDiffers: the folder has answers of another model or run; the message names the difference.
         InvalidFile: the folder is not that of a run over traits, or cannot be read.
         InvalidRequest: another call writes to the folder.
+        InvalidSetting: several samples at temperature 0, which would all be the same text; of a new run.
         PointNotArmed, LayerOutOfRange: there is no tap at a point to read; raised before anything is generated.
         TooFewKept: for every trait, too few answers show it or its opposite.
         The errors of `SteerModel.run`, and of the scorer.
@@ -136,7 +137,8 @@ def write_levels(run: str | Path, out: str | Path, *, minimum: int | None = None
 
     Only kept answers have rows. A level is written if all its answers were kept, else it is absent: with the default
     thresholds there are `pos_neg_50` and `pos_70`; `pos_neg` needs threshold_high=0 and threshold_low=100. There are no
-    default answers, so no `pos_default`. Rows are loaded one answer at a time.
+    default answers, so no `pos_default`. An older file of a trait without a level is removed. Rows are loaded one
+    answer at a time.
 
     Args:
         run: folder of a run over traits, with rows at `resid_post` of all layers.
@@ -173,6 +175,8 @@ def write_levels(run: str | Path, out: str | Path, *, minimum: int | None = None
             files[name] = save_levels(levels, Path(out) / f"{name}.pt")
         used[name] = {level: len(weights) for level, weights in plan.weights.items()}
         left_out[name] = {level: dict(reasons) for level, reasons in plan.left_out.items() if reasons}
+    for name in settings["traits"].keys() - files.keys():
+        (Path(out) / f"{name}.pt").unlink(missing_ok=True)  # of another run, or of other settings
     return WrittenLevels(files, used, left_out)
 
 

@@ -57,7 +57,7 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     Args:
         traits: names of shipped traits, or `Trait`s; one at least.
         seed: seed of all draws.
-        n_samples: number of answers to each question under each system prompt.
+        n_samples: number of answers to each question under each system prompt; 1 at temperature 0.
         n_questions, n_prompts: number of a trait's questions and pairs of system prompts to use, from the first; None
             takes all.
         max_tokens: maximum tokens of an answer.
@@ -202,6 +202,19 @@ def check_fields(
         CaptureSpec(layers=settings.layers, sites=settings.site)
     except InvalidSpec as error:
         raise InvalidSetting(f"layers={settings.layers!r}: {error}") from error
+
+
+def check_samples(settings: Any) -> None:
+    """Check settings of traits or roles: several answers to one question under one prompt must be able to differ.
+
+    Raises:
+        InvalidSetting: the temperature is 0, and `n_samples` more than 1.
+    """
+    if settings.temperature == 0 and settings.n_samples > 1:
+        raise InvalidSetting(
+            f"n_samples={settings.n_samples} at temperature 0 would all be the same text, counted as several answers; "
+            "give n_samples=1, or raise the temperature"
+        )
 
 
 def described(settings: PersonaSettings) -> dict[str, Any]:

@@ -146,9 +146,11 @@ def settle(study: Any, *, whole: Sequence[str], flags: Sequence[str]) -> None:
     object.__setattr__(study, "sampling", dict(study.sampling))
     if study.samples < 1:
         raise InvalidSpec(f"{said}: samples={study.samples}; give 1 or more")
-    if study.samples > 1 and study.sampling.get("temperature") == 0:
+    greedy = [name for name, value in (("temperature", 0), ("top_k", 1)) if study.sampling.get(name) == value]
+    if study.samples > 1 and greedy:
         raise InvalidSpec(
-            f"{said}: samples={study.samples} at temperature 0 would all be the same text; raise it, or set samples=1"
+            f"{said}: samples={study.samples} at {greedy[0]} {study.sampling[greedy[0]]} would all be the same text; "
+            "raise it, or set samples=1"
         )
 
 

@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 import torch
 
-from steercap.files.base import blame, write_whole
-from steercap.files.tables import write_table
+from steercap.files.base import write_whole
+from steercap.files.tables import read_table, write_table
 from steercap.lab.measures.statistics import cluster_means, estimate
 from steercap.lab.studies.evaluation.results import EvaluationResults
 from steercap.steering.edits.add import Add
@@ -192,15 +192,13 @@ def save_judge_scores(folder: Path, results: EvaluationResults, names: Names, ro
 
 
 def remove_stale(folder: Path, results: EvaluationResults, names: Names) -> None:
-    """Remove `judge_*` files of a folder if their variants, `names` of conditions, or number of answers changed."""
-    file = folder / "judge_summary.json"
-    if not file.exists():
-        return
-    with blame(file):
-        known = msgspec.json.decode(file.read_bytes(), type=SummaryFile).variant_summary
-    judged = sum(one.count + one.refusals + one.missing for one in known.values())
-    if known.keys() != specs_of(results, names).keys() or judged != len(results.answers):
-        for name in ("judge_scores.parquet", "judge_per_question.parquet", file.name):
+    """Remove `judge_*` files of a folder unless they are of the same answers, by `names` of conditions and by text."""
+    file = folder / "judge_scores.parquet"
+    known = read_table(file, JudgeScore) if file.exists() else []
+    judged = [(one.variant, one.question_index, one.rollout_index, one.turn, one.response) for one in known]
+    now = [(names[one.method, one.dose], one.question, one.sample, one.turn, one.text) for one in results.answers]
+    if sorted(judged) != sorted(now):
+        for name in (file.name, "judge_per_question.parquet", "judge_summary.json"):
             (folder / name).unlink(missing_ok=True)
 
 

@@ -192,8 +192,7 @@ class _Rollouts:
         verdicts = [Verdict(None if math.isnan(score) else score / 100, bool(refused)) for score, refused in values]
         with locked(folder):
             minilm = save_tables(folder, "minilm", results, rollouts.conditions, verdicts)
-            if self.judge is None:
-                remove_stale(folder, results, rollouts.conditions)
+            remove_stale(folder, results, rollouts.conditions)
             judged = None if self.judge is None else await self._judge(self.judge, rollouts, results)
         return RolloutSummary(rollouts.name, minilm, judged)
 

@@ -122,8 +122,8 @@ class ExampleFolder(Mapping[str, "list[Example | Preference | Prompted]"]):
             given = msgspec.json.decode(line, type=dict[str, Any])
             label, question = given.pop("label", None), given.pop("question_index", None)
             given.pop("prompt_index", None)
-            if question is not None:
-                given.setdefault("source", str(question))
+            if question is not None and given.get("source") is None:
+                given["source"] = str(question)
             found = example_of(given)
         except (msgspec.MsgspecError, UnicodeDecodeError, InvalidPrompt) as error:
             raise InvalidFile(f"{where}: {error}") from error

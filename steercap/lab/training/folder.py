@@ -4,6 +4,7 @@ lowest held-out loss, with its history.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec
 
 STATE: Final = "state.safetensors"
+#: Names of settings that are real numbers.
+_REAL: Final = frozenset({"norm_penalty", "sparsity_penalty", "max_grad_norm", "gate_width"})
+#: Text of a number of NumPy's, whose own text is its group.
+_NUMPY: Final = re.compile(r"np\.\w+\((.*)\)\Z")
 
 
 @dataclass(frozen=True)
@@ -130,6 +135,8 @@ class TrainingDefinition(msgspec.Struct, frozen=True):
         examples: SHA-256 of each trait's training tokens, by its name.
         held_out: SHA-256 of each trait's held-out tokens, by its name.
         world: number of processes that share the examples of a step.
+
+    Equal numbers in `settings` have one text, whatever their type: 1 and NumPy's 1.0 are "1.0" of a real setting.
     """
 
     model: dict[str, str]
@@ -139,6 +146,11 @@ class TrainingDefinition(msgspec.Struct, frozen=True):
     examples: dict[str, str]
     held_out: dict[str, str]
     world: int
+
+    def __post_init__(self) -> None:
+        found = {name: _NUMPY.sub(r"\1", text) for name, text in self.settings.items()}
+        found |= {name: repr(float(found[name])) for name in _REAL & found.keys() if found[name] != "None"}
+        msgspec.structs.force_setattr(self, "settings", {name: found[name] for name in self.settings})
 
 
 #: Kind of folder that holds a training run: its definition's file and type.

@@ -27,7 +27,7 @@ from steercap.lab.personas.roles.settings import (
     generation_of,
     settings_from,
 )
-from steercap.lab.personas.settings import scorer_args_of
+from steercap.lab.personas.settings import check_samples, scorer_args_of
 
 
 class RolesDefinition(RunDefinition, frozen=True):
@@ -109,7 +109,9 @@ def open_folder(path: str | Path, model: Mapping[str, str], settings: RoleSettin
         RunDiffers: the folder has answers of another model, or of other settings that change answers. If only settings
             of later stages differ, these stages are repeated.
         InvalidFile: the folder is not that of a run over roles, or cannot be read.
+        InvalidSetting: the folder has no run yet, and all samples would be the same text; see `check_samples`.
     """
+    check_same(path, settings)
     wanted = RolesDefinition(VERSION, dict(model), described(settings), settings.roles.names)
     found = RUN.open(path, wanted)
     if found is not None:
@@ -141,9 +143,11 @@ def check_same(path: str | Path, settings: RoleSettings) -> None:
     """Check that a folder, which need not exist, has no answers of other settings; the model is not compared.
 
     Raises:
-        RunDiffers, InvalidFile: as for `open_folder`.
+        RunDiffers, InvalidFile, InvalidSetting: as for `open_folder`.
     """
-    RUN.check_same(path, lambda found: RolesDefinition(VERSION, found.model, described(settings), settings.roles.names))
+    names, plain = settings.roles.names, described(settings)
+    if RUN.check_same(path, lambda found: RolesDefinition(VERSION, found.model, plain, names)) is None:
+        check_samples(settings)  # folders of before are resumed
 
 
 def _differing(stored: RolesDefinition, expected: RolesDefinition) -> list[str]:

@@ -74,6 +74,7 @@ async def run(model: SteerModel, settings: RoleSettings, out: str | Path, *, pro
         MissingExtra: the extra "personas" is not installed.
         RunDiffers: the folder has answers of another model or run; the message names the difference.
         InvalidFile: the folder is not that of a run over roles, or cannot be read.
+        InvalidSetting: several samples at temperature 0, which would all be the same text; of a new run.
         PointNotArmed, LayerOutOfRange: there is no tap at a point to read; raised before anything is generated.
         TooFewKept: too few answers of the assistant, or of all roles but one.
         The errors of `SteerModel.run`, and of the scorer.
@@ -137,15 +138,20 @@ def load_run(out: str | Path) -> RoleRun:
 
 
 async def _finish(model: SteerModel, settings: RoleSettings, role: RoleFolder, count: Count) -> None:
-    """Score and read the answers of a role, and mark it as done, with rows, or as left out if too few are kept."""
-    if role.is_done("read"):
-        count.add(settings.answers_of(role.name))
-        return
+    """Score and read the answers of a role, and mark it as done, with rows, or as left out if too few are kept.
+
+    A finished role is read again if the model's context has room for other answers than when it was read.
+    """
+    before = -1 if role.outcome is None else role.outcome.kept
     responses = answers_of(role)
     scores = await score(settings, role, responses)
-    kept = kept_of(settings, responses, scores)
-    room = room_of(model.tokenizer, model.max_model_len, settings, kept)
-    kept = [response for response in kept if room[response.id]]
+    kept, room = kept_of(settings, responses, scores), dict[str, int]()
+    if len(kept) != before:  # not all were read; which ones fit takes long to find out
+        room = room_of(model.tokenizer, model.max_model_len, settings, kept)
+        kept = [response for response in kept if room[response.id]]
+    if len(kept) == before:
+        count.add(len(responses))
+        return
     count.add(len(responses) - len(kept))
     why = _too_few(settings, responses, len(kept))
     role.begin("read")

@@ -31,7 +31,7 @@ class RoleSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     Args:
         roles: roles, their questions and the assistant's prompts.
         seed: seed of all draws.
-        n_samples: number of answers to each question under each system prompt.
+        n_samples: number of answers to each question under each system prompt; 1 at temperature 0.
         n_questions, n_prompts: number of questions and of each role's system prompts to use, from the first; None takes
             all.
         max_tokens: maximum tokens of an answer.

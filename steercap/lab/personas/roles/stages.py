@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -126,17 +127,17 @@ async def read(
     Raises:
         The errors of `SteerModel.read`.
     """
-    place = role.parts("read")
+    parts = [(_part(role, batch, room), batch) for batch in _batches(settings, kept)]
 
-    async def one(batch: Sequence[RoleResponse]) -> None:
-        path = place / f"{batch[0].question:06}.safetensors"
+    async def one(part: tuple[Path, Sequence[RoleResponse]]) -> None:
+        path, batch = part
         if not path.exists():
             write_tensors(path, *await _means(model, settings, batch, room))
         count.add(len(batch))
 
     at_once = 1 if settings.read_together == 1 else 2  # one by one, nothing else may be in the batch
-    await each_of(_batches(settings, kept), one, at_once)
-    found = [load_part(path) for path in sorted(place.glob("*.safetensors"))]
+    await each_of(parts, one, at_once)
+    found = [load_part(path) for path, _ in parts]
     headers = [header for header, _, _ in found]
     whole = RoleRowsHeader(
         VERSION,
@@ -151,6 +152,12 @@ async def read(
         "norms": torch.cat([norms for _, _, norms in found], 1),
     }
     write_tensors(rows_path(role), whole, tensors)
+
+
+def _part(role: RoleFolder, batch: Sequence[RoleResponse], room: Mapping[str, int]) -> Path:
+    """Return the path of a batch's rows, which names what is read, since that depends on the model's context too."""
+    read = "".join(f"{one.id}:{room[one.id]};" for one in batch)
+    return role.parts("read") / f"{batch[0].question:06}-{hashlib.sha256(read.encode()).hexdigest()[:16]}.safetensors"
 
 
 def _batches(settings: RoleSettings, kept: Sequence[RoleResponse]) -> Iterator[list[RoleResponse]]:

@@ -231,12 +231,16 @@ def place_of(costs: Mapping[float, float], wanted: float) -> Place:
         wanted: wanted cost, on the same scale.
 
     Returns:
-        The dose; if the cost is never reached, the dose with the highest cost, except dose 0, marked as not reached.
+        The dose; if the cost is never reached, the dose with the highest cost, a finite one if there is one, except
+        dose 0, marked as not reached. Nothing is interpolated to an infinite cost.
     """
     doses, near = list(costs), partial(math.isclose, wanted, rel_tol=ROUNDING, abs_tol=ROUNDING)
     for low, high in pairwise(doses):
         first, second = costs[low], costs[high]
-        share = (wanted - first) / (second - first) if second != first else 0.0 if near(first) else -1.0
+        if second == first or math.isinf(second):
+            share = 0.0 if near(first) else -1.0
+        else:
+            share = (wanted - first) / (second - first)
         if abs(share) <= ROUNDING:
             return _at(low)
         if abs(share - 1) <= ROUNDING:
@@ -245,7 +249,8 @@ def place_of(costs: Mapping[float, float], wanted: float) -> Place:
             return Place(low, high, share, reached=True)
     if len(doses) == 1 and near(costs[doses[0]]):
         return _at(doses[0])
-    most = max([dose for dose in doses if dose] or doses, key=costs.__getitem__)  # not at no steering
+    steered = [dose for dose in doses if dose] or doses
+    most = max([dose for dose in steered if not math.isinf(costs[dose])] or steered, key=costs.__getitem__)
     return Place(most, most, 0.0, reached=False)
 
 

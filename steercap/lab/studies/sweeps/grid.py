@@ -15,7 +15,7 @@ from steercap.core.display import brief
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import index_of, number_of, parts_of, plain, shown
 from steercap.errors import InvalidSpec
-from steercap.files.folder import FolderKind
+from steercap.files.folder import FolderKind, differences
 from steercap.lab.directions.contrast import derived_seed, random_like
 from steercap.lab.studies import as_stored, settle
 from steercap.lab.studies.sweeps.operations import OPERATIONS
@@ -85,8 +85,15 @@ class SweepDefinition(msgspec.Struct, frozen=True, kw_only=True, rename={"negate
     samples: int
 
 
-#: Kind of folder of a sweep; it is resumed only by a sweep whose definition is equal in all fields.
-SWEEP: Final = FolderKind("sweep.json", SweepDefinition, "sweep")
+def _differing(stored: SweepDefinition, expected: SweepDefinition) -> list[str]:
+    """Return all differences; also of the order of vectors, by which answers, and so their values, are numbered."""
+    was, now = list(stored.vectors), list(expected.vectors)
+    order = [f"the order of vectors was {was}, is {now}"] if was != now and {*was} == {*now} else []
+    return differences(stored, expected) + order
+
+
+#: Kind of folder of a sweep; it is resumed only by a sweep whose definition is equal, vectors in the same order.
+SWEEP: Final = FolderKind("sweep.json", SweepDefinition, "sweep", _differing)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
