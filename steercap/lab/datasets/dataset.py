@@ -366,14 +366,12 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
 def _shards(folder: DatasetFolder, *, partial: bool) -> list[Receipt]:
     """Return the receipts of the shards to read, in order; an incomplete data set is refused unless `partial`."""
     receipts = list(folder.sound().values())
-    totals = folder.totals()
-    if totals is None and not partial:
+    if folder.totals() is not None:
+        if why := folder.wrong_whole(receipts, content=False):
+            raise InvalidFile(why)
+    elif not partial:
         raise InvalidFile(
             f"{folder.storage} is not complete: it has {len(receipts)} shards and no dataset.json; resume collecting "
             "it, or open the shards that exist with partial=True"
-        )
-    if totals is not None and (len(receipts), sum(one.rows for one in receipts)) != (totals.shards, totals.rows):
-        raise InvalidFile(
-            f"{folder.storage} has {len(receipts)} shards, and dataset.json says {totals.shards}; copy it again"
         )
     return receipts

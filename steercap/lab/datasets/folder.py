@@ -213,7 +213,7 @@ class DatasetFolder:
             totals = self.totals()
         except InvalidFile:
             return True
-        return totals is not None and totals.shards == len(known) and totals != self._sum(known)
+        return totals is not None and totals.shards == len(known) and totals != self.sum_of(known)
 
     def complete(self) -> Totals:
         """Complete the data set: merge statistics, and write `dataset.json` last; return its totals.
@@ -224,7 +224,7 @@ class DatasetFolder:
         """
         receipts = list(self.sound().values())
         self._check_whole(receipts)
-        totals = self._sum(receipts)
+        totals = self.sum_of(receipts)
         header = msgspec.json.encode({"kind": "activations", "version": VERSION, "definition": self.definition.digest})
         if self.definition.statistics_every:
             tensors = {name: [tensor] for name, tensor in self._merged(receipts).items()}
@@ -271,14 +271,23 @@ class DatasetFolder:
             found = {point: found[point].merged(more[point]) for point in wanted}
         return found
 
-    def wrong_whole(self, receipts: Sequence[Receipt]) -> str:
-        """Check `points.parquet` and the merged statistics of a complete data set; return the problem, or "".
-
-        Both are computed again, from the definition and the shards, which must be sound, and compared.
+    def wrong_whole(self, receipts: Sequence[Receipt], *, content: bool = True) -> str:
+        """Check what follows from the shards of a complete data set; return the problem, or "".
 
         Args:
             receipts: receipts of all shards, in order.
+            content: True to compare `points.parquet` and the merged statistics too, computed again from the definition
+                and the shards, which must be sound; False for the totals alone, which needs the receipts alone.
         """
+        totals, found = self.totals(), self.sum_of(receipts)
+        if totals is not None and totals != found:
+            return (
+                f"{self.storage.path(TOTALS)} is of {totals.shards} shards with SHA-256 {totals.sha256}, but the "
+                f"receipts are of {found.shards} shards with {found.sha256}; {AGAIN}"
+            )
+        return self._wrong_merged(receipts) if content else ""
+
+    def _wrong_merged(self, receipts: Sequence[Receipt]) -> str:
         try:
             if not holds_points(self.storage.read(POINTS), self.definition.points):
                 return f"{self.storage.path(POINTS)} names other tensors than the definition does; {AGAIN}"
@@ -351,7 +360,9 @@ class DatasetFolder:
                     f"shard {receipt.number} of {self.storage} has too few documents, and is not the last"
                 )
 
-    def _sum(self, receipts: list[Receipt]) -> Totals:
+    @staticmethod
+    def sum_of(receipts: Sequence[Receipt]) -> Totals:
+        """Return the totals of shards with these receipts, in order."""
         digest = hashlib.sha256()
         for receipt in receipts:
             digest.update(msgspec.json.encode(receipt))
@@ -384,11 +395,7 @@ def verify(where: str | Path, *, content: bool = True, **options: Any) -> Totals
     folder = DatasetFolder.open(where, **options)
     receipts = list(folder.sound(content=content).values())
     totals = folder.totals()
-    if totals is not None and totals != folder._sum(receipts):  # noqa: SLF001 -- a function of this class
-        raise InvalidFile(
-            f"{folder.storage.path(TOTALS)} says {totals}, but the shards differ from that; collect it again"
-        )
-    if totals is not None and content and (why := folder.wrong_whole(receipts)):
+    if totals is not None and (why := folder.wrong_whole(receipts, content=content)):
         raise InvalidFile(why)
     return totals
 
