@@ -15,11 +15,21 @@ from safetensors.torch import load
 
 from steercap.core.spec import Point
 from steercap.errors import InvalidFile, InvalidRequest, RunDiffers
-from steercap.files.tensors import encoded
+from steercap.files.tensors import encoded, metadata_of
 from steercap.lab.datasets import definition as definitions
 from steercap.lab.datasets.definition import DATASET, VERSION, DatasetDefinition
 from steercap.lab.datasets.remote import storage_of
-from steercap.lab.datasets.shards import FOLDER, RECEIPT, STATISTICS, Receipt, Shard, name_of, write_shard
+from steercap.lab.datasets.shards import (
+    FOLDER,
+    RECEIPT,
+    STATISTICS,
+    Receipt,
+    Shard,
+    header_of,
+    name_of,
+    read_checked,
+    write_shard,
+)
 from steercap.lab.datasets.statistics import PointStatistics, named_tensors, no_rows, read_named
 from steercap.lab.datasets.storage import Storage
 from steercap.lab.datasets.tables import encoded_points, holds_points
@@ -225,10 +235,10 @@ class DatasetFolder:
         receipts = list(self.sound().values())
         self._check_whole(receipts)
         totals = self.sum_of(receipts)
-        header = msgspec.json.encode({"kind": "activations", "version": VERSION, "definition": self.definition.digest})
         if self.definition.statistics_every:
             tensors = {name: [tensor] for name, tensor in self._merged(receipts).items()}
-            self.storage.write(MERGED, encoded(tensors, {"steercap": header.decode()}))
+            header = header_of(self.definition.digest, shards=totals.sha256)
+            self.storage.write(MERGED, encoded(tensors, {"steercap": header}))
         self.storage.write(POINTS, [encoded_points(self.definition.points)])
         with self._completing:
             self._without_totals = False
@@ -260,10 +270,13 @@ class DatasetFolder:
             raise InvalidRequest(f"{self.storage} was collected without statistics; collect it with statistics_every=")
         wanted = list(points)
         if receipts is None:
-            if self.totals() is None:
+            if (totals := self.totals()) is None:
                 raise InvalidRequest(f"{self.storage} is not complete, and has no statistics of all its rows yet")
-            return self._read(MERGED, wanted)
-        files = (self._read(name_of(receipt.number, STATISTICS), wanted) for receipt in receipts)
+            content = self.storage.read(MERGED)
+            tensors = self._tensors(content, MERGED)
+            self._check_merged(content, totals)
+            return self._chosen(tensors, MERGED, wanted)
+        files = (self._of_shard(receipt, wanted) for receipt in receipts)
         found = next(files, None)
         if found is None:
             return {point: no_rows(self.definition.format_of(point).decoded_width) for point in wanted}
@@ -293,7 +306,7 @@ class DatasetFolder:
                 return f"{self.storage.path(POINTS)} names other tensors than the definition does; {AGAIN}"
             if not self.definition.statistics_every:
                 return ""
-            found, wanted = self._tensors(MERGED), self._merged(receipts)
+            found, wanted = self._tensors(self.storage.read(MERGED), MERGED), self._merged(receipts)
         except InvalidFile as error:
             return str(error)
         if found.keys() != wanted.keys() or not all(_alike(found[name], wanted[name]) for name in wanted):
@@ -308,17 +321,28 @@ class DatasetFolder:
             tensors |= named_tensors(known.end, found[known.point])
         return tensors
 
-    def _read(self, name: str, points: Iterable[Point]) -> dict[Point, PointStatistics]:
-        """Read the statistics of points from the file called `name`; raise InvalidFile if it lacks one."""
-        tensors = self._tensors(name)
+    def _of_shard(self, receipt: Receipt, points: Iterable[Point]) -> dict[Point, PointStatistics]:
+        name = name_of(receipt.number, STATISTICS)
+        return self._chosen(self._tensors(read_checked(self.storage, receipt, STATISTICS), name), name, points)
+
+    def _check_merged(self, content: bytes, totals: Totals) -> None:
+        """Raise InvalidFile for merged statistics of another data set; older files name their definition alone."""
+        digest = self.definition.digest
+        if metadata_of(content).get("steercap") not in {header_of(digest, shards=totals.sha256), header_of(digest)}:
+            raise InvalidFile(f"{self.storage.path(MERGED)} holds the statistics of another data set; {AGAIN}")
+
+    def _chosen(
+        self, tensors: Mapping[str, torch.Tensor], name: str, points: Iterable[Point]
+    ) -> dict[Point, PointStatistics]:
+        """Return the statistics of points from the file called `name`; raise InvalidFile if it lacks one."""
         try:
             return {point: read_named(self.definition.format_of(point).end, tensors) for point in points}
         except KeyError as error:
             raise InvalidFile(f"{self.storage.path(name)} lacks {error}; collect the data set again") from error
 
-    def _tensors(self, name: str) -> Mapping[str, torch.Tensor]:
+    def _tensors(self, content: bytes, name: str) -> Mapping[str, torch.Tensor]:
         try:
-            return load(self.storage.read(name))
+            return load(content)
         except SafetensorError as error:
             raise InvalidFile(
                 f"{self.storage.path(name)} cannot be read: {error}; collect the data set again"
