@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 import shutil
@@ -297,6 +298,31 @@ def test_a_run_goes_on_where_it_was(folder) -> None:
     assert len(again) == len(wanted) - 7
     with pytest.raises(InvalidSetting, match="state of other batches"):
         data.batches(10, epochs=3).load_state_dict(state)
+
+
+def test_a_state_is_of_its_rows_alone(folder, tmp_path) -> None:
+    """As many rows of another corpus, or chosen otherwise, are others; states that older versions saved say nothing of it."""
+    other = DatasetFolder.begin(tmp_path, definition_of())
+    for number in range(SHARDS):
+        shard = shard_of(definition_of(), number, LAST if number == SHARDS - 1 else None)
+        other.write(dataclasses.replace(shard, documents_sha256="1" * 64))
+    other.complete()
+    data = ActivationDataset(folder, at=POST, without_tokens=[1, 2])
+    state = json.loads(json.dumps(data.batches(10).state_dict()))
+    for rows in (ActivationDataset(tmp_path, at=POST, without_tokens=[1, 2]), ActivationDataset(folder, at=POST)):
+        assert len(rows) == len(data)
+        with pytest.raises(InvalidSetting, match="batches of other rows"):
+            rows.batches(10).load_state_dict(state)
+    ActivationDataset(folder, at=POST, without_tokens=(2, 1)).batches(10).load_state_dict(state)
+    del state["data"]
+    ActivationDataset(folder, at=POST).batches(10).load_state_dict(state)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, "float32"])
+def test_rows_have_a_floating_point_dtype(dtype, folder) -> None:
+    """Rows would be cut to whole numbers."""
+    with pytest.raises(InvalidSetting, match="give a floating-point dtype, or None"):
+        ActivationDataset(folder, dtype=dtype)
 
 
 def test_a_state_says_how_much_is_left_and_is_of_as_many_workers(folder) -> None:
