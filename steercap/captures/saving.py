@@ -141,7 +141,7 @@ class CaptureRun:
         return self._add(paths, answer_id, time)
 
     def discard(self, names: Collection[str]) -> None:
-        """Remove entries and their files, so that the captures can be added again; a kill leaves all entries or none."""
+        """Remove entries and their files, so that the captures can be added again; a kill leaves all or none."""
         whole = self.manifest.document
         kept = tuple(request for request in whole.requests if request.file not in names)
         CAPTURES.write(self.folder, whole, self._mode)

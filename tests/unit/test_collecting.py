@@ -156,16 +156,16 @@ def test_a_file_is_of_the_split_in_its_own_name(name, tmp_path, monkeypatch) -> 
         (folder / f"{file}.jsonl").write_text(json.dumps({"text": file}) + "\n")
     wanted = {"train": ["dev/train.2", "train"], "test": ["test-0"], "dev": ["dev/part"]}
     monkeypatch.chdir(folder)
-    for given in (folder, str(folder / "**" / "*.jsonl"), "."):
+    for corpus in (folder, str(folder / "**" / "*.jsonl"), "."):
         for split, names in wanted.items():
-            assert contents(open_source(given, split=split)) == names
+            assert contents(open_source(corpus, split=split)) == names
         with pytest.raises(InvalidFile, match="holds splits dev, test, train"):
-            open_source(given)
+            open_source(corpus)
     (folder / "dev" / "train.2.jsonl").unlink()
-    for given in (folder / "dev", folder / "dev" / "part.jsonl", f"{folder}/dev/*"):
-        assert contents(open_source(given, split="dev")) == contents(open_source(given)) == ["dev/part"]
+    for corpus in (folder / "dev", folder / "dev" / "part.jsonl", f"{folder}/dev/*"):
+        assert contents(open_source(corpus, split="dev")) == contents(open_source(corpus)) == ["dev/part"]
         with pytest.raises(InvalidFile, match="holds no file of split='train'"):
-            open_source(given, split="train")
+            open_source(corpus, split="train")
 
 
 def test_what_a_corpus_does_not_have_is_not_asked_for(tmp_path):

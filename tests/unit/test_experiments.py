@@ -308,7 +308,9 @@ async def test_a_prompt_that_holds_more_than_text_is_answered(tmp_path) -> None:
     one = sweep(prompts=[[{"role": "user", "content": parts}]], layers=(1,), scales=(1,), random=0)
     kept = open_folder(tmp_path, one.definition(MODEL))
     await _answer(SimpleNamespace(run=run), one, kept, 1, lambda _done, _all: None)
-    assert [found.prompt for found in kept.answers.rows.values()] == ["What is it?\nSay so."] * len(list(one.requests()))
+    assert [found.prompt for found in kept.answers.rows.values()] == ["What is it?\nSay so."] * len(
+        list(one.requests())
+    )
 
 
 def test_a_folder_gives_back_what_was_written(tmp_path) -> None:

@@ -185,7 +185,7 @@ def test_a_capture_that_is_written_in_part_leaves_nothing_of_the_one_before(tmp_
         lifecycle=Lifecycle("r", found=Found(rows, Receipt(points, labels, labels, 6, None))),
     )
     save_published(handle, tmp_path)
-    with files_of_at_most(20_000), pytest.raises(OSError, match="seq0_layer1_rank0|too large"):
+    with files_of_at_most(20_000), pytest.raises(OSError, match="large"):
         save_published(handle, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["seq0_layer0_rank0.npz"]
 

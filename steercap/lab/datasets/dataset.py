@@ -107,7 +107,9 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         if join == "mix":
             check_alike(self._formats, "join='mix'")
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise InvalidSetting(f"dtype={shown(dtype)}: rows are floating-point numbers; give a floating-point dtype, or None")
+            raise InvalidSetting(
+                f"dtype={shown(dtype)}: rows are floating-point numbers; give a floating-point dtype, or None"
+            )
         if self._attended and dtype not in {None, torch.float32, torch.float64}:
             raise InvalidSetting(f"dtype={dtype}: targets of attention are positions up to 65,535; give torch.float32")
         self._tokens = TokenChoice.parse(positions, without_tokens, keep)
@@ -247,9 +249,9 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
 
     @cached_property
     def identity(self) -> str:
-        """SHA-256, in hexadecimal, of the receipts and of `positions` and `without_tokens`: which row has which index."""
-        chosen = self._tokens
-        said = (DatasetFolder.sum_of(self._receipts).sha256, chosen.first, chosen.end, chosen.step, sorted(chosen.without))
+        """SHA-256, in hexadecimal, of all receipts, `positions` and `without_tokens`: of which row has which index."""
+        receipts, chosen = DatasetFolder.sum_of(self._receipts).sha256, self._tokens
+        said = (receipts, chosen.first, chosen.end, chosen.step, sorted(chosen.without))
         return hashlib.sha256(repr(said).encode()).hexdigest()
 
     def foresee(self, start: int, stop: int) -> None:

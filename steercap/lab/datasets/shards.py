@@ -130,7 +130,8 @@ def read_checked(storage: Storage, receipt: Receipt, end: str) -> bytes:
     content, wanted = storage.read(name), receipt.files[end].sha256
     if (found := hashlib.sha256(content).hexdigest()) != wanted:
         raise InvalidFile(
-            f"{storage.path(name)} has SHA-256 {found}, and its receipt says {wanted}; copy it again, or collect it again"
+            f"{storage.path(name)} has SHA-256 {found}, and its receipt says {wanted}; copy it again, or collect it "
+            "again"
         )
     return content
 
