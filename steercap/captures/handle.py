@@ -369,8 +369,12 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
         at = slice(None) if tokens is None else self._rows_at(tokens)
         rows = self.captures.elements(point)[at]
         if translator is not None:
-            translator.check(self.num_layers, source.engine.names)
-            rows = translator.translate(rows, point)
+            if len(translator) != self.num_layers:
+                raise InvalidRequest(
+                    f"lens: {translator!r} is of a model of {len(translator)} layers, and this model has "
+                    f"{self.num_layers}; load a tuned lens of this model"
+                )
+            rows = translator.translate(rows, point, source.engine.names)
         asked: Any = {"normed": point.site == BEHIND, "top": top, "ids": ids, "full": full, "max_bytes": max_bytes}
         found = await source.with_restart(lambda engine: unembed(engine, rows, **asked))
         return replace(found, positions=self.positions[at])

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -51,9 +51,8 @@ class TunedLens:
     """
 
     translators: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
-    _: KW_ONLY
-    model: str
-    width: int
+    model: str = field(kw_only=True)
+    width: int = field(kw_only=True)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> TunedLens:
@@ -83,25 +82,15 @@ class TunedLens:
         found = {layer: _translator(file, tensors, layer, width) for layer in range(layers)}
         return cls(found, model=str(config.get("base_model_name_or_path") or ""), width=width)
 
-    def check(self, layers: int, names: Collection[str]) -> None:
-        """Check that the lens fits a model with this number of layers; warn if its file names none of `names`.
-
-        Raises:
-            InvalidRequest: the lens has another number of layers.
-        """
-        if len(self) != layers:
-            raise InvalidRequest(
-                f"lens: {self!r} is of a model of {len(self)} layers, and this model has {layers}; load a tuned lens "
-                "of this model"
-            )
-        warn_of_other_model("translator=", self.model, names, tuned=True)
-
-    def translate(self, rows: Float[torch.Tensor, "rows hidden"], point: Point) -> Float[torch.Tensor, "rows hidden"]:
+    def translate(
+        self, rows: Float[torch.Tensor, "rows hidden"], point: Point, names: Collection[str] = ()
+    ) -> Float[torch.Tensor, "rows hidden"]:
         """Return estimates of the last layer's output for rows of the residual stream: float32 [rows, hidden].
 
         Args:
             rows: rows of the residual stream.
             point: point of the rows; rows from the end of the last layer are returned unchanged.
+            names: names of the rows' model, to warn of a lens that was made for another; () if unknown.
 
         Raises:
             InvalidRequest: the rows have another width, or no translator is for their point.
@@ -115,6 +104,8 @@ class TunedLens:
             return rows.float()
         if index not in self.translators:
             raise InvalidRequest(f"this tuned lens has translators for {len(self)} layers, and none for {point}")
+        if names:
+            warn_of_other_model("translator=", self.model, names, tuned=True)
         weight, bias = self.translators[index]
         with exact_products():
             return rows.float() + rows.float() @ weight.T + bias

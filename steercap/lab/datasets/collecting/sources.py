@@ -253,35 +253,25 @@ def _of_folder(folder: Path, kind: str | None, split: str | None) -> list[tuple[
 
 
 def _split(files: Sequence[Path], split: str | None, folder: Path, given: str) -> list[Path]:
-    """Return the files of `split`; if None, all files, of one split at most.
+    """Return the files of `split`, as their names say, else their folders', else `folder`'s; None for all, of one split.
 
-    A file is of the split in its own name, or else in its folder's. `folder` holds all files: its name counts if no
-    other name has a split.
-
-    Raises:
-        InvalidFile: there are several splits and none was named, or no split has that name.
+    Raises InvalidFile if there are several splits and none was named, or if no split has that name.
     """
-    by_split = {
-        path: _split_in(path.name, split) or ("" if path.parent == folder else _split_in(path.parent.name, split))
-        for path in files
-    }
-    if not any(by_split.values()):
-        by_split = dict.fromkeys(files, _split_in(folder.name, split))
+    by_split = {path: _split_in([path.name, path.parent.name][: 1 + (path.parent != folder)], split) for path in files}
+    by_split = by_split if any(by_split.values()) else dict.fromkeys(files, _split_in([folder.name], split))
     if split is None:
-        names = {name for name in by_split.values() if name}
-        if len(names) > 1:
+        if len(names := {*by_split.values()} - {""}) > 1:
             raise InvalidFile(f"{given} holds splits {', '.join(sorted(names))}; give one of them by split=")
         return list(files)
-    found = [path for path in files if by_split[path] == split]
-    if not found:
+    if split not in by_split.values():
         raise InvalidFile(f"{given} holds no file of split={split!r}")
-    return found
+    return [path for path in files if by_split[path] == split]
 
 
-def _split_in(name: str, asked: str | None) -> str:
-    """Return the split in a name of a file or folder, `asked` before those of `KNOWN_SPLITS`; "" if there is none."""
-    known = KNOWN_SPLITS if asked is None else (asked, *KNOWN_SPLITS)
-    return next((one for one in known if re.search(rf"(^|[-_.]){re.escape(one)}([-_.]|$)", name)), "")
+def _split_in(names: Sequence[str], asked: str | None) -> str:
+    """Return the split in the first name that has one, `asked` before those of `KNOWN_SPLITS`; "" if there is none."""
+    known = [one for one in (asked, *KNOWN_SPLITS) if one]
+    return next((one for name in names for one in known if re.search(rf"(^|[-_.]){re.escape(one)}([-_.]|$)", name)), "")
 
 
 def _reader(path: Path, kind: str | None) -> Reader:

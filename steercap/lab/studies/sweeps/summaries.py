@@ -51,10 +51,7 @@ class Record(Answered, frozen=True, kw_only=True):
         return Condition(**{name: getattr(self, name) for name in Condition.__struct_fields__})
 
     def answers(self, request: SweepRequest, prompt: str) -> bool:
-        """Return True if the record has the number, condition and sample of a request, and its prompt's index and text.
-
-        `prompt` is that text; see `Answered`.
-        """
+        """Return True if the record has the number, condition, prompt (index, and text as in `Answered`) and sample."""
         asked = (request.number, request.condition, request.prompt, request.sample, prompt)
         return (self.number, self.condition, self.prompt_index, self.sample, self.prompt) == asked
 
