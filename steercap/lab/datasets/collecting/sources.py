@@ -253,7 +253,7 @@ def _of_folder(folder: Path, kind: str | None, split: str | None) -> list[tuple[
 
 
 def _split(files: Sequence[Path], split: str | None, folder: Path, given: str) -> list[Path]:
-    """Return the files of `split`, as their names say, else their folders', else `folder`'s; None for all, of one split.
+    """Return the files of `split`, as their names say, else their folders', else `folder`'s; None for all, of one.
 
     Raises InvalidFile if there are several splits and none was named, or if no split has that name.
     """
