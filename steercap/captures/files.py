@@ -165,6 +165,14 @@ def read_header(path: Path) -> Header:
     return _header(path, read_tensors(path, tensors=False)[0])
 
 
+def is_of(path: Path, model: str) -> bool:
+    """Return whether a file is a sound capture file of a model; its rows are not read."""
+    try:
+        return read_header(path).model == model
+    except InvalidFile:
+        return False
+
+
 def _header(path: Path, text: str) -> Header:
     try:
         said = msgspec.json.decode(text)

@@ -374,7 +374,7 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
                     f"lens: {translator!r} is of a model of {len(translator)} layers, and this model has "
                     f"{self.num_layers}; load a tuned lens of this model"
                 )
-            rows = translator.translate(rows, point)
+            rows = translator.translate(rows, point, source.engine.names)
         asked: Any = {"normed": point.site == BEHIND, "top": top, "ids": ids, "full": full, "max_bytes": max_bytes}
         found = await source.with_restart(lambda engine: unembed(engine, rows, **asked))
         return replace(found, positions=self.positions[at])

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -28,7 +28,7 @@ from steercap.captures.pooled import require_kind
 from steercap.core.spec import Point
 from steercap.core.values import count_of, index_of, parts_of, shown, truth_of
 from steercap.errors import InvalidFile, InvalidRequest
-from steercap.files.fingerprint import nearest_path
+from steercap.files.fingerprint import nearest_path, warn_of_other_model
 from steercap.kernels.bits import exact_products
 
 if TYPE_CHECKING:
@@ -40,18 +40,19 @@ PARAMS: Final = ("params.safetensors", "params.pt")
 _OFFSETS: Final = {"embed": 0, "resid_pre": 0, "resid_post": 1}
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class TunedLens:
     """Affine maps of the residual stream to estimates of the last layer's output, by the layer whose input they read.
 
-    Attributes:
-        model: name of the model that the lens was made for, as its file has it.
+    Args:
+        translators: weight [width, width] and bias [width] of each map, by layer.
+        model: name of the model that the lens was made for, as its file has it; "" if unknown.
         width: number of elements of a row.
     """
 
-    def __init__(self, translators: Mapping[int, tuple[torch.Tensor, torch.Tensor]], *, model: str, width: int) -> None:
-        self._translators = dict(translators)
-        self.model = model
-        self.width = width
+    translators: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+    model: str = field(kw_only=True)
+    width: int = field(kw_only=True)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> TunedLens:
@@ -79,14 +80,17 @@ class TunedLens:
         if config.get("bias", True) is False:
             tensors = {f"{layer}.bias": torch.zeros(width) for layer in range(layers)} | dict(tensors)
         found = {layer: _translator(file, tensors, layer, width) for layer in range(layers)}
-        return cls(found, model=str(config.get("base_model_name_or_path", "")), width=width)
+        return cls(found, model=str(config.get("base_model_name_or_path") or ""), width=width)
 
-    def translate(self, rows: Float[torch.Tensor, "rows hidden"], point: Point) -> Float[torch.Tensor, "rows hidden"]:
+    def translate(
+        self, rows: Float[torch.Tensor, "rows hidden"], point: Point, names: Collection[str] = ()
+    ) -> Float[torch.Tensor, "rows hidden"]:
         """Return estimates of the last layer's output for rows of the residual stream: float32 [rows, hidden].
 
         Args:
             rows: rows of the residual stream.
             point: point of the rows; rows from the end of the last layer are returned unchanged.
+            names: names of the rows' model, to warn of a lens that was made for another; () if unknown.
 
         Raises:
             InvalidRequest: the rows have another width, or no translator is for their point.
@@ -96,16 +100,18 @@ class TunedLens:
         if point.site not in _OFFSETS:
             raise InvalidRequest(f"a tuned lens takes rows of {', '.join(_OFFSETS)}, not of {point.site}")
         index = point.layer + _OFFSETS[point.site]
-        if index == len(self._translators):
+        if index == len(self.translators):
             return rows.float()
-        if index not in self._translators:
+        if index not in self.translators:
             raise InvalidRequest(f"this tuned lens has translators for {len(self)} layers, and none for {point}")
-        weight, bias = self._translators[index]
+        if names:
+            warn_of_other_model("translator=", self.model, names, tuned=True)
+        weight, bias = self.translators[index]
         with exact_products():
             return rows.float() + rows.float() @ weight.T + bias
 
     def __len__(self) -> int:
-        return len(self._translators)
+        return len(self.translators)
 
     def __repr__(self) -> str:
         return f"TunedLens({len(self)} layers × {self.width}, for {self.model or 'an unnamed model'})"

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import torch
 
-from steercap.captures.files import Saved, constants_of, shape_of
+from steercap.captures.files import Header, Saved, constants_of, read_header, shape_of
 from steercap.captures.handle import CaptureHandle
 from steercap.captures.rows import Rows
 from steercap.core.display import brief
@@ -282,6 +282,19 @@ class Manifest:
                 raise InvalidFile(f"{self.folder / request.file} {wrong}; copy it again, or capture it again")
             yield CaptureHandle.load(self.folder / request.file)
 
+    def header_of(self, request: ManifestRequest) -> Header | None:
+        """Return the header of a request's file; None if the file is lost, of another size or of another request.
+
+        Its rows are not read; `wrong` compares them.
+        """
+        if self.wrong(request, content=False):
+            return None
+        try:
+            header = read_header(self.folder / request.file)
+        except InvalidFile:
+            return None
+        return header if (header.request_id, text_sha256(header)) == (request.id, request.text_sha256) else None
+
     def wrong(self, request: ManifestRequest, *, content: bool = True) -> str:
         """Return how the file of a request differs from its entry, for a message; "" if it does not.
 
@@ -311,6 +324,11 @@ def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def text_sha256(header: Header) -> str:
+    """Return the SHA-256 of the generated text of a capture file, in hexadecimal."""
+    return hashlib.sha256(header.text.encode()).hexdigest()
 
 
 def layout_of(saved: Saved) -> Layout:
@@ -346,7 +364,7 @@ def request_of(
         prompt_tokens=len(saved.prompt_token_ids),
         output_tokens=len(saved.output_token_ids),
         prompt_sha256=hashlib.sha256(np.array(saved.prompt_token_ids, dtype="<i8").tobytes()).hexdigest(),
-        text_sha256=hashlib.sha256(header.text.encode()).hexdigest(),
+        text_sha256=text_sha256(header),
         steering=None if header.steering is None else header.steering.digest,
         answer_id=answer_id,
         time=time,

@@ -197,7 +197,7 @@ def save_published(handle: CaptureHandle, folder: str | Path, *, seq: int = 0) -
 
     Args:
         handle: a fetched handle.
-        folder: the folder; files of this sequence and these layers are replaced, or deleted if of further ranks.
+        folder: the folder; files of this sequence and these layers are removed first.
         seq: number of the sequence in the file names.
 
     Raises:
@@ -213,15 +213,13 @@ def save_published(handle: CaptureHandle, folder: str | Path, *, seq: int = 0) -
         )
     parts = {point.layer: _by_rank(rows) for point, rows in handle.as_saved().rows.items()}
     published = {(layer, rank): PublishedRows.of(rows) for layer, ranks in parts.items() for rank, rows in ranks}
-    written = [
+    # First of all, or a killed process would leave layers, or ranks, of two captures that are read as one.
+    for path in [path for layer in parts for path in Path(folder).glob(f"seq{number}_layer{layer}_rank*.npz")]:
+        path.unlink()
+    return [
         rows.save(Path(folder) / f"seq{number}_layer{layer}_rank{rank}.npz")
         for (layer, rank), rows in published.items()
     ]
-    # Those of a capture with more ranks would be read as further shards of these rows.
-    replaced = {path for layer in parts for path in Path(folder).glob(f"seq{number}_layer{layer}_rank*.npz")}
-    for path in replaced.difference(written):
-        path.unlink()
-    return written
 
 
 def _by_rank(rows: Any) -> list[tuple[int, torch.Tensor | CodedRows]]:

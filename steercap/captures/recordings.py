@@ -236,11 +236,12 @@ class RecordingFolder:
         now, keep = self._clock(), self.limits.keep_seconds
         if self._run is not None and (
             not (self._run.folder / JOURNAL).exists()
-            or now - self._begun >= self.limits.segment_seconds
+            or not 0 <= now - self._begun < self.limits.segment_seconds  # the clock may have been set back
             or self._size() >= self.limits.segment_bytes
         ):
             self._end()
-        for segment, (_, last) in tuple(self._ended.items()):
+        for segment, (size, last) in tuple(self._ended.items()):
+            self._ended[segment] = size, min(last, now)
             if keep is not None and now - last >= keep:
                 self._remove(segment)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -140,6 +140,19 @@ class CaptureRun:
         paths = {self._path(self._next(further)): handle for further, handle in enumerate(handles)}
         return self._add(paths, answer_id, time)
 
+    def discard(self, names: Collection[str]) -> None:
+        """Remove entries and their files, so that the captures can be added again; a kill leaves all or none."""
+        whole = self.manifest.document
+        kept = tuple(request for request in whole.requests if request.file not in names)
+        CAPTURES.write(self.folder, whole, self._mode)
+        self._journal.begin(0)  # one that goes on after more entries than the manifest has could not be read
+        self._document, self._new = msgspec.structs.replace(whole, requests=kept), []
+        CAPTURES.write(self.folder, self._document, self._mode)
+        self._journal.begin(self._document.entries)
+        self._requests = {request.file: request for request in kept}
+        for name in names:
+            (self.folder / name).unlink(missing_ok=True)
+
     def _add(
         self, handles: Mapping[Path, CaptureHandle], answer_id: str = "", time: float | None = None
     ) -> list[ManifestRequest]:
@@ -172,7 +185,8 @@ class CaptureRun:
         """Return the path of a new file; a name of None stands for the next number.
 
         Raises:
-            InvalidRequest: the name is listed already, or the run is closed.
+            InvalidRequest: the name is listed already or of a file that is no capture of this model, or the run is
+                closed.
             InvalidFile: the name has another extension than .safetensors.
         """
         if not self._journal.locked:
@@ -182,8 +196,11 @@ class CaptureRun:
             raise InvalidRequest(
                 f"name={name!r} is already listed in {self.folder}, or is not a valid file name; give another"
             )
-        check_extension(self.folder / name, ".safetensors")
-        return self.folder / name
+        path = self.folder / name
+        check_extension(path, ".safetensors")
+        if path.exists() and not (_OURS.fullmatch(name) or files.is_of(path, self._document.model)):
+            raise InvalidRequest(f"{path} is there, and is no capture of {self._document.model!r}; give another name")
+        return path
 
     def _own(self, handle: CaptureHandle) -> files.Saved:
         """Return the content of a handle's file.

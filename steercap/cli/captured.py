@@ -102,6 +102,16 @@ class Store:
             request = run.add(handle, name)
         return run.folder, run.layout_of(request), request
 
+    def discard(self, names: list[str]) -> None:
+        """Remove entries and files of the run, whose prompts are captured again."""
+        if not names:
+            return
+        self._terminal.say(f"{len(names)} captures are lost or changed, such as {names[0]}, and are captured again")
+        try:
+            self._runs[-1].discard(names)
+        except OSError as error:
+            self._elsewhere(error)
+
     def _elsewhere(self, error: OSError) -> CaptureRun:
         """Begin a run in a temporary folder after `error`; raise it if the run is in a temporary folder already."""
         if self.error is not None:
@@ -132,14 +142,13 @@ async def capture_to(
     """Capture every prompt, writing each capture as its request ends; return their summaries, in order of prompts.
 
     `out`, a folder or its store, receives `0000.safetensors` and so on, see `CaptureHandle.load`, and their manifest.
-    A folder with some of the same captures is resumed: prompts that its manifest lists are skipped.
+    A folder with some of the same captures is resumed: prompts that its manifest lists are skipped, unless the file is
+    lost, of another size, or of another request.
 
     Raises:
         RunDiffers: the folder holds other captures.
         The errors of `SteerModel.generate`.
     """
-    from steercap.captures.files import read_header
-
     found: dict[int, Captured] = {}
     store = out if isinstance(out, Store) else Store(out, terminal)
     digits = max(4, len(str(len(prompts) - 1)))
@@ -155,10 +164,11 @@ async def capture_to(
         bar.advance(task)
 
     with store.opened(model=engine.vllm.model_name, asked=asked) as there, terminal.progress() as bar:
-        for request in there.requests:
-            if request.file in names:
-                number, header = names.index(request.file), read_header(there.folder / request.file)
-                layout = there.layout_of(request)
+        listed = {request: there.header_of(request) for request in there.requests if request.file in names}
+        store.discard([request.file for request, header in listed.items() if header is None])
+        for request, header in listed.items():
+            if header is not None:
+                number, layout = names.index(request.file), there.layout_of(request)
                 found[number] = captured_of(there.folder, layout, request, prompts[number], header.text)
         todo = [number for number in range(len(prompts)) if number not in found]
         task = bar.add_task("capturing", total=len(prompts), completed=len(found))

@@ -39,8 +39,8 @@ def inspected_dataset(path: Path, *, verify: bool) -> tuple[dict[str, Any], list
     receipts = folder.receipts()
     wrong = folder.wrong(receipts.values(), content=verify)
     totals, definition = folder.totals(), folder.definition
-    is_whole = totals is not None and not wrong
-    whole = folder.wrong_whole([*receipts.values()]) if verify and is_whole else ""
+    whole = "" if totals is None or wrong else folder.wrong_whole([*receipts.values()], content=verify)
+    is_whole = totals is not None and not wrong and not whole
     known = {
         "kind": "data set of activations",
         "model": definition.model.get("name", ""),
@@ -49,7 +49,7 @@ def inspected_dataset(path: Path, *, verify: bool) -> tuple[dict[str, Any], list
         "row": f"{definition.row_bytes:,} bytes at all points",
         **{name: _as_text(value) for name, value in definition.asked.items()},
         **_counted(receipts),
-        "complete": "yes" if totals is not None else "no; the call that began it resumes it",
+        "complete": "yes" if is_whole else "no; the call that began it resumes it",
         "files": "; ".join(wrong.values())
         or whole
         or (
@@ -65,7 +65,7 @@ def inspected_dataset(path: Path, *, verify: bool) -> tuple[dict[str, Any], list
         "definition": msgspec.to_builtins(definition),
         "totals": None if totals is None else msgspec.to_builtins(totals),
     }
-    return document, [facts(str(path), known), *_norms(folder, complete=is_whole and not whole)]
+    return document, [facts(str(path), known), *_norms(folder, complete=is_whole)]
 
 
 def _counted(receipts: dict[int, Receipt]) -> dict[str, str]:

@@ -6,6 +6,7 @@ and no weights are computed.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import msgspec
@@ -21,6 +22,7 @@ class AttentionRule(msgspec.Struct, frozen=True):
         window: maximum number of keys that a query attends to, its own position included; None for all earlier ones.
         soft_cap: bound of the scaled products, `soft_cap * tanh(x / soft_cap)`; None for no bound.
         sinks: learned attention sinks: a logit for each head that joins the head's softmax without a key; () for none.
+            Minus infinity becomes the least finite number, of equal effect: JSON has no infinity.
         unknown: reason why weights cannot be computed from these fields, "" if they can.
     """
 
@@ -29,6 +31,10 @@ class AttentionRule(msgspec.Struct, frozen=True):
     soft_cap: float | None = None
     sinks: tuple[float, ...] = ()
     unknown: str = ""
+
+    def __post_init__(self) -> None:
+        least = -sys.float_info.max
+        msgspec.structs.force_setattr(self, "sinks", tuple(max(sink, least) for sink in self.sinks))
 
     def understood(self, layer: int) -> AttentionRule:
         """Return this rule if attention weights can be computed by it.

@@ -104,7 +104,7 @@ def write_whole(path: Path, mode: int | None = None) -> Iterator[Path]:
     """Yield a temporary path that replaces `path` when the block succeeds, and is removed when it raises.
 
     Args:
-        path: final path of the file; missing parent folders are created.
+        path: final path of the file, which replaces a symbolic link there; missing parent folders are created.
         mode: permissions of the file from the start; None for those that the umask leaves.
 
     Raises:

@@ -170,8 +170,8 @@ class TableWriter(Generic[AnyRecord]):
         self._written = clock()
 
     def read(self) -> list[AnyRecord]:
-        """Read all written records, in no particular order."""
-        return [record for path in self._paths() for record in read_table(path, self._kind)]
+        """Read all written records, the parts in the order in which they were written."""
+        return [record for path in self.paths() for record in read_table(path, self._kind)]
 
     def add(self, record: AnyRecord) -> None:
         """Add a record; write a part if it is full, or some seconds after the last part was written."""
@@ -191,12 +191,12 @@ class TableWriter(Generic[AnyRecord]):
             self._waiting = []
 
     def replace(self, records: Sequence[AnyRecord]) -> None:
-        """Replace all parts by one with the given records; do nothing if there is at most one part."""
-        before = self._paths()
-        if len(before) > 1:
+        """Replace all parts by one with the given records, or by none if there are none."""
+        before = self.paths()
+        if records:
             self._write(records)
-            for path in before:
-                path.unlink()
+        for path in before:
+            path.unlink()
 
     def __enter__(self) -> TableWriter[AnyRecord]:
         return self
@@ -208,10 +208,18 @@ class TableWriter(Generic[AnyRecord]):
 
     def _write(self, records: Sequence[AnyRecord]) -> None:
         # A unique name: two processes that were started on one folder by mistake lose nothing.
-        write_table(self.folder / f"{len(self._paths()):05}-{uuid.uuid4().hex[:8]}.parquet", records)
+        number = max(map(_number_of, self.paths()), default=-1) + 1
+        write_table(self.folder / f"{number:05}-{uuid.uuid4().hex[:8]}.parquet", records)
 
-    def _paths(self) -> list[Path]:
-        return sorted(self.folder.glob("*.parquet"))
+    def paths(self) -> list[Path]:
+        """Return the paths of the parts, in the order in which they were written."""
+        return sorted(self.folder.glob("*.parquet"), key=lambda path: (_number_of(path), path.name))
+
+
+def _number_of(part: Path) -> int:
+    """Return the number of a part: 7 for "00007-3f2a9c4e.parquet", -1 for a file of another name."""
+    number = part.name.partition("-")[0]
+    return int(number) if number.isdecimal() else -1
 
 
 def _later(seconds: float, work: Callable[[], None]) -> asyncio.TimerHandle | None:

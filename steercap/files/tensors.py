@@ -79,6 +79,13 @@ def encoded(tensors: Mapping[str, Sequence[torch.Tensor]], metadata: Mapping[str
         yield from (_bytes_of(piece) for piece in tensors[name] if piece.numel())
 
 
+def metadata_of(content: bytes) -> dict[str, str]:
+    """Return the texts of the header of a sound safetensors file, by name."""
+    length = int.from_bytes(content[:8], "little")
+    header = msgspec.json.decode(content[8 : 8 + length], type=dict[str, Any])
+    return dict(header.get("__metadata__", {}))
+
+
 def _shape(pieces: Sequence[torch.Tensor]) -> list[int]:
     first = pieces[0]
     if not first.dim():

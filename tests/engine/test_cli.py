@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from support.rows import random_prompt
 from support.specs import vector
 
-from steercap import SAE, Add, CaptureSpec, SteeringSpec
+from steercap import SAE, Add, CaptureSpec, Manifest, SteeringSpec
 from steercap.captures.handle import CaptureHandle
 from steercap.cli.capture import heatmaps_of
 from steercap.cli.captured import capture_to
@@ -205,6 +205,13 @@ async def test_several_answers_are_all_there(smol, terminal) -> None:
     assert len({one.clean for one in found}) > 1
 
 
+def lost_and_cut(lost: Path, cut: Path, kept: Path) -> int:
+    """Remove one file and cut another; return the time of the last change of a third, in nanoseconds."""
+    lost.unlink()
+    cut.write_bytes(cut.read_bytes()[:-8])
+    return kept.stat().st_mtime_ns
+
+
 async def test_captures_are_written_as_they_come(smol, terminal, tmp_path) -> None:
     """One file per prompt, in their order, with the rows that `generate` captures; the workers hold none afterwards."""
     prompts = [Prompt(text) for text in PRAISE]
@@ -217,6 +224,11 @@ async def test_captures_are_written_as_they_come(smol, terminal, tmp_path) -> No
         assert handle.text == one.text
         assert (one.points, one.rows, one.hidden) == (2, len(handle.prompt_token_ids), 576)
         assert one.bytes == 2 * one.rows * 576 * 4
+    kept = lost_and_cut(*(Path(one.file) for one in found[:3]))
+    again = await capture_to(smol, prompts, GREEDY, spec, tmp_path, terminal)  # a lost file, and one that was cut
+    assert [(one.file, one.prompt, one.text) for one in again] == [(one.file, one.prompt, one.text) for one in found]
+    assert len([*Manifest.load(tmp_path).handles()]) == len(PRAISE)
+    assert os.stat(found[2].file).st_mtime_ns == kept  # noqa: PTH116
     _, known = await smol.generate(PRAISE[0], GREEDY, capture=spec)
     await known.fetch()
     rows = CaptureHandle.load(found[0].file).captures[20]

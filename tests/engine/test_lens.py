@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from support.rows import GREEDY, inputs_of, random_prompt
@@ -79,11 +82,14 @@ async def test_a_tuned_lens_comes_before_the_norm(tiny, tiny_reference) -> None:
         layer: (torch.randn(width, width, generator=drawn) / 20, torch.randn(width, generator=drawn))
         for layer in range(4)
     }
-    tuned = TunedLens(weights, model="", width=width)
+    tuned = TunedLens(weights, model="someone/tiny-llama", width=width)
     _, handle = await tiny.generate(random_prompt(9, 3), ASKED, capture=BOTH)
     async with handle:
         rows = tiny_reference.rows(inputs_of(handle), handle.points)[1, "resid_post"]
-        found = await handle.lens(1, translator=tuned, full=True)
+        with pytest.warns(UserWarning, match="translator= says that it was made for model 'someone/tiny-llama'"):
+            await handle.lens(1, translator=tuned)
+        here = replace(tuned, model=f"someone/{Path(handle.model).name}")
+        found = await handle.lens(1, translator=here, full=True)
         weight, bias = weights[2]
         assert (found.logits - logits_of(tiny_reference, rows + rows @ weight.T + bias)).abs().max() < 1e-4
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
+import shutil
 import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -297,6 +300,31 @@ def test_a_run_goes_on_where_it_was(folder) -> None:
         data.batches(10, epochs=3).load_state_dict(state)
 
 
+def test_a_state_is_of_its_rows_alone(folder, tmp_path) -> None:
+    """As many rows of another corpus, or chosen otherwise, are others; states that older versions saved say nothing of it."""
+    other = DatasetFolder.begin(tmp_path, definition_of())
+    for number in range(SHARDS):
+        shard = shard_of(definition_of(), number, LAST if number == SHARDS - 1 else None)
+        other.write(dataclasses.replace(shard, documents_sha256="1" * 64))
+    other.complete()
+    data = ActivationDataset(folder, at=POST, without_tokens=[1, 2])
+    state = json.loads(json.dumps(data.batches(10).state_dict()))
+    for rows in (ActivationDataset(tmp_path, at=POST, without_tokens=[1, 2]), ActivationDataset(folder, at=POST)):
+        assert len(rows) == len(data)
+        with pytest.raises(InvalidSetting, match="batches of other rows"):
+            rows.batches(10).load_state_dict(state)
+    ActivationDataset(folder, at=POST, without_tokens=(2, 1)).batches(10).load_state_dict(state)
+    del state["data"]
+    ActivationDataset(folder, at=POST).batches(10).load_state_dict(state)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, "float32"])
+def test_rows_have_a_floating_point_dtype(dtype, folder) -> None:
+    """Rows would be cut to whole numbers."""
+    with pytest.raises(InvalidSetting, match="give a floating-point dtype, or None"):
+        ActivationDataset(folder, dtype=dtype)
+
+
 def test_a_state_says_how_much_is_left_and_is_of_as_many_workers(folder) -> None:
     """What comes is what `len` says; other workers, which would each leave out as much, and what is no state are refused."""
     data = ActivationDataset(folder, at=POST, labels=True)
@@ -410,6 +438,49 @@ def test_a_truncated_or_missing_file_is_named(end, tmp_path) -> None:
         ActivationDataset(tmp_path)
     with pytest.raises(InvalidFile, match=rf"000001{end} cannot be read"):
         data[:]
+
+
+def exchange(folder: Path, first: str, other: str) -> None:
+    (folder / first).rename(folder / "third")
+    (folder / other).rename(folder / first)
+    (folder / "third").rename(folder / other)
+
+
+@pytest.mark.parametrize("end", [".safetensors", ".parquet", ".statistics.safetensors"])
+def test_files_of_another_shard_are_not_read_as_a_shards_own(end, tmp_path) -> None:
+    """Of equal sizes, as those of windows of one length are, and under the right name."""
+    folder_of(tmp_path, definition_of(documents=9), 2, 9, complete=False)
+    first, other = (name_of(number, end) for number in range(2))
+    exchange(tmp_path, first, other)
+    assert (tmp_path / first).stat().st_size == (tmp_path / other).stat().st_size
+    with pytest.raises(InvalidFile, match=rf"00000\d{end} "):
+        ActivationDataset(tmp_path, at=POST, labels=True, normalise="mean", partial=True)[:]
+    exchange(tmp_path, first, other)
+    assert len(ActivationDataset(tmp_path, at=POST, labels=True, normalise="mean", partial=True)[:].rows) == 2 * 45
+
+
+def test_a_bit_of_an_index_is_noticed_when_it_is_read(tmp_path) -> None:
+    """Whatever Arrow makes of it: labels, and the choice of tokens."""
+    folder_of(tmp_path, definition_of())
+    path = tmp_path / name_of(1, ".parquet")
+    whole = path.read_bytes()
+    for place in range(0, len(whole), len(whole) // 19):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        with pytest.raises(InvalidFile, match=r"000001\.parquet has SHA-256"):
+            ActivationDataset(tmp_path, labels=True)[:]
+        with pytest.raises(InvalidFile, match=r"000001\.parquet has SHA-256"):
+            ActivationDataset(tmp_path, without_tokens=1)
+
+
+def test_statistics_of_another_data_set_normalise_nothing(tmp_path) -> None:
+    """Of another definition, or of another corpus collected by an equal one."""
+    folder_of(tmp_path / "own", definition_of())
+    folder_of(tmp_path / "corpus", definition_of(), 4)
+    folder_of(tmp_path / "definition", definition_of(documents=3), last=1)
+    for other in ("corpus", "definition"):
+        shutil.copy(tmp_path / other / "statistics.safetensors", tmp_path / "own")
+        with pytest.raises(InvalidFile, match=r"statistics\.safetensors holds the statistics of another data set"):
+            ActivationDataset(tmp_path / "own", normalise="mean")
 
 
 def test_rows_behind_a_url_are_those_of_a_folder(folder, tmp_path, monkeypatch) -> None:

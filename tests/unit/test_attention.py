@@ -218,6 +218,21 @@ def test_old_files_are_read_and_say_that_they_have_no_rule(tmp_path) -> None:
         CaptureHandle.load(tmp_path / "old.safetensors").attention(0)
 
 
+def test_a_head_without_a_sink_among_others_is_saved_and_read(tmp_path) -> None:
+    """Its logit is minus infinity, which JSON has no number for; its weights are those without a sink."""
+    tokens = torch.randn(5, 4, 8, generator=torch.Generator().manual_seed(0))
+    places = torch.arange(5)
+    found, none = (
+        pattern(Attending(AttentionRule(1.0, sinks=sinks), tokens, tokens, places, places), 1 << 20)
+        for sinks in ((0.0, -math.inf, 1.0, 2.0), ())
+    )
+    assert torch.equal(found[1], none[1])
+    handle = a_handle(sites=("q", "k"), attention_rules={0: AttentionRule(1.0, sinks=(0.5, -math.inf))})
+    read = CaptureHandle.load(handle.save(tmp_path / "a.safetensors"))
+    assert read.attention_rules == handle.attention_rules
+    assert read.attention_rules[0].sinks[0] == 0.5
+
+
 @pytest.fixture(scope="module")
 def module():
     """Makes modules as vLLM's models do."""

@@ -147,6 +147,27 @@ def test_data_sets_of_hugging_face_are_read_by_pyarrow_alone(tmp_path):
         open_source(hub, split="dev")
 
 
+@pytest.mark.parametrize("name", ["train-data", "test", "valid_x", "texts"])
+def test_a_file_is_of_the_split_in_its_own_name(name, tmp_path, monkeypatch) -> None:
+    """Whatever the folder is called; its folder's name counts for a file of no split, the given one's if nothing else says one."""
+    folder = tmp_path / name
+    (folder / "dev").mkdir(parents=True)
+    for file in ("train", "test-0", "dev/part", "dev/train.2"):
+        (folder / f"{file}.jsonl").write_text(json.dumps({"text": file}) + "\n")
+    wanted = {"train": ["dev/train.2", "train"], "test": ["test-0"], "dev": ["dev/part"]}
+    monkeypatch.chdir(folder)
+    for corpus in (folder, str(folder / "**" / "*.jsonl"), "."):
+        for split, names in wanted.items():
+            assert contents(open_source(corpus, split=split)) == names
+        with pytest.raises(InvalidFile, match="holds splits dev, test, train"):
+            open_source(corpus)
+    (folder / "dev" / "train.2.jsonl").unlink()
+    for corpus in (folder / "dev", folder / "dev" / "part.jsonl", f"{folder}/dev/*"):
+        assert contents(open_source(corpus, split="dev")) == contents(open_source(corpus)) == ["dev/part"]
+        with pytest.raises(InvalidFile, match="holds no file of split='train'"):
+            open_source(corpus, split="train")
+
+
 def test_what_a_corpus_does_not_have_is_not_asked_for(tmp_path):
     """A split of one file, or a format of documents: the wrong text would be read, without a word."""
     path = tmp_path / "train.jsonl"

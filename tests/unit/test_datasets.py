@@ -10,12 +10,15 @@ import json
 import mmap
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -391,6 +394,37 @@ def test_a_receipt_that_says_other_things_is_noticed(tmp_path) -> None:
         assert folder.altered(folder.receipts().values()), "and `collect` looks at everything"
     (tmp_path / "shards" / "000001.json").unlink()
     assert not folder.altered(folder.receipts().values()), "to remove one is how a shard is collected again"
+
+
+def take_shard(folder: Path, other: Path, number: int) -> None:
+    """Put the files of a shard of another data set, or of nothing, in the place of a folder's own."""
+    for path in folder.glob(f"shards/{number:06}*"):
+        path.unlink()
+    for path in other.glob(f"shards/{number:06}*"):
+        shutil.copy(path, folder / "shards" / path.name)
+
+
+@pytest.mark.parametrize("every", [0, 1])
+@pytest.mark.parametrize("foreign", [True, False])
+def test_a_shard_that_is_lost_or_of_another_corpus_is_noticed(foreign, every, tmp_path) -> None:
+    """Its files are equal to its receipt: the totals know, for the reader, `verify` and `inspect`, with statistics or not."""
+    definition = definition_of(every=every)
+    folder_of(tmp_path / "a", definition)
+    other = DatasetFolder.begin(tmp_path / "b", definition)
+    for number, documents in enumerate((4, 4, 2)):
+        shard = shard_of(definition, number, documents)
+        other.write(replace(shard, documents_sha256="1" * 64, rows={p: rows + 1 for p, rows in shard.rows.items()}))
+    other.complete()
+    assert inspected_dataset(tmp_path / "a", verify=True)[0]["complete"] == "yes"
+    take_shard(tmp_path / "a", tmp_path / "b" if foreign else tmp_path / "none", 1)
+    for read in (ActivationDataset, verify, partial(verify, content=False)):
+        with pytest.raises(InvalidFile, match=r"dataset\.json is of 3 shards"):
+            read(tmp_path / "a")
+    for read_all in (False, True):
+        found, _ = inspected_dataset(tmp_path / "a", verify=read_all)
+        assert found["wrong"].keys() == {"whole"}
+        assert found["complete"].startswith("no;")
+        assert "dataset.json is of 3 shards" in found["files"]
 
 
 @pytest.mark.parametrize("name", ["definition.json", "dataset.json", "shards/000001.json"])

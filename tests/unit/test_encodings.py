@@ -146,6 +146,15 @@ def coded(name: str, rows: torch.Tensor, k: int = 4, seed: int = 0) -> CodedRows
     return CodedRows(coding, schema, codec.parts(stored, schema, coding), constants=constants)
 
 
+@pytest.mark.parametrize("made", [torch.from_numpy, np.asarray])
+def test_rows_are_indexed_by_bytes_as_by_other_numbers(made) -> None:
+    """As NumPy's rows are; torch takes them for a mask."""
+    rows = coded("full8", torch.randn(3, 16))
+    found = rows[made(np.array([2, 0, 2, 1], dtype=np.uint8))].decoded()
+    assert torch.equal(found, rows.decoded()[[2, 0, 2, 1]])
+    assert torch.equal(rows[made(np.array([True, False, True]))].decoded(), rows.decoded()[[0, 2]])
+
+
 def ulp_of(rows: torch.Tensor) -> torch.Tensor:
     """Of the greatest magnitude of each row, as float32: [rows, 1]."""
     with np.errstate(over="ignore"):  # of the greatest float32 it is taken as infinite

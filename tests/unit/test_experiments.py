@@ -6,7 +6,9 @@ import io
 import itertools
 import math
 import re
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -26,7 +28,7 @@ from steercap.lab.measures import Measure
 from steercap.lab.measures.texts import Length, Perplexity, Repetition, _perplexity, prompt_logprobs_of
 from steercap.lab.mechanism.views import TokenHeatmap, heatmap_of, heatmap_of_layers
 from steercap.lab.mechanism.views.heatmap import colour, contrast, ink
-from steercap.lab.studies import Value
+from steercap.lab.studies import StudyFolder, Table, Value
 from steercap.lab.studies.running import measures_of
 from steercap.lab.studies.sweeps import MEASURES, OPERATIONS, Answered, Condition, Sweep, SweepResults
 from steercap.lab.studies.sweeps.running import _answer, mean_of, open_folder
@@ -310,9 +312,11 @@ async def test_a_prompt_that_holds_more_than_text_is_answered(tmp_path) -> None:
 
     parts = [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text", "text": "What is it?"}, "Say so."]
     one = sweep(prompts=[[{"role": "user", "content": parts}]], layers=(1,), scales=(1,), random=0)
-    kept = open_folder(tmp_path, one.definition(MODEL)).answers
+    kept = open_folder(tmp_path, one.definition(MODEL))
     await _answer(SimpleNamespace(run=run), one, kept, 1, lambda _done, _all: None)
-    assert [found.prompt for found in kept.rows.values()] == ["What is it?\nSay so."] * len(list(one.requests()))
+    assert [found.prompt for found in kept.answers.rows.values()] == ["What is it?\nSay so."] * len(
+        list(one.requests())
+    )
 
 
 def test_a_folder_gives_back_what_was_written(tmp_path) -> None:
@@ -329,8 +333,54 @@ def test_a_folder_gives_back_what_was_written(tmp_path) -> None:
     again.answers.join()
     assert len(list((tmp_path / "answers").glob("*.parquet"))) == 1
     assert list(open_folder(tmp_path, one.definition(MODEL)).answers.rows.values()) == rows
-    assert all(row.answers(request) for row, request in zip(rows, one.requests(), strict=False))
-    assert not rows[0].answers(list(one.requests())[1])
+    assert all(row.answers(request, "p") for row, request in zip(rows, one.requests(), strict=False))
+    assert not rows[0].answers(list(one.requests())[1], "p")
+    assert not rows[0].answers(next(one.requests()), "another prompt")
+
+
+def test_a_row_replaces_one_that_was_joined(tmp_path) -> None:
+    """Part after part, also where joining left a part with a large number, and whatever the number of digits."""
+    kept = Table(tmp_path, Value)
+    for number in range(3):
+        kept.add([Value(number=number, value=1.0)])
+        kept.flush()
+    kept.join()
+    (joined,) = tmp_path.glob("*.parquet")
+    for value in (2.0, 3.0):
+        kept = Table(tmp_path, Value)
+        kept.add([Value(number=0, value=value)])
+        kept.flush()
+        assert [one.value for one in Table(tmp_path, Value).rows.values()] == [value, 1.0, 1.0]
+        joined.rename(joined := tmp_path / f"99999-{joined.name[6:]}")
+
+
+async def test_answers_to_another_prompt_are_asked_again_and_measured_again(tmp_path) -> None:
+    """A part of another sweep of the same grid: its texts are replaced, and no value is kept of a text that is gone."""
+
+    async def run(prompt: str, *_: object, **__: object) -> SimpleNamespace:
+        sample = SimpleNamespace(text=f"to {prompt}", token_ids=[1], finish_reason="stop")
+        return SimpleNamespace(samples=[sample], output=SimpleNamespace(prompt_token_ids=[7]))
+
+    async def answered(one: Sweep, path: Path) -> StudyFolder[Record]:
+        folder = open_folder(path, one.definition(MODEL))
+        await _answer(SimpleNamespace(run=run), one, folder, 1, lambda _done, _all: None)
+        return folder
+
+    first, other = (sweep(prompts=[one], layers=(1,), scales=(1,), random=0) for one in ("first", "other"))
+    numbers = [one.number for one in first.requests()]
+    kept = (await answered(first, tmp_path / "a")).values(Repetition(2))
+    kept.add(Value(number=number, value=1.0) for number in numbers)
+    kept.flush()
+    await answered(other, tmp_path / "b")
+    for part in (tmp_path / "b" / "answers").iterdir():
+        shutil.copy(part, tmp_path / "a" / "answers" / f"00009-{part.name[6:]}")
+    for turn in range(2):  # and then no more
+        again = await answered(first, tmp_path / "a")
+        assert {one.text for one in again.answers.rows.values()} == {"to first"}
+        kept = again.values(Repetition(2))
+        assert kept.rows.keys() & set(numbers) == (set(numbers) if turn else set())
+        kept.add(Value(number=number, value=2.0) for number in numbers if number not in kept.rows)
+        kept.flush()
 
 
 @pytest.mark.parametrize(

@@ -478,6 +478,12 @@ def test_features_are_a_summary_and_codes_of_rows_are_rows(name) -> None:
     assert layout_of(coded(name).as_saved()).returned == ("summary" if name == "features" else "gathered")
 
 
+def told(text: str) -> CaptureHandle:
+    handle = a_handle()
+    handle.text = text
+    return handle
+
+
 def test_a_run_lists_what_was_saved_and_gives_it_back(tmp_path) -> None:
     """Requests, tokens, layouts, how rows were returned, what wrote them; and rows bit for bit, from another manifest."""
     handles = [a_handle(output=()), [sharded(), a_handle(layers=(2,), reduce="mean")], None, sharded(reduce="sum")]
@@ -590,6 +596,46 @@ def test_what_is_no_record_goes_and_what_is_not_ours_stays(tmp_path) -> None:
         save_run(tmp_path, [a_handle()])
     assert half.exists()
     assert not (tmp_path / "manifest.json").exists()
+
+
+def test_a_listed_file_that_is_lost_or_of_another_run_is_added_again(tmp_path) -> None:
+    """Whether it is there is known by its size, and whose it is by its header, as a folder that is resumed compares them."""
+    names = [f"{number}.safetensors" for number in "abcd"]
+    for folder, text in (("own", "kept"), ("other", "t777")):
+        with CaptureRun(tmp_path / folder, model="m") as run:
+            for name in names:
+                run.add(told(text), name)
+    own = tmp_path / "own"
+    (own / names[1]).write_bytes((own / names[1]).read_bytes()[:-8])
+    (tmp_path / "other" / names[2]).rename(own / names[2])
+    (own / names[3]).unlink()
+    manifest = Manifest.load(own)
+    found = {request.file: manifest.header_of(request) for request in manifest.requests}
+    assert found[names[0]].text == "kept"
+    assert [name for name, header in found.items() if header is None] == names[1:]
+    with CaptureRun(own, model="m") as run:
+        first = run.add(told("new"))
+        run.discard(names[1:])
+        assert list(run.requests) == [first.file, names[0]]
+        run.add(told("kept"), names[2])
+        assert Manifest.load(own) == run.manifest  # as another process sees it
+    assert [request.file for request in Manifest.load(own).requests] == [first.file, names[0], names[2]]
+    assert {handle.text for handle in Manifest.load(own).handles()} == {"kept", "new"}
+    assert sorted(path.name for path in own.glob("*.safetensors")) == [first.file, names[0], names[2]]
+
+
+def test_a_file_that_is_no_capture_is_not_written_over(tmp_path) -> None:
+    """Nor removed when the call fails; a capture that a killed process wrote and did not list is written again."""
+    other = LayerVectors({1: torch.ones(2)}).save(tmp_path / "vectors.safetensors")
+    before = other.read_bytes()
+    a_handle().save(tmp_path / "a.safetensors")
+    a_handle(model="another").save(tmp_path / "b.safetensors")
+    with CaptureRun(tmp_path, model="m") as run:
+        for name in ("vectors.safetensors", "b.safetensors"):
+            with pytest.raises(InvalidRequest, match=f"{name} is there, and is no capture of 'm'"):
+                run.add(a_handle(), name)
+        run.add(a_handle(), "a.safetensors")
+    assert other.read_bytes() == before
 
 
 def test_a_listed_name_is_not_written_over(tmp_path) -> None:

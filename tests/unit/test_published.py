@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from full_disk import files_of_at_most
 from handles import a_handle
 
 from steercap import CaptureHandle, Point
@@ -167,6 +168,26 @@ def test_ranks_have_files_of_their_own(kept, tmp_path) -> None:
     shutil.copy(paths[0], tmp_path / "seq00_layer1_rank0.npz")
     with pytest.raises(InvalidFile, match="have the same sequence, layer and rank; keep one"):
         published_files(tmp_path)
+
+
+def test_a_capture_that_is_written_in_part_leaves_nothing_of_the_one_before(tmp_path) -> None:
+    """Its layers would be read beside the new ones, as if they were of one capture."""
+    points, labels = (Point(0, "z"), Point(1, "z")), np.arange(3)
+    rows = Captures({points[0]: torch.randn(3, 4), points[1]: torch.randn(3, 40_000)}, 4)
+    handle = CaptureHandle(
+        request_id="r",
+        model="m",
+        text="",
+        prompt_token_ids=(0, 1, 2),
+        output_token_ids=(8,),
+        points=points,
+        num_layers=4,
+        lifecycle=Lifecycle("r", found=Found(rows, Receipt(points, labels, labels, 6, None))),
+    )
+    save_published(handle, tmp_path)
+    with files_of_at_most(20_000), pytest.raises(OSError, match="large"):
+        save_published(handle, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["seq0_layer0_rank0.npz"]
 
 
 def joined(parts) -> CodedRows:

@@ -159,6 +159,27 @@ def test_old_requests_are_removed(tmp_path) -> None:
     again.close()
 
 
+def test_old_requests_are_removed_though_the_clock_was_set_back(tmp_path) -> None:
+    """A machine that started with a wrong clock: what it recorded is as old as the correction, in this server or the next."""
+    clock, limits = Clock(), {"keep_seconds": 60.0, "segment_seconds": 30.0}
+    clock.now = 2e9
+    folder = opened(tmp_path, clock, **limits)
+    folder.add([a_handle()], "a")
+    clock.now = 1e9
+    folder.add([a_handle()], "b")
+    assert len(Recordings.load(tmp_path).segments) == 2
+    folder.close()
+    folder = opened(tmp_path, clock, **limits)
+    folder.tidy()
+    clock.now += 59
+    folder.tidy()
+    assert ids(tmp_path) == ["a", "b"]
+    clock.now += 1
+    folder.tidy()
+    assert ids(tmp_path) == []
+    folder.close()
+
+
 def test_one_server_writes_at_a_time(tmp_path) -> None:
     folder = opened(tmp_path)
     with pytest.raises(InvalidRequest, match="another process writes to"):

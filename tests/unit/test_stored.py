@@ -1068,7 +1068,8 @@ def test_a_stored_sweep_is_read() -> None:
     assert found.vectors == {"noise": "74a1195b98fdb2bc858f31565d9fc08e739108e4511de071d84da4cb65a805fa"}
     (answers,) = (folder / "answers").iterdir()
     by_number = {one.number: one for one in read_table(answers, Record)}
-    assert all(by_number[request.number].answers(request) for request in sweep().requests())
+    texts = ("One two", "Hello")
+    assert all(by_number[request.number].answers(request, texts[request.prompt]) for request in sweep().requests())
     assert by_number[2].output_token_ids == (228, 382, 65, 419)
     measures = [KNOWN_MEASURES[one]() if isinstance(one, str) else one for one in MEASURES]
     values = [folder / "values" / folder_of(one.label, one.key) for one in measures if isinstance(one, Measure)]

@@ -219,7 +219,14 @@ class CodedRows:
 
 
 def row_index(rows: int | slice | torch.Tensor) -> list[int] | slice | torch.Tensor:
-    """Return an index of rows unchanged, but a single integer as a list, so that the axis of rows remains."""
+    """Return an index of rows: a single integer as a list, so that the axis of rows remains; all else as it is.
+
+    Bytes become int64: torch takes them for a mask.
+    """
+    import torch
+
+    if str(getattr(rows, "dtype", "")) in {"uint8", "torch.uint8"}:
+        rows = torch.as_tensor(rows).long()
     index = None if getattr(rows, "ndim", 0) else index_of(rows)
     return cast("slice | torch.Tensor", rows) if index is None else [index]
 

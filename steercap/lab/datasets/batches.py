@@ -94,6 +94,10 @@ class Blocks:
 class Gathering(Protocol):
     """Interface of a source of rows for batches, such as `ActivationDataset`."""
 
+    @property
+    def identity(self) -> str:
+        """Digest of which row has which index; equal for the same rows in another process."""
+
     def gather(self, numbers: NDArray[np.int64]) -> Rows | Labelled:
         """Return rows by their indices, in that order."""
 
@@ -214,6 +218,7 @@ class ActivationBatches(IterableDataset["Rows | Labelled"]):
             "order": said,
             "rows": self._blocks.rows,
             "blocks": self._blocks.digest,
+            "data": self._data.identity,
             "workers": _worker()[1],
             "skipped": self._skipped,
             "given": self._given,
@@ -226,8 +231,13 @@ class ActivationBatches(IterableDataset["Rows | Labelled"]):
             InvalidSetting: the state belongs to other batches, or is malformed.
         """
         wanted = self.state_dict()
-        if not isinstance(state, dict) or state.keys() != wanted.keys():
+        if not isinstance(state, dict) or {"data", *state} != wanted.keys():  # older states lack "data"
             raise InvalidSetting(f"{shown(state)} is not a state of batches; give the result of state_dict()")
+        if state.get("data", wanted["data"]) != wanted["data"]:
+            raise InvalidSetting(
+                "this is the state of batches of other rows; load it with the same data set, positions= and "
+                "without_tokens="
+            )
         if any(state[name] != wanted[name] for name in ("order", "rows", "blocks")):
             raise InvalidSetting(
                 f"this is the state of other batches: {state['order']} of {state['rows']} rows, in blocks "

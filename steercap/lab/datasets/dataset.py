@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -105,6 +106,10 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         self._formats = points_of(self.folder.definition, layers, sites, at)
         if join == "mix":
             check_alike(self._formats, "join='mix'")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise InvalidSetting(
+                f"dtype={shown(dtype)}: rows are floating-point numbers; give a floating-point dtype, or None"
+            )
         if self._attended and dtype not in {None, torch.float32, torch.float64}:
             raise InvalidSetting(f"dtype={dtype}: targets of attention are positions up to 65,535; give torch.float32")
         self._tokens = TokenChoice.parse(positions, without_tokens, keep)
@@ -242,6 +247,13 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
             return rows
         return self._labelled(rows, groups, np.zeros_like(numbers))
 
+    @cached_property
+    def identity(self) -> str:
+        """SHA-256, in hexadecimal, of all receipts, `positions` and `without_tokens`: of which row has which index."""
+        receipts, chosen = DatasetFolder.sum_of(self._receipts).sha256, self._tokens
+        said = (receipts, chosen.first, chosen.end, chosen.step, sorted(chosen.without))
+        return hashlib.sha256(repr(said).encode()).hexdigest()
+
     def foresee(self, start: int, stop: int) -> None:
         """Ask the operating system to read rows [start, stop) ahead into its cache; none if they are behind a URL."""
         if self._is_remote:
@@ -366,14 +378,12 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
 def _shards(folder: DatasetFolder, *, partial: bool) -> list[Receipt]:
     """Return the receipts of the shards to read, in order; an incomplete data set is refused unless `partial`."""
     receipts = list(folder.sound().values())
-    totals = folder.totals()
-    if totals is None and not partial:
+    if folder.totals() is not None:
+        if why := folder.wrong_whole(receipts, content=False):
+            raise InvalidFile(why)
+    elif not partial:
         raise InvalidFile(
             f"{folder.storage} is not complete: it has {len(receipts)} shards and no dataset.json; resume collecting "
             "it, or open the shards that exist with partial=True"
-        )
-    if totals is not None and (len(receipts), sum(one.rows for one in receipts)) != (totals.shards, totals.rows):
-        raise InvalidFile(
-            f"{folder.storage} has {len(receipts)} shards, and dataset.json says {totals.shards}; copy it again"
         )
     return receipts

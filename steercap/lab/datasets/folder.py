@@ -15,11 +15,21 @@ from safetensors.torch import load
 
 from steercap.core.spec import Point
 from steercap.errors import InvalidFile, InvalidRequest, RunDiffers
-from steercap.files.tensors import encoded
+from steercap.files.tensors import encoded, metadata_of
 from steercap.lab.datasets import definition as definitions
 from steercap.lab.datasets.definition import DATASET, VERSION, DatasetDefinition
 from steercap.lab.datasets.remote import storage_of
-from steercap.lab.datasets.shards import FOLDER, RECEIPT, STATISTICS, Receipt, Shard, name_of, write_shard
+from steercap.lab.datasets.shards import (
+    FOLDER,
+    RECEIPT,
+    STATISTICS,
+    Receipt,
+    Shard,
+    header_of,
+    name_of,
+    read_checked,
+    write_shard,
+)
 from steercap.lab.datasets.statistics import PointStatistics, named_tensors, no_rows, read_named
 from steercap.lab.datasets.storage import Storage
 from steercap.lab.datasets.tables import encoded_points, holds_points
@@ -213,7 +223,7 @@ class DatasetFolder:
             totals = self.totals()
         except InvalidFile:
             return True
-        return totals is not None and totals.shards == len(known) and totals != self._sum(known)
+        return totals is not None and totals.shards == len(known) and totals != self.sum_of(known)
 
     def complete(self) -> Totals:
         """Complete the data set: merge statistics, and write `dataset.json` last; return its totals.
@@ -224,11 +234,11 @@ class DatasetFolder:
         """
         receipts = list(self.sound().values())
         self._check_whole(receipts)
-        totals = self._sum(receipts)
-        header = msgspec.json.encode({"kind": "activations", "version": VERSION, "definition": self.definition.digest})
+        totals = self.sum_of(receipts)
         if self.definition.statistics_every:
             tensors = {name: [tensor] for name, tensor in self._merged(receipts).items()}
-            self.storage.write(MERGED, encoded(tensors, {"steercap": header.decode()}))
+            header = header_of(self.definition.digest, shards=totals.sha256)
+            self.storage.write(MERGED, encoded(tensors, {"steercap": header}))
         self.storage.write(POINTS, [encoded_points(self.definition.points)])
         with self._completing:
             self._without_totals = False
@@ -260,10 +270,13 @@ class DatasetFolder:
             raise InvalidRequest(f"{self.storage} was collected without statistics; collect it with statistics_every=")
         wanted = list(points)
         if receipts is None:
-            if self.totals() is None:
+            if (totals := self.totals()) is None:
                 raise InvalidRequest(f"{self.storage} is not complete, and has no statistics of all its rows yet")
-            return self._read(MERGED, wanted)
-        files = (self._read(name_of(receipt.number, STATISTICS), wanted) for receipt in receipts)
+            content = self.storage.read(MERGED)
+            tensors = self._tensors(content, MERGED)
+            self._check_merged(content, totals)
+            return self._chosen(tensors, MERGED, wanted)
+        files = (self._of_shard(receipt, wanted) for receipt in receipts)
         found = next(files, None)
         if found is None:
             return {point: no_rows(self.definition.format_of(point).decoded_width) for point in wanted}
@@ -271,20 +284,29 @@ class DatasetFolder:
             found = {point: found[point].merged(more[point]) for point in wanted}
         return found
 
-    def wrong_whole(self, receipts: Sequence[Receipt]) -> str:
-        """Check `points.parquet` and the merged statistics of a complete data set; return the problem, or "".
-
-        Both are computed again, from the definition and the shards, which must be sound, and compared.
+    def wrong_whole(self, receipts: Sequence[Receipt], *, content: bool = True) -> str:
+        """Check what follows from the shards of a complete data set; return the problem, or "".
 
         Args:
             receipts: receipts of all shards, in order.
+            content: True to compare `points.parquet` and the merged statistics too, computed again from the definition
+                and the shards, which must be sound; False for the totals alone, which needs the receipts alone.
         """
+        totals, found = self.totals(), self.sum_of(receipts)
+        if totals is not None and totals != found:
+            return (
+                f"{self.storage.path(TOTALS)} is of {totals.shards} shards with SHA-256 {totals.sha256}, but the "
+                f"receipts are of {found.shards} shards with {found.sha256}; {AGAIN}"
+            )
+        return self._wrong_merged(receipts) if content else ""
+
+    def _wrong_merged(self, receipts: Sequence[Receipt]) -> str:
         try:
             if not holds_points(self.storage.read(POINTS), self.definition.points):
                 return f"{self.storage.path(POINTS)} names other tensors than the definition does; {AGAIN}"
             if not self.definition.statistics_every:
                 return ""
-            found, wanted = self._tensors(MERGED), self._merged(receipts)
+            found, wanted = self._tensors(self.storage.read(MERGED), MERGED), self._merged(receipts)
         except InvalidFile as error:
             return str(error)
         if found.keys() != wanted.keys() or not all(_alike(found[name], wanted[name]) for name in wanted):
@@ -299,17 +321,28 @@ class DatasetFolder:
             tensors |= named_tensors(known.end, found[known.point])
         return tensors
 
-    def _read(self, name: str, points: Iterable[Point]) -> dict[Point, PointStatistics]:
-        """Read the statistics of points from the file called `name`; raise InvalidFile if it lacks one."""
-        tensors = self._tensors(name)
+    def _of_shard(self, receipt: Receipt, points: Iterable[Point]) -> dict[Point, PointStatistics]:
+        name = name_of(receipt.number, STATISTICS)
+        return self._chosen(self._tensors(read_checked(self.storage, receipt, STATISTICS), name), name, points)
+
+    def _check_merged(self, content: bytes, totals: Totals) -> None:
+        """Raise InvalidFile for merged statistics of another data set; older files name their definition alone."""
+        digest = self.definition.digest
+        if metadata_of(content).get("steercap") not in {header_of(digest, shards=totals.sha256), header_of(digest)}:
+            raise InvalidFile(f"{self.storage.path(MERGED)} holds the statistics of another data set; {AGAIN}")
+
+    def _chosen(
+        self, tensors: Mapping[str, torch.Tensor], name: str, points: Iterable[Point]
+    ) -> dict[Point, PointStatistics]:
+        """Return the statistics of points from the file called `name`; raise InvalidFile if it lacks one."""
         try:
             return {point: read_named(self.definition.format_of(point).end, tensors) for point in points}
         except KeyError as error:
             raise InvalidFile(f"{self.storage.path(name)} lacks {error}; collect the data set again") from error
 
-    def _tensors(self, name: str) -> Mapping[str, torch.Tensor]:
+    def _tensors(self, content: bytes, name: str) -> Mapping[str, torch.Tensor]:
         try:
-            return load(self.storage.read(name))
+            return load(content)
         except SafetensorError as error:
             raise InvalidFile(
                 f"{self.storage.path(name)} cannot be read: {error}; collect the data set again"
@@ -351,7 +384,9 @@ class DatasetFolder:
                     f"shard {receipt.number} of {self.storage} has too few documents, and is not the last"
                 )
 
-    def _sum(self, receipts: list[Receipt]) -> Totals:
+    @staticmethod
+    def sum_of(receipts: Sequence[Receipt]) -> Totals:
+        """Return the totals of shards with these receipts, in order."""
         digest = hashlib.sha256()
         for receipt in receipts:
             digest.update(msgspec.json.encode(receipt))
@@ -384,11 +419,7 @@ def verify(where: str | Path, *, content: bool = True, **options: Any) -> Totals
     folder = DatasetFolder.open(where, **options)
     receipts = list(folder.sound(content=content).values())
     totals = folder.totals()
-    if totals is not None and totals != folder._sum(receipts):  # noqa: SLF001 -- a function of this class
-        raise InvalidFile(
-            f"{folder.storage.path(TOTALS)} says {totals}, but the shards differ from that; collect it again"
-        )
-    if totals is not None and content and (why := folder.wrong_whole(receipts)):
+    if totals is not None and (why := folder.wrong_whole(receipts, content=content)):
         raise InvalidFile(why)
     return totals
 

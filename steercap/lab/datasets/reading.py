@@ -19,7 +19,7 @@ from steercap.core.spec import At, Layers, parse_layers, parse_points, parse_sit
 from steercap.core.values import index_of, parts_of, shown
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSelection, InvalidSpec, LayerOutOfRange
 from steercap.lab.datasets.definition import DatasetDefinition, PointFormat
-from steercap.lab.datasets.shards import INDEX, ROWS, Receipt, name_of
+from steercap.lab.datasets.shards import INDEX, ROWS, Receipt, header_of, name_of, read_checked
 from steercap.lab.datasets.storage import Storage
 from steercap.lab.datasets.tables import Index, decoded_index
 
@@ -182,12 +182,10 @@ class OpenShard:
     @cached_property
     def index(self) -> Index:
         """Index of all rows of the shard, unselected ones included."""
-        name = name_of(self._receipt.number, INDEX)
-        found = decoded_index(self._storage.read(name), self._storage.path(name))
+        path = self._storage.path(name_of(self._receipt.number, INDEX))
+        found = decoded_index(read_checked(self._storage, self._receipt, INDEX), path)
         if len(found) != self._receipt.rows:
-            raise InvalidFile(
-                f"{self._storage.path(name)} names {len(found)} rows, and its receipt {self._receipt.rows}"
-            )
+            raise InvalidFile(f"{path} names {len(found)} rows, and its receipt {self._receipt.rows}")
         return found
 
     @cached_property
@@ -225,6 +223,7 @@ class OpenShard:
             with self._storage.fetched(name) as local:
                 self._check_size(local)
                 with safe_open(local, framework="pt") as file:
+                    self._check_header(file.metadata() or {})
                     return [self._tensors(file, known) for known in self._points]
         except (OSError, SafetensorError) as error:
             raise InvalidFile(f"{self.path} cannot be read: {error}; copy it again, or collect it again") from error
@@ -233,6 +232,10 @@ class OpenShard:
         size, wanted = local.stat().st_size, self._receipt.files[ROWS].bytes
         if size != wanted:
             raise InvalidFile(f"{self.path} has {size:,} bytes, and its receipt says {wanted:,}; copy it again")
+
+    def _check_header(self, metadata: Mapping[str, str]) -> None:
+        if metadata.get("steercap") != header_of(self._receipt.definition, shard=self._receipt.number):
+            raise InvalidFile(f"{self.path} holds the rows of another shard or data set; copy it again")
 
     def _tensors(self, file: Any, known: PointFormat) -> tuple[PointFormat, Parts, Parts]:
         parts = {part: file.get_tensor(f"{part}{known.end}") for part in known.tensors}

@@ -6,6 +6,7 @@ that was killed; they are replaced when the shard is written again.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -16,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from steercap.core.spec import Point
-from steercap.errors import InvalidRequest
+from steercap.errors import InvalidFile, InvalidRequest
 from steercap.files.tensors import Buffer, encoded
 from steercap.kernels.codecs.coded import CodedRows, Whole, parts_of
 from steercap.lab.datasets.definition import VERSION, DatasetDefinition, PointFormat
@@ -119,6 +120,22 @@ def name_of(number: int, end: str) -> str:
     return f"{FOLDER}/{number:06}{end}"
 
 
+def read_checked(storage: Storage, receipt: Receipt, end: str) -> bytes:
+    """Read a small file of a shard whole, and compare its SHA-256 with its receipt.
+
+    Raises:
+        InvalidFile: the file cannot be read, or differs.
+    """
+    name = name_of(receipt.number, end)
+    content, wanted = storage.read(name), receipt.files[end].sha256
+    if (found := hashlib.sha256(content).hexdigest()) != wanted:
+        raise InvalidFile(
+            f"{storage.path(name)} has SHA-256 {found}, and its receipt says {wanted}; copy it again, or collect it "
+            "again"
+        )
+    return content
+
+
 def write_shard(storage: Storage, definition: DatasetDefinition, shard: Shard) -> Receipt:
     """Write a shard's files, then its receipt; return the receipt. Several threads may write shards at once.
 
@@ -164,7 +181,7 @@ def _rows(definition: DatasetDefinition, shard: Shard) -> Iterator[Buffer]:
         for known in definition.points
         for part, pieces in _parts(known, shard.pieces(known.point)).items()
     }
-    return encoded(tensors, {"steercap": _header(definition, shard.number)})
+    return encoded(tensors, {"steercap": header_of(definition.digest, shard=shard.number)})
 
 
 def _parts(known: PointFormat, pieces: Sequence[Whole]) -> dict[str, Sequence[torch.Tensor]]:
@@ -189,13 +206,13 @@ def _statistics(definition: DatasetDefinition, shard: Shard) -> Iterator[Buffer]
     for known in definition.points:
         found = statistics_of(shard.pieces(known.point), known.decoded_width, chosen)
         tensors |= {name: [tensor] for name, tensor in named_tensors(known.end, found).items()}
-    return encoded(tensors, {"steercap": _header(definition, shard.number)})
+    return encoded(tensors, {"steercap": header_of(definition.digest, shard=shard.number)})
 
 
-def _header(definition: DatasetDefinition, number: int) -> str:
-    return msgspec.json.encode(
-        {"kind": "activations", "version": VERSION, "definition": definition.digest, "shard": number}
-    ).decode()
+def header_of(definition: str, **further: int | str) -> str:
+    """Return the header of a file of tensors of a data set, as JSON: its definition's SHA-256, and `further`."""
+    said = {"kind": "activations", "version": VERSION, "definition": definition, **further}
+    return msgspec.json.encode(said).decode()
 
 
 def _check(definition: DatasetDefinition, shard: Shard) -> None:

@@ -81,6 +81,18 @@ class Table(Generic[Row]):
     def join(self) -> None:
         """Flush, and rewrite all files in the folder as one, with rows by ascending number."""
         self.flush()
+        if len(self._parts.paths()) > 1:
+            self._rewrite()
+
+    def remove(self, numbers: Iterable[int]) -> None:
+        """Remove the rows of these numbers, in the folder too."""
+        self.flush()
+        if gone := self.rows.keys() & set(numbers):
+            for number in gone:
+                del self.rows[number]
+            self._rewrite()
+
+    def _rewrite(self) -> None:
         self._parts.replace([self.rows[number] for number in sorted(self.rows)])
 
 
@@ -104,6 +116,12 @@ class StudyFolder(Generic[Row]):
         name, before = (folder_of(measure.label, key) for key in (measure.key, repr(measure)))  # as it once was called
         known = (self.path / "values" / before).exists() and not (self.path / "values" / name).exists()
         return Table(self.path / "values" / (before if known else name), Value)
+
+    def forget_values(self, numbers: Iterable[int]) -> None:
+        """Remove the values of all measures for answers that are generated now: they are of other texts."""
+        missing = set(numbers)
+        for folder in (self.path / "values").glob("*") if missing else ():
+            Table(folder, Value).remove(missing)
 
 
 def folder_of(label: str, key: str) -> str:

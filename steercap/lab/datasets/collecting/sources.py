@@ -225,7 +225,8 @@ def _files(given: str, kind: str | None, split: str | None) -> list[tuple[Path, 
             f"{given}: there is no such file, and no file matches it as a pattern{nearest_path(given)}; give a path or "
             "a glob pattern"
         )
-    return [(one, _reader(one, kind)) for one in _split(files, split, given)]
+    together = Path(os.path.commonpath([one.parent for one in files]))
+    return [(one, _reader(one, kind)) for one in _split(files, split, together, given)]
 
 
 def _of_folder(folder: Path, kind: str | None, split: str | None) -> list[tuple[Path, Reader]]:
@@ -236,13 +237,13 @@ def _of_folder(folder: Path, kind: str | None, split: str | None) -> list[tuple[
         return _of_folder(folder / str(split), kind, None)
     if (folder / STATE).is_file():
         files = [folder / one["filename"] for one in _json(folder / STATE).get("_data_files", [])]
-        return [(one, READERS["arrow"]) for one in _split(files, split, str(folder))]
+        return [(one, READERS["arrow"]) for one in _split(files, split, folder, str(folder))]
     visible = (path for path in sorted(folder.rglob("*")) if "/." not in f"/{path.relative_to(folder)}")
     files = [path for path in visible if path.is_file()]
     known = files if kind else [path for path in files if any(reader.reads(path) for reader in READERS.values())]
     if not known:
         raise InvalidFile(f"{folder} holds no file of a corpus; known: {_suffixes()}")
-    found = [(path, _reader(path, kind)) for path in _split(known, split, str(folder))]
+    found = [(path, _reader(path, kind)) for path in _split(known, split, folder, str(folder))]
     if other := next((path.name for path, reader in found if reader is not found[0][1]), ""):
         raise InvalidFile(
             f"{folder} holds files of several kinds, such as {found[0][0].name} and {other}; give a pattern, such as "
@@ -251,26 +252,26 @@ def _of_folder(folder: Path, kind: str | None, split: str | None) -> list[tuple[
     return found
 
 
-def _split(files: Sequence[Path], split: str | None, given: str) -> list[Path]:
-    """Return the files of `split`, by their names and their folders'; if None, all files, of one split at most.
+def _split(files: Sequence[Path], split: str | None, folder: Path, given: str) -> list[Path]:
+    """Return the files of `split`, as their names say, else their folders', else `folder`'s; None for all, of one.
 
-    Raises:
-        InvalidFile: there are several splits and none was named, or no split has that name.
+    Raises InvalidFile if there are several splits and none was named, or if no split has that name.
     """
-    by_split = {path: next((name for name in KNOWN_SPLITS if _names(path, name)), None) for path in files}
+    by_split = {path: _split_in([path.name, path.parent.name][: 1 + (path.parent != folder)], split) for path in files}
+    by_split = by_split if any(by_split.values()) else dict.fromkeys(files, _split_in([folder.name], split))
     if split is None:
-        names = {name for name in by_split.values() if name}
-        if len(names) > 1:
+        if len(names := {*by_split.values()} - {""}) > 1:
             raise InvalidFile(f"{given} holds splits {', '.join(sorted(names))}; give one of them by split=")
         return list(files)
-    found = [path for path in files if _names(path, split)]
-    if not found:
+    if split not in by_split.values():
         raise InvalidFile(f"{given} holds no file of split={split!r}")
-    return found
+    return [path for path in files if by_split[path] == split]
 
 
-def _names(path: Path, split: str) -> bool:
-    return any(re.search(rf"(^|[-_.]){re.escape(split)}([-_.]|$)", part) for part in (path.name, path.parent.name))
+def _split_in(names: Sequence[str], asked: str | None) -> str:
+    """Return the split in the first name that has one, `asked` before those of `KNOWN_SPLITS`; "" if there is none."""
+    known = [one for one in (asked, *KNOWN_SPLITS) if one]
+    return next((one for name in names for one in known if re.search(rf"(^|[-_.]){re.escape(one)}([-_.]|$)", name)), "")
 
 
 def _reader(path: Path, kind: str | None) -> Reader:

@@ -172,6 +172,7 @@ class _Run:
                     keep(await self._answer(at, spec, said))
                 said.append(kept.rows[at.number + turn].text)
 
+        self.folder.forget_values(numbers - kept.rows.keys())
         missing = [one for one in wanted.values() if one.number + turns[one.number] - 1 not in kept.rows]
         await self._fill(kept, missing, talk, numbers, "answers")
 

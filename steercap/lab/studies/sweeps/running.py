@@ -20,7 +20,7 @@ from steercap.files.folder import locked
 from steercap.files.tables import save_table, table_of
 from steercap.lab.measures import Measure
 from steercap.lab.measures.statistics import cluster_means
-from steercap.lab.studies import StudyFolder, Table
+from steercap.lab.studies import StudyFolder
 from steercap.lab.studies.running import CONCURRENT, ask, fill, measured, measures_of, steered
 from steercap.lab.studies.sweeps.grid import SWEEP, Condition, Sweep, SweepDefinition, SweepRequest
 from steercap.lab.studies.sweeps.operations import OPERATIONS
@@ -201,7 +201,7 @@ async def run_sweep(
     _check(model, sweep)
     with locked(out):
         folder = open_folder(out, sweep.definition(model.identity()))
-        await _answer(model, sweep, folder.answers, concurrent, progress or (lambda _done, _all: None))
+        await _answer(model, sweep, folder, concurrent, progress or (lambda _done, _all: None))
         records = [folder.answers.rows[request.number] for request in sweep.requests()]
         values = {measure.label: await measured(model, measure, records, folder.values(measure)) for measure in chosen}
         results = SweepResults(sweep, records, values, {measure.label: measure for measure in chosen})
@@ -237,23 +237,32 @@ def _check(model: SteerModel, sweep: Sweep) -> None:
 
 
 async def _answer(
-    model: SteerModel, sweep: Sweep, kept: Table[Record], concurrent: int, progress: Callable[[int, int], None]
+    model: SteerModel,
+    sweep: Sweep,
+    folder: StudyFolder[Record],
+    concurrent: int,
+    progress: Callable[[int, int], None],
 ) -> None:
-    """Generate the answers to all requests that `kept` lacks, and add them to it."""
-    requests = list(sweep.requests())
-    missing = [one for one in requests if one.number not in kept.rows or not kept.rows[one.number].answers(one)]
+    """Generate the answers to all requests that `folder` lacks, and add them to it."""
+    kept, requests = folder.answers, list(sweep.requests())
+    texts = [prompt if isinstance(prompt, str) else texts_in(prompt[-1]) for prompt in sweep.prompts]
+    missing = [
+        one
+        for one in requests
+        if one.number not in kept.rows or not kept.rows[one.number].answers(one, texts[one.prompt])
+    ]
+    folder.forget_values(one.number for one in missing)
 
     async def work(asked: tuple[SweepRequest, SteeringSpec | None], keep: Callable[[Record], None]) -> None:
         request, spec = asked
-        prompt = sweep.prompts[request.prompt]
         keep(
             Record(
                 number=request.number,
                 **msgspec.structs.asdict(request.condition),
                 prompt_index=request.prompt,
                 sample=request.sample,
-                prompt=prompt if isinstance(prompt, str) else texts_in(prompt[-1]),
-                **await ask(model, prompt, sweep.sampling_of(request), spec),
+                prompt=texts[request.prompt],
+                **await ask(model, sweep.prompts[request.prompt], sweep.sampling_of(request), spec),
             )
         )
 

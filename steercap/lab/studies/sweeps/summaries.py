@@ -50,10 +50,10 @@ class Record(Answered, frozen=True, kw_only=True):
         """Condition under which the answer was generated."""
         return Condition(**{name: getattr(self, name) for name in Condition.__struct_fields__})
 
-    def answers(self, request: SweepRequest) -> bool:
-        """Return True if the record has the number, condition, prompt and sample of a request."""
-        asked = (request.number, request.condition, request.prompt, request.sample)
-        return (self.number, self.condition, self.prompt_index, self.sample) == asked
+    def answers(self, request: SweepRequest, prompt: str) -> bool:
+        """Return True if the record has the number, condition, prompt (index, and text as in `Answered`) and sample."""
+        asked = (request.number, request.condition, request.prompt, request.sample, prompt)
+        return (self.number, self.condition, self.prompt_index, self.sample, self.prompt) == asked
 
 
 class Mean(msgspec.Struct, frozen=True):
