@@ -110,7 +110,7 @@ class CallArguments:
     Args:
         name: name of the method.
         sampling_params: sampling parameters, or pooling parameters if the prompts are encoded.
-        capture_layers, capture: as given to the call, see `SteerModel.generate`.
+        spec: capture spec for all prompts, or a list with one for each; None for no capture.
         steering: steering as given to the call, or the surrounding default of `model.steered`.
         options: the call's `lora_request` and `priority`.
         reading: True to run the prompts alone, and drop the token that vLLM must sample.
@@ -123,8 +123,7 @@ class CallArguments:
 
     name: str
     sampling_params: Any
-    capture_layers: Layers | None
-    capture: Any
+    spec: Any
     steering: Any
     options: dict[str, Any]
     reading: bool = False
@@ -133,11 +132,6 @@ class CallArguments:
     monitors: Any = None
     add_special_tokens: bool | None = None
     template_kwargs: Any = None
-
-    @property
-    def spec(self) -> Any:
-        """Capture spec for all prompts, or a list with one for each; None for no capture."""
-        return capture_of_call(self.capture_layers, self.capture)
 
 
 def as_list(prompts: Any) -> tuple[bool, list[Any]]:

@@ -7,7 +7,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, Unpack, overload
 
 from steercap.captures.pooled import Encoded
-from steercap.core.prompts import CallArguments, as_list, checked_special, conversations_in, prompts_or_conversations
+from steercap.core.prompts import (
+    CallArguments,
+    as_list,
+    capture_of_call,
+    checked_special,
+    conversations_in,
+    prompts_or_conversations,
+)
 from steercap.core.spec import CaptureSpec, Layers
 from steercap.requests.call_types import (
     READ,
@@ -550,8 +557,9 @@ class _SharedArguments(NamedTuple):
         options = {"lora_request": self.lora_request, "priority": self.priority}
         more = {name: copied(value) for name, value in more.items()}
         special = checked_special(self.add_special_tokens)
-        given = copied(self.capture_layers), copied(self.capture), copied(self.steering), options
-        return in_context(model, CallArguments(name, copied_params(params), *given, add_special_tokens=special, **more))
+        spec = capture_of_call(self.capture_layers, copied(self.capture))
+        given = copied_params(params), spec, copied(self.steering), options
+        return in_context(model, CallArguments(name, *given, add_special_tokens=special, **more))
 
 
 def _unnested(values: Sequence[Any]) -> Any:

@@ -5,10 +5,12 @@ The oracle is vLLM's own encoder and typed decoder, and for texts and adapters a
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +39,12 @@ from steercap.adapters.hooks import class_of, wrap
 from steercap.adapters.parameters import ParamsReader, read_params
 from steercap.adapters.prompts import prompt_dict
 from steercap.adapters.wire import Wire, is_plain_options, is_plain_params, plain_ids
+from steercap.captures.handle import CaptureHandle
+from steercap.core.prompts import CallArguments
+from steercap.core.spec import CaptureSpec
 from steercap.errors import InvalidPrompt, InvalidRequest
+from steercap.requests.call_types import Generation
+from steercap.requests.calls import Calls
 from steercap.testing import tiny_checkpoint
 
 
@@ -363,6 +370,79 @@ def test_only_plain_requests_are_not_decoded_first(payload, fields, options, pla
     prompt = {"type": "token", "prompt_token_ids": [3, 4], **payload}
     found = plain_ids(prompt) is not None and is_plain_options(options) and is_plain_params(read_params(fields))
     assert found is plain
+
+
+class Recorder:
+    """Backend that keeps the prompts and arguments of its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[Any], CallArguments]] = []
+
+    async def run(self, prompts: list[Any], call: CallArguments) -> list[Generation]:
+        self.calls.append((prompts, call))
+        return [Generation(None, ("",), ((),)) for _ in prompts]
+
+
+class Recorded(Calls[CaptureHandle]):
+    """Model whose calls are recorded."""
+
+    def __init__(self) -> None:
+        self._backend = Recorder()
+
+    @property
+    def calls(self) -> list[tuple[list[Any], CallArguments]]:
+        return self._backend.calls
+
+
+IDS, BUFFER, VECTOR = [5], np.array([5]), torch.tensor([5])
+TALK = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+CHANGED_LATER = {
+    "ids in a dict": ({"prompt_token_ids": IDS}, lambda: IDS.append(6)),
+    "ids in a tuple": (([1], IDS), lambda: IDS.append(6)),
+    "ids after a text": (["x", IDS], lambda: IDS.append(6)),
+    "a conversation after a text": (["x", TALK], lambda: TALK.append(TALK[0])),
+    "a part of a message": (TALK, lambda: TALK[0]["content"][0].update(text="other")),
+    "NumPy's ids": ({"prompt_token_ids": BUFFER}, lambda: BUFFER.fill(6)),
+    "torch's ids": ([{"prompt_token_ids": VECTOR}], lambda: VECTOR.fill_(6)),
+    "pictures": ({"prompt": "x", "multi_modal_data": {"image": IDS}}, lambda: IDS.append(6)),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGED_LATER)
+async def test_a_prompt_that_changes_after_the_call_is_read_as_it_was(kind) -> None:
+    """However deep the change is."""
+    (prompts, change), model = CHANGED_LATER[kind], Recorded()
+    await model.run(copy.deepcopy(prompts))
+    coming = model.run(prompts)
+    change()
+    await coming
+    (expected, _), (found, _) = model.calls
+    assert repr(found) == repr(expected)
+
+
+async def test_arguments_that_change_after_the_call_are_those_of_the_call() -> None:
+    """Lists in vLLM's parameters, arrays of layers, and layers that can be read once; pictures themselves are shared."""
+    model, params, layers = Recorded(), SamplingParams(stop=["a"], logit_bias={1: 1.0}), np.array([3])
+    kwargs, picture = {"tools": [{"name": "f"}]}, np.zeros((2, 2, 3), np.uint8)
+    coming = [
+        model.generate("x", params, capture_layers=layers),
+        model.generate("x", [params], capture_layers=(one for one in [3])),
+        model.chat(TALK, chat_template_kwargs=kwargs),
+        model.generate({"prompt": "x", "multi_modal_data": {"image": picture}}),
+    ]
+    params.stop.append("b")
+    params.logit_bias[2] = 1.0
+    params._all_stop_token_ids.add(7)
+    layers[0] = 4
+    kwargs["tools"][0]["name"] = "g"
+    for one in coming:
+        await one
+    first, second, chat, pictured = model.calls
+    for given in (first[1].sampling_params, *second[1].sampling_params):
+        assert (given.stop, given.logit_bias, given._all_stop_token_ids) == (["a"], {1: 1.0}, set())
+    assert first[1].spec == second[1].spec == CaptureSpec(layers=[3])
+    assert chat[1].template_kwargs == {"tools": [{"name": "f"}]}
+    assert pictured[0][0]["multi_modal_data"]["image"] is picture
 
 
 @pytest.mark.parametrize("kind", [dict, SamplingParams])
