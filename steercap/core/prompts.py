@@ -99,6 +99,8 @@ def _font() -> Any:
 
 #: Numbers of special tokens that tokenizers add before or after a text; GLM's adds two.
 _AROUND: Final = (1, 2)
+#: Types of bytes, whose items are integers but no token ids.
+_BYTES: Final = (bytes, bytearray, memoryview)
 #: Words in the type of a message part that is no text, such as "image_url" or "input_audio".
 MEDIA: Final = ("image", "audio", "video", "file")
 
@@ -142,7 +144,7 @@ def as_list(prompts: Any) -> tuple[bool, list[Any]]:
     """
     if isinstance(prompts, (str, Mapping)):
         return False, [prompts]
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, _BYTES):
         raise InvalidPrompt(f"prompts={shown(prompts)}; give a str, token ids, a prompt dict, or a list of these")
     if not prompts:
         raise InvalidPrompt("prompts=[] is empty; give at least one prompt")
@@ -160,7 +162,9 @@ def _one_prompt(prompt: Any) -> Any:
 
 
 def _token_ids(given: Sequence[Any]) -> list[int] | None:
-    """Convert token ids of any library to plain ints; None if an item is no integer."""
+    """Convert token ids of any library to plain ints; None if an item is no integer, and for bytes."""
+    if isinstance(given, _BYTES):
+        return None
     if {type(one) for one in given} <= {int}:
         return [*given]
     ids = [index_of(one) for one in given]
@@ -175,13 +179,13 @@ def ids_of_text(text: Any) -> list[int]:
         InvalidPrompt: an item is no integer.
     """
     try:
-        nothing = not len(text) and not isinstance(text, (Mapping, bytes, AbstractSet))
+        nothing = not len(text) and not isinstance(text, (Mapping, *_BYTES, AbstractSet))
     except TypeError as error:  # such as a single id, where the ids of one text were given in place of several texts
         raise InvalidSpec(f"{shown(text)} is not a text; give texts in a list: str, token ids, or Exchange") from error
     if nothing:
         return []
-    if isinstance(text, (Mapping, bytes, AbstractSet)) or any(
-        isinstance(part, (str, bytes, Sequence, Mapping)) for part in text
+    if isinstance(text, (Mapping, *_BYTES, AbstractSet)) or any(
+        isinstance(part, (str, *_BYTES, Sequence, Mapping)) for part in text
     ):
         raise InvalidSpec(f"{shown(text)} is not a text; give texts in a list: str, token ids, or Exchange")
     _, (prompt,) = as_list(list(text))
@@ -195,7 +199,7 @@ def ids_of_prompt(given: Any) -> list[int]:
         InvalidPrompt: an item is no integer, such as a float or a bool.
     """
     array = hasattr(given, "tolist") and getattr(given, "ndim", 0) == 1
-    if isinstance(given, (str, bytes)) or not (array or isinstance(given, Sequence)):
+    if isinstance(given, (str, *_BYTES)) or not (array or isinstance(given, Sequence)):
         raise InvalidPrompt(f"prompt_token_ids={shown(given)}; give a list of whole numbers")
     ids = [*given]
     if {type(one) for one in ids} <= {int}:
