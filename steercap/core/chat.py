@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
@@ -44,6 +45,9 @@ LEFT_OUT: Final = "is not in the prompt: the chat template leaves it out"
 UNCLEAR: Final = (
     "cannot be placed in the prompt: the chat template depends on its content, or changes it; select its rows by "
     "position"
+)
+UNSPELT: Final = (
+    "cannot be placed in the prompt: this tokenizer writes tokens that no text is read as; select its rows by position"
 )
 #: Maximum number of renderings with marks for one text; two tags that a template branches on need about forty.
 PROBES: Final = 64
@@ -111,8 +115,8 @@ def content_form(
     marked = [_marked(message, count) for message in conversation]
     marks = [_mark(number) for number in range(next(count))]
     in_lists = any(isinstance(message.get("content"), (list, tuple)) for message in conversation)
-    forms: list[_Form] = [_as_given, _in_parts, *([_in_text] if in_lists else [])]
-    best: _Form = _in_text if in_lists else _as_given
+    forms: list[_Form] = [as_given, _in_parts, *([_in_text] if in_lists else [])]
+    best: _Form = _in_text if in_lists else as_given
     fewest = len(marks) + 1
     for form in forms:
         try:
@@ -141,7 +145,7 @@ def _marked(message: Mapping[str, Any], count: Iterator[int]) -> Mapping[str, An
     return message
 
 
-def _as_given(message: Mapping[str, Any], more: Mapping[str, Any]) -> Mapping[str, Any]:
+def as_given(message: Mapping[str, Any], more: Mapping[str, Any] = MappingProxyType({})) -> Mapping[str, Any]:
     """Keep the form of a message's content: text unchanged, "" for None (a template would print it), lists as parts."""
     if isinstance(message.get("content"), (list, tuple)):
         return _in_parts(message, more)

@@ -10,7 +10,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar, cast
 
-from steercap.core.chat import MessageSpan, Region, content_form, message_spans, place, token_span
+from steercap.core.chat import (
+    UNSPELT,
+    MessageSpan,
+    Region,
+    as_given,
+    content_form,
+    message_spans,
+    place,
+    token_span,
+)
 from steercap.core.extras import extra
 from steercap.core.spec import CaptureSpec, Layers
 from steercap.core.values import index_of, shown, truth_of, warn
@@ -101,6 +110,9 @@ def _font() -> Any:
 _AROUND: Final = (1, 2)
 #: Types of bytes, whose items are integers but no token ids.
 _BYTES: Final = (bytes, bytearray, memoryview)
+#: Tokenizers of Mistral's own formats, of vLLM and of transformers: they never read a control token such as [INST] from
+#: text, so that conversations are not rendered to text first.
+_UNSPELT: Final = frozenset({"MistralTokenizer", "MistralCommonBackend"})
 #: Words in the type of a message part that is no text, such as "image_url" or "input_audio".
 MEDIA: Final = ("image", "audio", "video", "file")
 
@@ -456,21 +468,28 @@ def templated(
         conversation: {"role", "content"} dicts.
         kwargs: further arguments of the chat template.
         spans: True to find the spans, which takes at least one rendering for each message; False to return [].
-        special: True to let the tokenizer add its special tokens to those of the template.
+        special: True to let the tokenizer add its special tokens to those of the template; Mistral's adds none.
 
     Raises:
         InvalidRequest: there is no template, or it refuses the conversation.
         InvalidPrompt: the template reads only text, and a part of a message is none.
     """
 
-    def rendered(messages: Sequence[Mapping[str, Any]], *, invite: bool = True) -> str:
-        arguments = {"add_generation_prompt": invite, **kwargs, "tokenize": False}
-        return str(tokenizer.apply_chat_template([dict(message) for message in messages], **arguments))
+    def applied(messages: Sequence[Mapping[str, Any]], *, invite: bool = True, **how: Any) -> Any:
+        arguments = {"add_generation_prompt": invite, **kwargs, **how}
+        return tokenizer.apply_chat_template([dict(message) for message in messages], **arguments)
 
-    form = content_form(conversation, rendered)
+    if not _UNSPELT.isdisjoint(kind.__name__ for kind in type(tokenizer).__mro__):
+        try:
+            ids = applied([*map(as_given, conversation)], tokenize=True, return_dict=False)
+        except Exception as error:
+            raise InvalidRequest(f"the tokenizer refuses {shown(conversation)}: {error}") from error
+        return [*ids], message_spans(conversation, [UNSPELT] * len(conversation), []) if spans else []
+
+    form = content_form(conversation, lambda messages: str(applied(messages, tokenize=False)))
 
     def render(messages: Sequence[Mapping[str, Any]], *, invite: bool = True) -> str:
-        return rendered([form(message) for message in messages], invite=invite)
+        return str(applied([form(message) for message in messages], invite=invite, tokenize=False))
 
     try:
         text = render(conversation)

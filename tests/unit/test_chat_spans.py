@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,11 +15,11 @@ from steercap.captures.handle import CaptureHandle
 from steercap.captures.lifecycle import Lifecycle
 from steercap.captures.rows import Captures, Found
 from steercap.client.chats import templated as served
-from steercap.core.chat import LEFT_OUT, UNCLEAR, content_text
-from steercap.core.prompts import templated
+from steercap.core.chat import LEFT_OUT, UNCLEAR, UNSPELT, content_text
+from steercap.core.prompts import templated, tokens_of
 from steercap.core.receipt import Receipt
 from steercap.core.spec import Point
-from steercap.errors import InvalidPrompt, InvalidSpec
+from steercap.errors import InvalidPrompt, InvalidRequest, InvalidSpec
 
 #: Each template with its oracle: pieces (index of the message or None, text), written from the template by hand.
 TEMPLATES: dict[str, tuple[str, object]] = {}
@@ -510,3 +511,29 @@ async def test_a_server_gives_the_same_spans(name) -> None:
         talk = talk_of(draw)
         ids, spans = templated(real(), talk, {"chat_template": source}, spans=True)
         assert await served(Server(source), talk, {}, spans=True) == (ids, tuple(spans))
+
+
+@pytest.mark.parametrize(
+    ("file", "control"),
+    [("tekken_240911.json", [1, 3, None, 4]), ("mistral_instruct_tokenizer_241114.model.v7", [1, 3, None, 4])],
+)
+def test_a_control_token_that_no_text_spells_is_read(file, control, tmp_path) -> None:
+    """Mistral's tokenizers: the ids are those of `apply_chat_template`, however much of the chat is text."""
+    import mistral_common
+    from vllm.tokenizers.mistral import MistralTokenizer
+
+    source = Path(mistral_common.__file__).parent / "data" / file
+    (tmp_path / ("tekken.json" if source.suffix == ".json" else "tokenizer.model.v7")).symlink_to(source)
+    tokenizer = MistralTokenizer.from_pretrained(tmp_path)
+    (word,) = tokenizer.encode("Hello", add_special_tokens=False)
+    talk = [{"role": "user", "content": "Hello"}]
+    assert tokens_of(tokenizer, talk, special=True) == [word if one is None else one for one in control]
+    for special in (None, False, True):
+        ids, spans = templated(tokenizer, talk, {}, spans=True, special=special)
+        assert ids == tokens_of(tokenizer, talk, special=True)
+        assert [(span.index, span.missing) for span in spans] == [(0, UNSPELT)]
+    talk = [*talk, {"role": "assistant", "content": ["Hi"]}, {"role": "user", "content": [{"text": "Hello"}]}]
+    ids, _ = templated(tokenizer, talk, {}, spans=False)
+    assert ids == tokenizer.apply_chat_template([one | {"content": content_text(one)} for one in talk])
+    with pytest.raises(InvalidRequest, match="refuses"):
+        templated(tokenizer, talk[:2], {}, spans=False)
