@@ -69,13 +69,16 @@ def token_text(token: str, *, in_bytes: bool) -> str:
     return spelled(token if in_bytes else token.replace("▁", " "))
 
 
-async def tokenised(connection: Connection, text: str, *, special: bool = True) -> list[int]:
-    """Return the token ids of a text from the server's tokenizer; `special` adds special tokens, as for a prompt.
+async def tokenised(connection: Connection, text: str, *, special: bool | None = None) -> list[int]:
+    """Return the token ids of a text as the server's model reads it; `special` as for `SteerModel.token_ids`.
 
     Raises:
         The errors of `Connection.ask`.
     """
-    body = {"model": connection.here().name, "prompt": text, "add_special_tokens": special}
+    here = connection.here()
+    special = here.texts["add_special_tokens"] if special is None else special
+    words = text.lower() if here.texts["do_lower_case"] else text
+    body = {"model": here.name, "prompt": words, "add_special_tokens": special}
     answer = await connection.ask("POST", "/tokenize", json=body)
     with connection.answering():
         return list(map(int, answer["tokens"]))

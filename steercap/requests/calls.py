@@ -170,8 +170,9 @@ class Calls(Sketched, Generic[Handle]):
             capture: the rows to capture, one spec for all prompts, or one each (None captures nothing).
             steering: the edits to apply: a SteeringSpec (or one edit) for all prompts, or one each; None edits nothing.
                 By default, the steering of the enclosing `model.steered` applies.
-            add_special_tokens: True adds the tokenizer's special tokens, such as <bos>, to each text. None adds them
-                too, as vLLM does, but warns if the text has them already, as a rendered chat has. False adds none.
+            add_special_tokens: True adds the tokenizer's special tokens, such as <bos>, to each text. False adds
+                none. None does as vLLM does, which adds none for some models with pictures, such as Gemma 4, and them
+                for all others, and warns if the text has them already, as a rendered chat has.
             lora_request: vLLM's LoRARequest, for an engine started with `enable_lora=True`.
             priority: vLLM's request priority, for an engine started with `scheduling_policy="priority"`.
 

@@ -346,6 +346,31 @@ async def test_a_connection_says_what_the_server_has() -> None:
         _ = model.points
 
 
+async def test_a_text_is_read_as_the_model_reads_it_there() -> None:
+    """Where vLLM adds no special tokens, token ids are sent, which its completions leave as they are."""
+
+    async def tokenize(request: Any) -> Any:
+        asked.append(await request.json())
+        return JSONResponse({"tokens": [7]})
+
+    asked: list[dict[str, Any]] = []
+    route = Route("/tokenize", tokenize, methods=["POST"])
+    answer = JSONResponse({"choices": [choice()]})
+    says = DESCRIBED | {"texts": {"add_special_tokens": False, "do_lower_case": True}}
+    async with model_of(answer, says=says, routes=[route]) as model:
+        await model.token_ids("A")
+        await model.token_ids("A", add_special_tokens=True)
+        await model.generate("A")
+        await model.generate("A", add_special_tokens=True)
+        assert [one["prompt"] for one in model.seen] == [[7], [7]]
+        assert [(one["prompt"], one["add_special_tokens"]) for one in asked] == [("a", False), ("a", True)] * 2
+    async with model_of(answer, routes=[route]) as model:
+        await model.generate("A")
+        assert [one["prompt"] for one in model.seen] == ["A"]
+        assert await model.token_ids("A") == [7]
+        assert asked[-1]["add_special_tokens"] is True
+
+
 @pytest.mark.parametrize(
     ("says", "variants"),
     [

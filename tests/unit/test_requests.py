@@ -6,9 +6,11 @@ The oracle is vLLM's own encoder and typed decoder, and for texts and adapters a
 from __future__ import annotations
 
 import copy
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.wrong import ANYTHING, WRONG_PARAMS, WRONG_PROMPTS
+from tokenizers.processors import TemplateProcessing
 from torch import nn
 from transformers import AutoTokenizer
 from vllm import _custom_ops
@@ -26,23 +29,27 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.platforms import current_platform
+from vllm.renderers import renderer_from_config
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from steercap.adapters import cpu, detokenizer, hardware, hooks
 from steercap.adapters.arguments import read_arguments
+from steercap.adapters.engine import VllmEngine
 from steercap.adapters.hooks import class_of, wrap
 from steercap.adapters.parameters import ParamsReader, read_params
-from steercap.adapters.prompts import prompt_dict
+from steercap.adapters.prompts import prompt_dict, render
 from steercap.adapters.wire import Wire, is_plain_options, is_plain_params, plain_ids
 from steercap.captures.handle import CaptureHandle
 from steercap.core.prompts import CallArguments
 from steercap.core.spec import CaptureSpec
 from steercap.errors import InvalidPrompt, InvalidRequest
+from steercap.requests.answers import _tokenized
 from steercap.requests.call_types import Generation
 from steercap.requests.calls import Calls
 from steercap.testing import tiny_checkpoint
@@ -310,6 +317,7 @@ ATTENDS = """
 import torch
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
+from vllm.renderers import renderer_from_config
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from steercap.adapters import cpu
 current_platform.import_kernels()
@@ -370,6 +378,44 @@ def test_only_plain_requests_are_not_decoded_first(payload, fields, options, pla
     prompt = {"type": "token", "prompt_token_ids": [3, 4], **payload}
     found = plain_ids(prompt) is not None and is_plain_options(options) and is_plain_params(read_params(fields))
     assert found is plain
+
+
+@pytest.fixture(scope="module")
+def beginning(tmp_path_factory) -> AsyncLLM:
+    """The part of vLLM's engine that reads prompts, of a tokenizer that puts <bos> before every text."""
+    path = tmp_path_factory.mktemp("beginning") / "model"
+    shutil.copytree(tiny_checkpoint("llama"), path)
+    made = AutoTokenizer.from_pretrained(path)
+    made.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    made.save_pretrained(path)
+    config = EngineArgs(model=str(path), enforce_eager=True).create_engine_config()
+    llm = AsyncLLM.__new__(AsyncLLM)
+    llm.vllm_config, llm.model_config, llm.renderer = config, config.model_config, renderer_from_config(config)
+    return llm
+
+
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("lower", [True, False])
+async def test_token_ids_are_those_that_vllm_reads(adds, lower, beginning, monkeypatch) -> None:
+    """Where vLLM adds no special tokens (Gemma 4 with pictures), or lowers texts; a call may say otherwise."""
+    plain = beginning.renderer.default_cmpl_tok_params
+    how = replace(plain, add_special_tokens=adds, do_lower_case=lower)
+    monkeypatch.setitem(vars(beginning.renderer), "default_cmpl_tok_params", how)
+    engine = VllmEngine.__new__(VllmEngine)
+    engine._connection = SimpleNamespace(llm=beginning)
+    words = "hello" if lower else "Hello"
+    none = beginning.renderer.get_tokenizer().encode(words, add_special_tokens=False)
+
+    async def alive() -> SimpleNamespace:
+        return SimpleNamespace(vllm=engine)
+
+    for special, begins in ((None, adds), (True, True), (False, False)):
+        expected = [*([1] if begins else []), *none]
+        assert engine.text_ids("Hello", special) == expected
+        for prompt in ("Hello", {"prompt": "Hello"}):
+            call = CallArguments("generate", None, None, None, {}, add_special_tokens=special)
+            given = await _tokenized(SimpleNamespace(alive=alive), prompt, call)
+            assert [*(await render(beginning, given)).token_ids] == expected
 
 
 class Recorder:
