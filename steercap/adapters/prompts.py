@@ -1,7 +1,8 @@
 """Rendering of prompts for vLLM: a text, token ids, or one of vLLM's prompt dicts, with media.
 
-It relies on `parse_model_prompt`, `AsyncLLM.renderer`, its `default_cmpl_tok_params` and `AsyncLLM.model_config`; and on this: prompts rendered
-without the renderer's cache of media (`skip_mm_cache`) can be sent in any order, or not at all.
+It relies on `parse_model_prompt`, `AsyncLLM.renderer`, its `default_cmpl_tok_params` and `AsyncLLM.model_config`; and
+on this: prompts rendered without the renderer's cache of media (`skip_mm_cache`) can be sent in any order, or not at
+all.
 
 Media spans come from vLLM's placeholders. It relies on this: a rendered prompt of type "multimodal" has
 `mm_placeholders`, a list of `PlaceholderRange` by kind of media, and likewise `mm_hashes`. A range's `is_embed`,

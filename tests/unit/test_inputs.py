@@ -772,13 +772,13 @@ def test_bytes_are_no_token_ids(kind) -> None:
     """Although their items are integers: the model would read five tokens that nobody meant."""
     text = kind(b"Hello")
     for prompts in (text, [text], ["x", text], (text,)):
-        with pytest.raises(InvalidPrompt, match="cannot be a prompt|give a str"):
+        with pytest.raises(InvalidPrompt, match=r"cannot be a prompt|give a str"):
             as_list(prompts)
-        with pytest.raises(InvalidPrompt, match="cannot be a prompt|give a str"):
+        with pytest.raises(InvalidPrompt, match=r"cannot be a prompt|give a str"):
             prompts_or_conversations(prompts, template_kwargs=None)
-    for given in (text, [text]):
+    for wrong in (text, [text]):
         with pytest.raises(InvalidSpec, match="is not a text"):
-            ids_of_text(given)
+            ids_of_text(wrong)
     with pytest.raises(InvalidPrompt, match="whole numbers"):
         ids_of_prompt(text)
 
