@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, cast
 
 from steercap.client.connection import Connection
-from steercap.core.chat import MessageSpan, Region, message_spans, place, token_span
+from steercap.core.chat import MessageSpan, Region, message_spans, place, require_contents, token_span
 from steercap.core.extras import extra
 from steercap.errors import InvalidRequest, ServerFailure
 from steercap.files.fingerprint import template_digest, tokenizer_digest
@@ -97,8 +97,10 @@ async def templated(
 
     Raises:
         InvalidRequest: the model has no chat template, or the template refuses the conversation.
+        InvalidPrompt: a content is neither text nor parts, or is missing.
         The errors of `Connection.ask`.
     """
+    require_contents(conversation)
     in_bytes = spans and await _in_bytes(connection)
 
     async def render(messages: Sequence[Mapping[str, Any]], **further: Any) -> RenderedChat:

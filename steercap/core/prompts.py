@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -18,11 +19,12 @@ from steercap.core.chat import (
     content_form,
     message_spans,
     place,
+    require_contents,
     token_span,
 )
 from steercap.core.extras import extra
 from steercap.core.spec import CaptureSpec, Layers
-from steercap.core.values import index_of, shown, truth_of, warn
+from steercap.core.values import choices, index_of, shown, truth_of, warn
 from steercap.errors import InvalidPrompt, InvalidRequest, InvalidSpec
 
 
@@ -110,6 +112,12 @@ def _font() -> Any:
 _AROUND: Final = (1, 2)
 #: Types of bytes, whose items are integers but no token ids.
 _BYTES: Final = (bytes, bytearray, memoryview)
+#: Arguments of `apply_chat_template` that are always taken, and those that are no variables of a template.
+_ALWAYS: Final = frozenset({"add_generation_prompt", "continue_final_message", "tools", "documents", "chat_template"})
+_NO_VARIABLES: Final = (
+    *("add_special_tokens", "max_length", "padding", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs"),
+    "truncation",
+)
 #: Tokenizers of Mistral's own formats, of vLLM and of transformers: they never read a control token such as [INST] from
 #: text, so that conversations are not rendered to text first.
 _UNSPELT: Final = frozenset({"MistralTokenizer", "MistralCommonBackend"})
@@ -420,13 +428,52 @@ def template_arguments(given: Any) -> dict[str, Any]:
     """Check further arguments of a chat template and return a copy; {} for None.
 
     Raises:
-        InvalidRequest: they are no mapping from names.
+        InvalidRequest: they are no mapping from names, or one is no variable of a template.
     """
     if given is None:
         return {}
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         raise InvalidRequest(f"chat_template_kwargs={shown(given)}; give a dict from names to values")
+    if wrong := next((name for name in _NO_VARIABLES if name in given), None):
+        instead = "give it to the call itself" if wrong == "add_special_tokens" else "leave it out"
+        raise InvalidRequest(f"chat_template_kwargs has {wrong!r}, which is no variable of a template; {instead}")
     return dict(given)
+
+
+def _require_variables(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
+    """Check that a chat template reads all further arguments, as far as it is one of transformers' that can be parsed.
+
+    Raises:
+        InvalidRequest: it does not read one, which would have no effect.
+    """
+    method, own = type(tokenizer).apply_chat_template, getattr(tokenizer, "chat_template", None)
+    if not set(kwargs) - _ALWAYS or method.__module__ != "transformers.tokenization_utils_base":
+        return
+    given = kwargs.get("chat_template") or own
+    if isinstance(own, Mapping):  # templates by name
+        given = own.get(given, given) if isinstance(given, str) else given
+    sources = given.values() if isinstance(given, Mapping) else [given]
+    known = [_variables(source) if isinstance(source, str) else None for source in sources]
+    if None in known:
+        return
+    read = _ALWAYS.union(*(names or () for names in known))
+    if wrong := [name for name in kwargs if name not in read]:
+        raise InvalidRequest(
+            f"chat_template_kwargs has {wrong[0]!r}, which the chat template does not read; {choices(wrong[0], read)}"
+        )
+
+
+@functools.lru_cache(maxsize=8)
+def _variables(source: str) -> frozenset[str] | None:
+    """Return the names of the variables that a chat template reads; None if it is not plain Jinja."""
+    from jinja2 import Environment, TemplateError, meta
+
+    plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", source)  # a tag of transformers, without variables
+    try:
+        parsed = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True).parse(plain)
+    except TemplateError:
+        return None
+    return frozenset(meta.find_undeclared_variables(parsed)) - {"messages"}
 
 
 def capture_of_call(layers: Layers | None, capture: Any) -> Any:
@@ -471,9 +518,12 @@ def templated(
         special: True to let the tokenizer add its special tokens to those of the template; Mistral's adds none.
 
     Raises:
-        InvalidRequest: there is no template, or it refuses the conversation.
-        InvalidPrompt: the template reads only text, and a part of a message is none.
+        InvalidRequest: there is no template, it refuses the conversation, or it does not read one of `kwargs`.
+        InvalidPrompt: the template reads only text, and a part of a message is none; or a content is neither text nor
+            parts, or is missing.
     """
+    require_contents(conversation, str(kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None) or ""))
+    _require_variables(tokenizer, kwargs)
 
     def applied(messages: Sequence[Mapping[str, Any]], *, invite: bool = True, **how: Any) -> Any:
         arguments = {"add_generation_prompt": invite, **kwargs, **how}

@@ -16,7 +16,7 @@ from steercap.captures.lifecycle import Lifecycle
 from steercap.captures.rows import Captures, Found
 from steercap.client.chats import templated as served
 from steercap.core.chat import LEFT_OUT, UNCLEAR, UNSPELT, content_text
-from steercap.core.prompts import templated, tokens_of
+from steercap.core.prompts import template_arguments, templated, tokens_of
 from steercap.core.receipt import Receipt
 from steercap.core.spec import Point
 from steercap.errors import InvalidPrompt, InvalidRequest, InvalidSpec
@@ -439,6 +439,53 @@ def test_no_text_is_lost_where_a_template_reads_texts_alone(part) -> None:
     assert text == f"[user]Do so.[assistant]{said}[assistant]"
     (mine,) = (span for span in spans if span.index == 1)
     assert (text[mine.start : mine.stop], mine.start) == (said, len("[user]Do so.[assistant]"))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{"content": {"text": "hi"}}, {"content": 5}, {"content": b"hi"}, {"contents": "hi"}, {"value": "hi"}, {}],
+)
+async def test_a_message_without_a_text_is_refused(message) -> None:
+    """A template writes what Python shows of it, or nothing, without an error; of a server too, which is not asked."""
+    source = "{% for m in messages %}{{ '<' ~ m.role ~ '>' ~ (m['content'] | trim) ~ (m.said or '') }}{% endfor %}"
+    talk = [{"role": "user", "content": "hi"}, {"role": "user", **message}]
+    for spans in (True, False):
+        with pytest.raises(InvalidPrompt, match=r"message 1 has .*give"):
+            templated(Characters(source), talk, {"chat_template": source}, spans=spans)
+        with pytest.raises(InvalidPrompt, match=r"message 1 has .*give"):
+            await served(Server(source), talk, {}, spans=spans)
+
+
+@pytest.mark.parametrize("message", [{"content": None}, {"content": []}, {"said": "hi"}, {"tool_calls": []}])
+def test_a_message_may_have_what_its_template_reads_in_place_of_a_text(message) -> None:
+    source = "{% for m in messages %}{{ '<' ~ m.role ~ '>' ~ (m.said or '') }}{% endfor %}"
+    fake = Characters(source)
+    fake.chat_template = source
+    ids, _ = templated(fake, [{"role": "user", **message}], {}, spans=False)
+    assert "".join(map(chr, ids)) == f"<user>{message.get('said', '')}"
+
+
+def test_an_argument_that_the_template_does_not_read_is_refused() -> None:
+    """Such as a misspelt one, which transformers drops; those that the template reads in any branch are taken."""
+    source = (
+        "{%- if not thinking is defined %}{% set thinking = false %}{% endif %}{% for m in messages %}"
+        "{% generation %}{{ m.content ~ (style if thinking else '') }}{% endgeneration %}{% endfor %}"
+    )
+    talk = [{"role": "user", "content": "hi"}]
+
+    def text_of(**kwargs) -> str:
+        ids, _ = templated(real(), talk, {"chat_template": source, **kwargs}, spans=False)
+        return real().decode(ids)
+
+    assert text_of() == text_of(thinking=False, style="!", tools=None) == "hi"
+    assert text_of(thinking=True, style="!") == "hi!"
+    with pytest.raises(
+        InvalidRequest, match=r"'thinkng', which the chat template does not read; did you mean 'thinking'"
+    ):
+        text_of(thinkng=True)
+    for name in ("tokenize", "return_dict", "truncation", "add_special_tokens"):
+        with pytest.raises(InvalidRequest, match=f"{name!r}, which is no variable of a template"):
+            template_arguments({name: True})
 
 
 def test_a_text_in_a_templates_own_words_is_given_in_parts_too() -> None:
