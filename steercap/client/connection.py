@@ -134,12 +134,18 @@ class Connection:
             WrongEventLoop: it was started in another event loop.
         """
         self._require_not_closed()
-        self._home = self._home or OwnerLoop("this connection")
+        if self._home is None:
+            self._home, self._starting = OwnerLoop("this connection"), asyncio.Lock()
         self._home.require()
         async with self._starting:
             self._require_not_closed()
-            if self._described is None:
-                await within(self.running, self._open, self._ended)
+            self._home = self._home or OwnerLoop("this connection")  # the previous holder of the lock may have failed
+            try:
+                if self._described is None:
+                    await within(self.running, self._open, self._ended)
+            finally:
+                if self._described is None and not self._closed:
+                    self._home = None
 
     async def _open(self) -> None:
         """Open the HTTP client and ask the server for its description; if that fails, close the client."""

@@ -15,6 +15,7 @@ from steercap.client.connection import BY_SOCKET, Connection, RemoteServing
 from steercap.client.uploads import VECTORS, Uploads, encoded
 from steercap.core.display import layers_by_site
 from steercap.core.extras import extra
+from steercap.core.names import UPLOAD_NAME
 from steercap.core.prompts import checked_special, ids_of_text, is_chat, require_text
 from steercap.core.protocols import NonCopyable
 from steercap.core.schema import PointSchema
@@ -214,6 +215,7 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
             name: name of the upload.
 
         Raises:
+            InvalidSpec: `name` is not such a name.
             InvalidRequest: this API key has no upload of that name.
         """
         _check_name(name)
@@ -330,5 +332,5 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
 
 
 def _check_name(name: Any) -> None:
-    if not isinstance(name, str) or not name or "/" in name:
-        raise InvalidSpec(f"name={shown(name)}; give letters, digits, dots, dashes and underscores")
+    if not isinstance(name, str) or not UPLOAD_NAME.fullmatch(name):
+        raise InvalidSpec(f"name={shown(name)}; give letters, digits, dots, dashes and underscores, 64 at most")
