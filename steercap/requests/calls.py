@@ -16,6 +16,8 @@ from steercap.core.prompts import (
     prompts_or_conversations,
 )
 from steercap.core.spec import CaptureSpec, Layers
+from steercap.core.values import shown
+from steercap.errors import InvalidSpec
 from steercap.requests.call_types import (
     READ,
     ChatOptions,
@@ -36,6 +38,7 @@ from steercap.requests.call_types import (
 )
 from steercap.requests.context import FROM_CONTEXT, FromContext, SketchBackend, Sketched, in_context, sketches_in_force
 from steercap.requests.stream import Chunk
+from steercap.steering.spec import LogitBias, SteeringSpec, spec_of
 
 if TYPE_CHECKING:
     from steercap.adapters import SamplingParams
@@ -407,10 +410,12 @@ class Calls(Sketched, Generic[Handle]):
 
         Raises:
             EmptySelection: `tokens="generated"` is given, and nothing is generated.
+            InvalidSpec: `steering` is biases of logits alone, which change no row.
             The errors of `generate`.
         """
         if capture_layers is None and capture is None and not sketches_in_force(self):
             capture = CaptureSpec()
+        _require_rows_edited(steering)
         asked = _SharedArguments(capture_layers, capture, steering, add_special_tokens, lora_request, priority)
         return self._named_coroutine(
             asked.call(self, "read", READ, reading=True),
@@ -561,6 +566,17 @@ class _SharedArguments(NamedTuple):
         spec = capture_of_call(self.capture_layers, copied(self.capture))
         given = copied_params(params), spec, copied(self.steering), options
         return in_context(model, CallArguments(name, *given, add_special_tokens=special, **more))
+
+
+def _require_rows_edited(steering: Any) -> None:
+    """Check that no steering given to `read` is of biases of logits alone, on which no row depends.
+
+    Raises:
+        InvalidSpec: it is.
+    """
+    for one in steering if isinstance(steering, (list, tuple)) else (steering,):
+        if isinstance(one, (LogitBias, SteeringSpec)) and not spec_of(one).of_rows():
+            raise InvalidSpec(f"steering={shown(one)} changes no row, and read() generates nothing; edit rows instead")
 
 
 def _unnested(values: Sequence[Any]) -> Any:

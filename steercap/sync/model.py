@@ -416,6 +416,7 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
 
         Raises:
             EmptySelection: `tokens="generated"` is given, and nothing is generated.
+            InvalidSpec: `steering` is biases of logits alone, which change no row.
             The errors of `generate`.
         """
         return self.bridge.done(
@@ -631,6 +632,7 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
             name: name of the upload.
 
         Raises:
+            InvalidSpec: `name` is not such a name.
             InvalidRequest: this API key has no upload of that name.
         """
         self.bridge.done(self.awaited.delete_vectors, name)
@@ -1156,6 +1158,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
 
         Raises:
             EmptySelection: `tokens="generated"` is given, and nothing is generated.
+            InvalidSpec: `steering` is biases of logits alone, which change no row.
             The errors of `generate`.
         """
         return self.bridge.done(

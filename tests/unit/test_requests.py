@@ -48,10 +48,13 @@ from steercap.adapters.wire import Wire, is_plain_options, is_plain_params, plai
 from steercap.captures.handle import CaptureHandle
 from steercap.core.prompts import CallArguments
 from steercap.core.spec import CaptureSpec
-from steercap.errors import InvalidPrompt, InvalidRequest
+from steercap.errors import InvalidPrompt, InvalidRequest, InvalidSpec
 from steercap.requests.answers import _tokenized
 from steercap.requests.call_types import Generation
 from steercap.requests.calls import Calls
+from steercap.requests.context import steered
+from steercap.steering.edits.add import Add
+from steercap.steering.spec import LogitBias, SteeringSpec
 from steercap.testing import tiny_checkpoint
 
 
@@ -484,11 +487,24 @@ async def test_arguments_that_change_after_the_call_are_those_of_the_call() -> N
     for one in coming:
         await one
     first, second, chat, pictured = model.calls
-    for given in (first[1].sampling_params, *second[1].sampling_params):
-        assert (given.stop, given.logit_bias, given._all_stop_token_ids) == (["a"], {1: 1.0}, set())
+    for asked in (first[1].sampling_params, *second[1].sampling_params):
+        assert (asked.stop, asked.logit_bias, asked._all_stop_token_ids) == (["a"], {1: 1.0}, set())
     assert first[1].spec == second[1].spec == CaptureSpec(layers=[3])
     assert chat[1].template_kwargs == {"tools": [{"name": "f"}]}
     assert pictured[0][0]["multi_modal_data"]["image"] is picture
+
+
+async def test_biases_of_logits_are_no_steering_of_what_is_read() -> None:
+    """No row depends on them; beside edits, and in `model.steered`, whose other calls generate, they stay."""
+    model, bias, edit = Recorded(), LogitBias({3: 1.0}), Add(torch.ones(4), layer=1)
+    for wrong in (bias, SteeringSpec([bias]), [None, SteeringSpec([bias, bias])]):
+        with pytest.raises(InvalidSpec, match="changes no row"):
+            await model.read(["x", "y"], steering=wrong)
+    with steered(model, bias):
+        await model.read("x")
+    for right in (SteeringSpec([bias, edit]), None, "named", [edit, None]):
+        await model.read(["x", "y"], steering=right)
+    await model.generate("x", steering=bias)
 
 
 @pytest.mark.parametrize("kind", [dict, SamplingParams])
