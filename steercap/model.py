@@ -17,7 +17,7 @@ from steercap.captures.stacking import flat
 from steercap.concurrency.heartbeat import progress_line
 from steercap.config import Overflow, Preset, Settings, Transport, environment, with_preset
 from steercap.core.display import described, layers_by_site
-from steercap.core.prompts import tokens_of
+from steercap.core.prompts import checked_special, tokens_of
 from steercap.core.protocols import NonCopyable
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Layers, Point
@@ -300,19 +300,21 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         model = str(Path(self.model).resolve()) if Path(self.model).exists() else self.model
         return partial(_alike, model, self.settings, serving.engine_args, serving.cut)
 
-    async def token_ids(self, text: Any, *, add_special_tokens: bool = True) -> list[int]:
+    async def token_ids(self, text: Any, *, add_special_tokens: bool | None = None) -> list[int]:
         """Return the token ids of a prompt as the model reads it.
 
         Args:
             text: a str, token ids, which are returned, or a conversation of {"role", "content"} dicts, put through the
                 chat template.
-            add_special_tokens: True to add the tokenizer's special tokens to a str.
+            add_special_tokens: True to add the tokenizer's special tokens to a str, as for `generate`.
 
         Raises:
             InvalidSpec: `text` is of another type.
             InvalidRequest: the model has no chat template, or the template refuses the conversation.
         """
-        return tokens_of(self.tokenizer, text, special=add_special_tokens)
+        if isinstance(text, str):
+            return self.serving.opened().vllm.text_ids(text, checked_special(add_special_tokens))
+        return tokens_of(self.tokenizer, text, special=True)
 
     def check_capture(self, spec: CaptureSpec) -> tuple[Point, ...]:
         """Check a capture spec against this model as a call would, before anything runs.

@@ -36,7 +36,7 @@ from steercap.adapters.hardware import attention_for, check_kernels, cpu_binding
 from steercap.adapters.lora import Adapters
 from steercap.adapters.parameters import ParamsReader, read_pooling, tasks_of
 from steercap.adapters.process_exit import startup_error
-from steercap.adapters.prompts import Rendered, render
+from steercap.adapters.prompts import Rendered, render, text_ids
 from steercap.adapters.reaper import Reaper
 from steercap.adapters.releases import require
 from steercap.adapters.wire import Wire
@@ -369,6 +369,16 @@ class VllmEngine:
     def tokenizes(self) -> bool:
         """True if the engine has a tokenizer: it was not started with `skip_tokenizer_init=True`."""
         return not self.llm.model_config.skip_tokenizer_init
+
+    def text_ids(self, text: str, special: bool | None) -> list[int]:
+        """Tokenise a text as vLLM reads it; see `adapters.prompts.text_ids`."""
+        return text_ids(self.llm, text, special)
+
+    @property
+    def texts(self) -> dict[str, bool]:
+        """What vLLM does to texts of this model unless told otherwise: add special tokens, write in lower case."""
+        how = self.llm.renderer.default_cmpl_tok_params
+        return {"add_special_tokens": how.add_special_tokens, "do_lower_case": how.do_lower_case}
 
     def text(self, prompt: Rendered, params: SamplingParams, tokens: Sequence[int]) -> str:
         """Return the text that vLLM would return for the generated token ids `tokens`, ignoring stop strings."""

@@ -1,7 +1,8 @@
 """Rendering of prompts for vLLM: a text, token ids, or one of vLLM's prompt dicts, with media.
 
-It relies on `parse_model_prompt`, `AsyncLLM.renderer` and `AsyncLLM.model_config`; and on this: prompts rendered
-without the renderer's cache of media (`skip_mm_cache`) can be sent in any order, or not at all.
+It relies on `parse_model_prompt`, `AsyncLLM.renderer`, its `default_cmpl_tok_params` and `AsyncLLM.model_config`; and
+on this: prompts rendered without the renderer's cache of media (`skip_mm_cache`) can be sent in any order, or not at
+all.
 
 Media spans come from vLLM's placeholders. It relies on this: a rendered prompt of type "multimodal" has
 `mm_placeholders`, a list of `PlaceholderRange` by kind of media, and likewise `mm_hashes`. A range's `is_embed`,
@@ -18,7 +19,7 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from steercap.core.chat import MediaSpan
-from steercap.core.prompts import ids_of_prompt, no_room, no_token, require_salt
+from steercap.core.prompts import ids_of_prompt, no_room, no_token, require_salt, tokens_of
 from steercap.core.values import Mask, choices, shown
 from steercap.errors import InvalidPrompt
 
@@ -86,6 +87,23 @@ async def render(llm: AsyncLLM, prompt: Any, unserved: Sequence[str] = ()) -> Re
     if len(ids) >= longest and llm.model_config.runner_type != "pooling":
         raise no_room(prompt, len(ids), longest)
     return Rendered(payload, ids, media_of(payload))
+
+
+def text_ids(llm: AsyncLLM, text: str, special: bool | None) -> list[int]:
+    """Tokenise a text as vLLM does before it runs it: in lower case, where the model reads nothing else.
+
+    Args:
+        llm: the engine.
+        text: the text.
+        special: True to add the tokenizer's special tokens; None for vLLM's default, which is False for some models
+            that also read pictures, such as Gemma 4 with a chat template.
+
+    Raises:
+        InvalidPrompt: the text contains half of a surrogate pair.
+    """
+    how = llm.renderer.default_cmpl_tok_params
+    special = how.add_special_tokens if special is None else special
+    return tokens_of(llm.renderer.get_tokenizer(), text.lower() if how.do_lower_case else text, special=special)
 
 
 def prompt_dict(prompt: Mapping[Any, Any]) -> dict[str, Any]:

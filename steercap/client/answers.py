@@ -25,7 +25,7 @@ from steercap.client.asks import (
     sent_steering,
 )
 from steercap.client.chats import templated, tokenised
-from steercap.client.connection import AT_ONCE, Connection, RemoteServing
+from steercap.client.connection import AT_ONCE, PLAIN, Connection, RemoteServing
 from steercap.client.rows import RemoteRows, count, entering, open_sketch
 from steercap.client.sampling import pooling_json, sampling_json
 from steercap.client.uploads import Uploads
@@ -302,8 +302,9 @@ class RemoteAnswers:
         require_specs(item.spec)
         sampling, options = sampling_json(item.params), _options_json(item.call)
         given = _prompt_json(item.prompt)
-        if isinstance(given, str) and (item.call.add_special_tokens is False or not given):
-            given = await tokenised(self.connection, given, special=item.call.add_special_tokens is not False)
+        special = item.call.add_special_tokens
+        if isinstance(given, str) and (special is False or not given or self.connection.here().texts != PLAIN):
+            given = await tokenised(self.connection, given, special=special)
         if not given:
             raise no_token(item.prompt)
         prompt, sampling["max_tokens"] = await self._within(given, sampling["max_tokens"])

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, cast
 
 from steercap.client.connection import Connection
-from steercap.core.chat import MessageSpan, Region, message_spans, place, token_span
+from steercap.core.chat import MessageSpan, Region, message_spans, place, require_contents, token_span
 from steercap.core.extras import extra
 from steercap.errors import InvalidRequest, ServerFailure
 from steercap.files.fingerprint import template_digest, tokenizer_digest
@@ -69,13 +69,16 @@ def token_text(token: str, *, in_bytes: bool) -> str:
     return spelled(token if in_bytes else token.replace("▁", " "))
 
 
-async def tokenised(connection: Connection, text: str, *, special: bool = True) -> list[int]:
-    """Return the token ids of a text from the server's tokenizer; `special` adds special tokens, as for a prompt.
+async def tokenised(connection: Connection, text: str, *, special: bool | None = None) -> list[int]:
+    """Return the token ids of a text as the server's model reads it; `special` as for `SteerModel.token_ids`.
 
     Raises:
         The errors of `Connection.ask`.
     """
-    body = {"model": connection.here().name, "prompt": text, "add_special_tokens": special}
+    here = connection.here()
+    special = here.texts["add_special_tokens"] if special is None else special
+    words = text.lower() if here.texts["do_lower_case"] else text
+    body = {"model": here.name, "prompt": words, "add_special_tokens": special}
     answer = await connection.ask("POST", "/tokenize", json=body)
     with connection.answering():
         return list(map(int, answer["tokens"]))
@@ -94,8 +97,10 @@ async def templated(
 
     Raises:
         InvalidRequest: the model has no chat template, or the template refuses the conversation.
+        InvalidPrompt: a content is neither text nor parts, or is missing.
         The errors of `Connection.ask`.
     """
+    require_contents(conversation)
     in_bytes = spans and await _in_bytes(connection)
 
     async def render(messages: Sequence[Mapping[str, Any]], **further: Any) -> RenderedChat:

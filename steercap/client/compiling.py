@@ -31,6 +31,7 @@ def engine_description(engine: Engine) -> dict[str, Any]:
         "generation_config": dict(engine.vllm.llm.model_config.try_get_generation_config()),
         "tokenizer": _tokenizer(engine),
         "compiling": _described(engine),
+        "texts": engine.vllm.texts if engine.vllm.tokenizes else {},
     }
 
 

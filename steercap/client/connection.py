@@ -38,6 +38,8 @@ AT_ONCE: Final = 256
 ERROR_HEADER: Final = "x-steercap-error"
 #: Base URL of requests over a Unix socket, whose host is ignored.
 BY_SOCKET: Final = "http://localhost"
+#: What vLLM does to the texts of most models, see `VllmEngine.texts`; its completions do it for all.
+PLAIN: Final[Mapping[str, bool]] = {"add_special_tokens": True, "do_lower_case": False}
 _BY_STATUS: Final[Mapping[int, type[SteercapError]]] = {
     400: InvalidRequest,
     404: InvalidRequest,
@@ -57,6 +59,7 @@ class Described:
         context: maximum number of tokens of a prompt and its reply together, None if the server does not report it.
         num_layers, hidden_size, points, origin, identity, generation_config: as of `SteerModel`.
         tokenizer: name, revision and digests of the tokenizer, see `chats.tokenizer_here`.
+        texts: what vLLM does to texts, see `VllmEngine.texts`; `PLAIN` if the server does not report it.
         engine: engine properties that specs are compiled with, None if the server does not report them.
     """
 
@@ -71,6 +74,7 @@ class Described:
     generation_config: Mapping[str, Any]
     tokenizer: Mapping[str, str]
     engine: RemoteEngine | None
+    texts: Mapping[str, bool]
 
 
 class Connection:
@@ -130,12 +134,18 @@ class Connection:
             WrongEventLoop: it was started in another event loop.
         """
         self._require_not_closed()
-        self._home = self._home or OwnerLoop("this connection")
+        if self._home is None:
+            self._home, self._starting = OwnerLoop("this connection"), asyncio.Lock()
         self._home.require()
         async with self._starting:
             self._require_not_closed()
-            if self._described is None:
-                await within(self.running, self._open, self._ended)
+            self._home = self._home or OwnerLoop("this connection")  # the previous holder of the lock may have failed
+            try:
+                if self._described is None:
+                    await within(self.running, self._open, self._ended)
+            finally:
+                if self._described is None and not self._closed:
+                    self._home = None
 
     async def _open(self) -> None:
         """Open the HTTP client and ask the server for its description; if that fails, close the client."""
@@ -218,6 +228,7 @@ class Connection:
                 said.get("generation_config", {}),
                 said.get("tokenizer", {}),
                 planned and RemoteEngine(planned, points, said["limits"]["captures_bytes"] // 2),
+                {**PLAIN, **said.get("texts", {})},
             )
 
     async def aclose(self) -> None:

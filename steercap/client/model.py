@@ -15,7 +15,8 @@ from steercap.client.connection import BY_SOCKET, Connection, RemoteServing
 from steercap.client.uploads import VECTORS, Uploads, encoded
 from steercap.core.display import layers_by_site
 from steercap.core.extras import extra
-from steercap.core.prompts import ids_of_text, is_chat, require_text
+from steercap.core.names import UPLOAD_NAME
+from steercap.core.prompts import checked_special, ids_of_text, is_chat, require_text
 from steercap.core.protocols import NonCopyable
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Point
@@ -149,7 +150,7 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         """
         await fetch_all([handle.lifecycle for handle in flat(handles)])
 
-    async def token_ids(self, text: Any, *, add_special_tokens: bool = True) -> list[int]:
+    async def token_ids(self, text: Any, *, add_special_tokens: bool | None = None) -> list[int]:
         """Return the token ids of a prompt as the model reads it, from the server's tokenizer.
 
         Args:
@@ -161,8 +162,8 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
             InvalidRequest: the model has no chat template, or the template refuses the conversation.
         """
         if isinstance(text, str):
-            words = require_text(text)
-            return await self.connection.run(lambda: tokenised(self.connection, words, special=add_special_tokens))
+            words, special = require_text(text), checked_special(add_special_tokens)
+            return await self.connection.run(lambda: tokenised(self.connection, words, special=special))
         if is_chat(text):
             return (await self.connection.run(lambda: templated(self.connection, text, {}, spans=False)))[0]
         return ids_of_text(text)
@@ -214,6 +215,7 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
             name: name of the upload.
 
         Raises:
+            InvalidSpec: `name` is not such a name.
             InvalidRequest: this API key has no upload of that name.
         """
         _check_name(name)
@@ -330,5 +332,5 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
 
 
 def _check_name(name: Any) -> None:
-    if not isinstance(name, str) or not name or "/" in name:
-        raise InvalidSpec(f"name={shown(name)}; give letters, digits, dots, dashes and underscores")
+    if not isinstance(name, str) or not UPLOAD_NAME.fullmatch(name):
+        raise InvalidSpec(f"name={shown(name)}; give letters, digits, dots, dashes and underscores, 64 at most")

@@ -111,8 +111,10 @@ def _fields(given: Any, argument: str, kind: str) -> dict[str, Any]:
         return dict(given)
     if not isinstance(given, msgspec.Struct) or type(given).__name__ != kind:
         raise InvalidRequest(f"{argument}={shown(given)}; give vLLM's {kind}, or a dict of its fields")
-    plain = type(given)()
+    plain: Any = type(given)()
     names = [name for name in given.__struct_fields__ if not name.startswith("_") and name not in _ITS_OWN]
+    if "skip_reading_prefix_cache" in names and kind == "SamplingParams":  # vLLM sets it itself for prompt_logprobs
+        plain.skip_reading_prefix_cache = type(given)(prompt_logprobs=given.prompt_logprobs).skip_reading_prefix_cache
     values = {name: (getattr(given, name), getattr(plain, name)) for name in names}
     # Only values of the same type are compared, so that an array is not.
     return {name: one for name, (one, other) in values.items() if type(one) is not type(other) or one != other}

@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
@@ -35,6 +36,16 @@ _TEXT_KEYS: Final = {
     "refusal": "refusal",
     "thinking": "thinking",
 }
+#: Keys of messages that need no content.
+_BESIDE_CONTENT: Final = (
+    "tool_calls",
+    "function_call",
+    "tools",
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+    "refusal",
+)
 #: Range [start, stop) of characters in the rendered prompt.
 Region = tuple[int, int]
 #: Generator that yields conversations to render, and is sent each rendered text, or None if the template refuses it.
@@ -44,6 +55,9 @@ LEFT_OUT: Final = "is not in the prompt: the chat template leaves it out"
 UNCLEAR: Final = (
     "cannot be placed in the prompt: the chat template depends on its content, or changes it; select its rows by "
     "position"
+)
+UNSPELT: Final = (
+    "cannot be placed in the prompt: this tokenizer writes tokens that no text is read as; select its rows by position"
 )
 #: Maximum number of renderings with marks for one text; two tags that a template branches on need about forty.
 PROBES: Final = 64
@@ -69,6 +83,30 @@ def content_text(message: Mapping[str, Any]) -> str:
     if None in texts:
         raise InvalidPrompt(f"{shown(content[texts.index(None)])} in the content of a message is no text; give {_PART}")
     return "\n".join(text for text in texts if text is not None)
+
+
+def require_contents(conversation: Sequence[Mapping[str, Any]], template: str = "") -> None:
+    """Check that the content of every message is text, parts or None, and left out only beside what a template reads.
+
+    Args:
+        conversation: {"role", "content"} dicts.
+        template: source of the chat template, whose names messages may have too; "" if unknown.
+
+    Raises:
+        InvalidPrompt: a content is something else, or a message has none.
+    """
+    for index, message in enumerate(conversation):
+        content = message.get("content")
+        if not (content is None or isinstance(content, (str, list, tuple))):
+            raise InvalidPrompt(f"message {index} has content={shown(content)}; give text, or a list of parts {_PART}")
+        others = [str(name) for name in message if name not in ("role", "name")]
+        if "content" not in message and not any(
+            name in _BESIDE_CONTENT or re.search(rf"\b{re.escape(name)}\b", template) for name in others
+        ):
+            raise InvalidPrompt(
+                f"message {index} has {', '.join(map(repr, message))}, and no 'content', so that its text would be "
+                "left out; give {'role': ..., 'content': ...}"
+            )
 
 
 def texts_in(message: Mapping[str, Any]) -> str:
@@ -111,8 +149,8 @@ def content_form(
     marked = [_marked(message, count) for message in conversation]
     marks = [_mark(number) for number in range(next(count))]
     in_lists = any(isinstance(message.get("content"), (list, tuple)) for message in conversation)
-    forms: list[_Form] = [_as_given, _in_parts, *([_in_text] if in_lists else [])]
-    best: _Form = _in_text if in_lists else _as_given
+    forms: list[_Form] = [as_given, _in_parts, *([_in_text] if in_lists else [])]
+    best: _Form = _in_text if in_lists else as_given
     fewest = len(marks) + 1
     for form in forms:
         try:
@@ -141,7 +179,7 @@ def _marked(message: Mapping[str, Any], count: Iterator[int]) -> Mapping[str, An
     return message
 
 
-def _as_given(message: Mapping[str, Any], more: Mapping[str, Any]) -> Mapping[str, Any]:
+def as_given(message: Mapping[str, Any], more: Mapping[str, Any] = MappingProxyType({})) -> Mapping[str, Any]:
     """Keep the form of a message's content: text unchanged, "" for None (a template would print it), lists as parts."""
     if isinstance(message.get("content"), (list, tuple)):
         return _in_parts(message, more)

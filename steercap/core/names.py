@@ -19,6 +19,8 @@ from typing import Final, NamedTuple
 from steercap.core.values import choices, shown
 from steercap.errors import UnknownName
 
+#: Pattern of the names of uploads, which are used in URLs and, behind "+", in names of models.
+UPLOAD_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 #: Site with equal rows, by TransformerLens's name within a block.
 TRANSFORMER_LENS: Final[Mapping[str, str]] = MappingProxyType(
     {

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar, cast
 
-from steercap.core.chat import MessageSpan, Region, content_form, message_spans, place, token_span
+from steercap.core.chat import (
+    UNSPELT,
+    MessageSpan,
+    Region,
+    as_given,
+    content_form,
+    message_spans,
+    place,
+    require_contents,
+    token_span,
+)
 from steercap.core.extras import extra
 from steercap.core.spec import CaptureSpec, Layers
-from steercap.core.values import index_of, shown, truth_of, warn
+from steercap.core.values import choices, index_of, shown, truth_of, warn
 from steercap.errors import InvalidPrompt, InvalidRequest, InvalidSpec
 
 
@@ -99,6 +110,17 @@ def _font() -> Any:
 
 #: Numbers of special tokens that tokenizers add before or after a text; GLM's adds two.
 _AROUND: Final = (1, 2)
+#: Types of bytes, whose items are integers but no token ids.
+_BYTES: Final = (bytes, bytearray, memoryview)
+#: Arguments of `apply_chat_template` that are always taken, and those that are no variables of a template.
+_ALWAYS: Final = frozenset({"add_generation_prompt", "continue_final_message", "tools", "documents", "chat_template"})
+_NO_VARIABLES: Final = (
+    *("add_special_tokens", "max_length", "padding", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs"),
+    "truncation",
+)
+#: Tokenizers of Mistral's own formats, of vLLM and of transformers: they never read a control token such as [INST] from
+#: text, so that conversations are not rendered to text first.
+_UNSPELT: Final = frozenset({"MistralTokenizer", "MistralCommonBackend"})
 #: Words in the type of a message part that is no text, such as "image_url" or "input_audio".
 MEDIA: Final = ("image", "audio", "video", "file")
 
@@ -110,7 +132,7 @@ class CallArguments:
     Args:
         name: name of the method.
         sampling_params: sampling parameters, or pooling parameters if the prompts are encoded.
-        capture_layers, capture: as given to the call, see `SteerModel.generate`.
+        spec: capture spec for all prompts, or a list with one for each; None for no capture.
         steering: steering as given to the call, or the surrounding default of `model.steered`.
         options: the call's `lora_request` and `priority`.
         reading: True to run the prompts alone, and drop the token that vLLM must sample.
@@ -123,8 +145,7 @@ class CallArguments:
 
     name: str
     sampling_params: Any
-    capture_layers: Layers | None
-    capture: Any
+    spec: Any
     steering: Any
     options: dict[str, Any]
     reading: bool = False
@@ -133,11 +154,6 @@ class CallArguments:
     monitors: Any = None
     add_special_tokens: bool | None = None
     template_kwargs: Any = None
-
-    @property
-    def spec(self) -> Any:
-        """Capture spec for all prompts, or a list with one for each; None for no capture."""
-        return capture_of_call(self.capture_layers, self.capture)
 
 
 def as_list(prompts: Any) -> tuple[bool, list[Any]]:
@@ -148,7 +164,7 @@ def as_list(prompts: Any) -> tuple[bool, list[Any]]:
     """
     if isinstance(prompts, (str, Mapping)):
         return False, [prompts]
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, _BYTES):
         raise InvalidPrompt(f"prompts={shown(prompts)}; give a str, token ids, a prompt dict, or a list of these")
     if not prompts:
         raise InvalidPrompt("prompts=[] is empty; give at least one prompt")
@@ -166,7 +182,9 @@ def _one_prompt(prompt: Any) -> Any:
 
 
 def _token_ids(given: Sequence[Any]) -> list[int] | None:
-    """Convert token ids of any library to plain ints; None if an item is no integer."""
+    """Convert token ids of any library to plain ints; None if an item is no integer, and for bytes."""
+    if isinstance(given, _BYTES):
+        return None
     if {type(one) for one in given} <= {int}:
         return [*given]
     ids = [index_of(one) for one in given]
@@ -180,7 +198,7 @@ def ids_of_text(text: Any) -> list[int]:
         InvalidSpec: `text` is no ordered collection, or an item is no integer.
     """
     ids = None
-    if isinstance(text, Sized) and not isinstance(text, (Mapping, bytes, AbstractSet)):
+    if isinstance(text, Sized) and not isinstance(text, (Mapping, *_BYTES, AbstractSet)):
         with contextlib.suppress(TypeError):  # a tensor of one number
             ids = _token_ids([*cast("Iterable[Any]", text)])
     if ids is None:
@@ -195,7 +213,7 @@ def ids_of_prompt(given: Any) -> list[int]:
         InvalidPrompt: an item is no integer, such as a float or a bool.
     """
     array = hasattr(given, "tolist") and getattr(given, "ndim", 0) == 1
-    if isinstance(given, (str, bytes)) or not (array or isinstance(given, Sequence)):
+    if isinstance(given, (str, *_BYTES)) or not (array or isinstance(given, Sequence)):
         raise InvalidPrompt(f"prompt_token_ids={shown(given)}; give a list of whole numbers")
     ids = [*given]
     if {type(one) for one in ids} <= {int}:
@@ -404,13 +422,52 @@ def template_arguments(given: Any) -> dict[str, Any]:
     """Check further arguments of a chat template and return a copy; {} for None.
 
     Raises:
-        InvalidRequest: they are no mapping from names.
+        InvalidRequest: they are no mapping from names, or one is no variable of a template.
     """
     if given is None:
         return {}
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         raise InvalidRequest(f"chat_template_kwargs={shown(given)}; give a dict from names to values")
+    if wrong := next((name for name in _NO_VARIABLES if name in given), None):
+        instead = "give it to the call itself" if wrong == "add_special_tokens" else "leave it out"
+        raise InvalidRequest(f"chat_template_kwargs has {wrong!r}, which is no variable of a template; {instead}")
     return dict(given)
+
+
+def _require_variables(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
+    """Check that a chat template reads all further arguments, as far as it is one of transformers' that can be parsed.
+
+    Raises:
+        InvalidRequest: it does not read one, which would have no effect.
+    """
+    method, own = type(tokenizer).apply_chat_template, getattr(tokenizer, "chat_template", None)
+    if not set(kwargs) - _ALWAYS or method.__module__ != "transformers.tokenization_utils_base":
+        return
+    given = kwargs.get("chat_template") or own
+    if isinstance(own, Mapping):  # templates by name
+        given = own.get(given, given) if isinstance(given, str) else given
+    sources = given.values() if isinstance(given, Mapping) else [given]
+    known = [_variables(source) if isinstance(source, str) else None for source in sources]
+    if None in known:
+        return
+    read = _ALWAYS.union(*(names or () for names in known))
+    if wrong := [name for name in kwargs if name not in read]:
+        raise InvalidRequest(
+            f"chat_template_kwargs has {wrong[0]!r}, which the chat template does not read; {choices(wrong[0], read)}"
+        )
+
+
+@functools.lru_cache(maxsize=8)
+def _variables(source: str) -> frozenset[str] | None:
+    """Return the names of the variables that a chat template reads; None if it is not plain Jinja."""
+    from jinja2 import Environment, TemplateError, meta
+
+    plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", source)  # a tag of transformers, without variables
+    try:
+        parsed = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True).parse(plain)
+    except TemplateError:
+        return None
+    return frozenset(meta.find_undeclared_variables(parsed)) - {"messages"}
 
 
 def capture_of_call(layers: Layers | None, capture: Any) -> Any:
@@ -452,21 +509,31 @@ def templated(
         conversation: {"role", "content"} dicts.
         kwargs: further arguments of the chat template.
         spans: True to find the spans, which takes at least one rendering for each message; False to return [].
-        special: True to let the tokenizer add its special tokens to those of the template.
+        special: True to let the tokenizer add its special tokens to those of the template; Mistral's adds none.
 
     Raises:
-        InvalidRequest: there is no template, or it refuses the conversation.
-        InvalidPrompt: the template reads only text, and a part of a message is none.
+        InvalidRequest: there is no template, it refuses the conversation, or it does not read one of `kwargs`.
+        InvalidPrompt: the template reads only text, and a part of a message is none; or a content is neither text nor
+            parts, or is missing.
     """
+    require_contents(conversation, str(kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None) or ""))
+    _require_variables(tokenizer, kwargs)
 
-    def rendered(messages: Sequence[Mapping[str, Any]], *, invite: bool = True) -> str:
-        arguments = {"add_generation_prompt": invite, **kwargs, "tokenize": False}
-        return str(tokenizer.apply_chat_template([dict(message) for message in messages], **arguments))
+    def applied(messages: Sequence[Mapping[str, Any]], *, invite: bool = True, **how: Any) -> Any:
+        arguments = {"add_generation_prompt": invite, **kwargs, **how}
+        return tokenizer.apply_chat_template([dict(message) for message in messages], **arguments)
 
-    form = content_form(conversation, rendered)
+    if not _UNSPELT.isdisjoint(kind.__name__ for kind in type(tokenizer).__mro__):
+        try:
+            ids = applied([*map(as_given, conversation)], tokenize=True, return_dict=False)
+        except Exception as error:
+            raise InvalidRequest(f"the tokenizer refuses {shown(conversation)}: {error}") from error
+        return [*ids], message_spans(conversation, [UNSPELT] * len(conversation), []) if spans else []
+
+    form = content_form(conversation, lambda messages: str(applied(messages, tokenize=False)))
 
     def render(messages: Sequence[Mapping[str, Any]], *, invite: bool = True) -> str:
-        return rendered([form(message) for message in messages], invite=invite)
+        return str(applied([form(message) for message in messages], invite=invite, tokenize=False))
 
     try:
         text = render(conversation)

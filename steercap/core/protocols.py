@@ -57,7 +57,7 @@ class ReadingModel(OpenModel, Protocol):
     def origin(self) -> Mapping[str, str]:
         """Revision and dtype of the model; see `SteerModel.origin`."""
 
-    async def token_ids(self, text: Any, *, add_special_tokens: bool = True) -> list[int]:
+    async def token_ids(self, text: Any, *, add_special_tokens: bool | None = None) -> list[int]:
         """Tokenise a text; see `SteerModel.token_ids`."""
 
     async def read(self, prompts: Any, *, capture: Any, steering: Any) -> Any:

@@ -20,7 +20,6 @@ from steercap.core.prompts import (
     template_arguments,
     templated,
     text_of,
-    tokens_of,
     warn_of_doubled,
     warn_of_room,
     without_media,
@@ -167,11 +166,14 @@ def _rendered(engine: Engine, prompts: Sequence[Any], call: CallArguments) -> li
 
 
 async def _tokenized(serving: Serving, prompt: Any, call: CallArguments) -> Any:
-    """Return a text prompt as token ids without special tokens if `add_special_tokens=False`; others unchanged."""
-    text = text_of(prompt)
-    if text is None or call.add_special_tokens is not False:
+    """Return a text prompt as token ids if `add_special_tokens` is not what vLLM does; others unchanged."""
+    text, special = text_of(prompt), call.add_special_tokens
+    if text is None or special is None:
         return prompt
-    ids = tokens_of((await serving.alive()).vllm.tokenizer, text, special=False)
+    vllm = (await serving.alive()).vllm
+    if special and vllm.texts["add_special_tokens"]:
+        return prompt
+    ids = vllm.text_ids(text, special)
     return {**(prompt if isinstance(prompt, Mapping) else {"prompt": text}), "prompt_token_ids": ids}
 
 
@@ -188,5 +190,5 @@ def _warn(engine: Engine, prompts: Sequence[_ReadPrompt], call: CallArguments) -
     """Warn of doubled special tokens, and of `max_tokens` beyond the model's context length."""
     texts = repeating((one.prompt, one.ids) for one in prompts)
     if texts and call.add_special_tokens is None:
-        warn_of_doubled(texts, tokens_of(engine.vllm.tokenizer, "", special=True))
+        warn_of_doubled(texts, engine.vllm.text_ids("", None))
     warn_of_room(((one.params, one.max_tokens, len(one.ids)) for one in prompts), engine.vllm.max_model_len)

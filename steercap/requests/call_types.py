@@ -34,8 +34,11 @@ Value = TypeVar("Value")
 One_co = TypeVar("One_co", covariant=True)
 #: Coroutine that returns a value.
 CoroutineOf: TypeAlias = Coroutine[Any, Any, Value]
-#: Argument types that the caller may change later, so that they are copied.
-_CHANGING: Final = frozenset({list, dict})
+#: Argument types that the caller may change later, so that they are copied; and those that nobody can change.
+_CHANGING: Final = frozenset({list, dict, set, tuple})
+_ATOMS: Final = frozenset({str, int, float, bool, bytes, type(None)})
+#: Nested levels that are copied: enough for the arguments of a tool call in a list of conversations.
+_LEVELS: Final = 12
 #: Sampling parameters of a prompt that is only read: vLLM samples one token at least, which has no row.
 READ: Final[Mapping[str, Any]] = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
 #: A text, token ids, or one of vLLM's prompt dicts.
@@ -138,19 +141,40 @@ def _only(values: Sequence[Value], name: str, several: str) -> Value:
     return values[0]
 
 
-def copied(value: Any) -> Any:
-    """Return a copy of a list or dict, and of the lists or dicts in a list that begins with one; others unchanged."""
-    if type(value) is list and value and type(value[0]) in _CHANGING:
-        return [*map(copied, value)]
-    return value.copy() if type(value) in _CHANGING else value
+def copied(value: Any, levels: int = _LEVELS) -> Any:
+    """Return a copy of a value: of its lists, tuples, dicts and sets, nested ones too, and of vectors of any library.
+
+    Everything else is shared, such as specs, which do not change, and pictures.
+
+    Args:
+        value: an argument of a call.
+        levels: number of nested levels to copy.
+    """
+    kind = type(value)
+    if kind in _ATOMS or not levels:
+        return value
+    if kind not in _CHANGING:
+        return _copied_vector(value)
+    if kind is dict:
+        return {name: copied(one, levels - 1) for name, one in value.items()}
+    return kind(value) if _ATOMS.issuperset(map(type, value)) else kind(copied(one, levels - 1) for one in value)
+
+
+def _copied_vector(value: Any) -> Any:
+    if getattr(value, "ndim", 0) != 1:
+        return value
+    copying = getattr(value, "clone", None) or getattr(value, "copy", None)  # of torch, of NumPy
+    return value if copying is None else copying()
 
 
 def copied_params(params: Any) -> Any:
     """Return a copy of parameters that are a mapping or vLLM's, or of each in a list or tuple; others unchanged."""
     if type(params) in {list, tuple}:
         return [*map(copied_params, params)]
-    if type(params) is dict:
-        return {name: copied(value) for name, value in params.items()}
     if isinstance(params, msgspec.Struct):
-        return copy(params)
-    return dict(params) if isinstance(params, Mapping) else params
+        found = copy(params)
+        for name in found.__struct_fields__:
+            if type(value := getattr(found, name)) in _CHANGING:
+                setattr(found, name, copied(value))
+        return found
+    return copied(dict(params)) if isinstance(params, Mapping) else params

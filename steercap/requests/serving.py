@@ -75,6 +75,7 @@ class Serving:
         require_main_guard(self.call_style)
         if self._home is None:
             self._home, self._life = OwnerLoop("this model"), asyncio.Lock()
+        self._require_not_closed()
         self._home.require()
         async with (life := self._life):
             if life is not self._life:  # the start that held it failed, and another one began with a new lock

@@ -14,13 +14,14 @@ from starlette.routing import Route
 
 from steercap.captures.handle import CaptureHandle
 from steercap.client.uploads import encoded
+from steercap.core.names import UPLOAD_NAME
 from steercap.core.prompts import texts_of
 from steercap.core.values import choices, index_of, shown
 from steercap.errors import InvalidRequest, InvalidSpec
 from steercap.lab.directions import extract
 from steercap.server.asks import layer_vectors
 from steercap.server.folder import CaptureStore, owner_of
-from steercap.server.library import NAME, Library
+from steercap.server.library import Library
 from steercap.server.questions import computing, read_body, rows_at, rows_of, top_of
 from steercap.steering.layers import LayerVectors
 
@@ -114,7 +115,7 @@ class InspectRoutes:
         name, owner = request.path_params["name"], owner_of(request.headers.get("authorization", ""))
         given = await read_body(request, ("more", "less"))
         more, less = _texts("more", given.get("more")), _texts("less", given.get("less"))
-        if not NAME.fullmatch(name):
+        if not UPLOAD_NAME.fullmatch(name):
             raise InvalidSpec(f"name={name[:80]!r}; give letters, digits, dots, dashes and underscores, 64 at most")
         made = await extract(self._model, more, less, name=name, held_out=0.0)
         content = await asyncio.to_thread(encoded, made[name])

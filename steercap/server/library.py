@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+from steercap.core.names import UPLOAD_NAME
 from steercap.core.values import choices, shown
 from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidSpec, SteercapError
 from steercap.files import native
@@ -23,8 +23,6 @@ from steercap.steering.spec import SteeringSpec
 
 #: Content that clients can upload under a name.
 Content: TypeAlias = "LayerVectors | DirectionSet | SteeringSpec"
-#: Pattern of valid names, which are used in URLs and, behind "+", in names of models.
-NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 #: Maximum bytes of one file, of an API key's files, and of all keys': without keys, clients are not authenticated.
 MOST_BYTES: Final = 256 << 20
 MOST_BYTES_OF_A_KEY: Final = 1 << 30
@@ -46,7 +44,7 @@ class Named:
     """Uploaded content with its name.
 
     Args:
-        name: name, which matches `NAME`.
+        name: name, which matches `UPLOAD_NAME`.
         owner: digest of the uploader's API key, or `OPERATOR`.
         content: vectors, directions or steering.
         size: bytes of its file.
@@ -131,7 +129,7 @@ class Library:
             InvalidSpec: an invalid name.
             CaptureMemoryFull: a limit of the owner or the server leaves no room; the yielded function raises it too.
         """
-        if not NAME.fullmatch(name):
+        if not UPLOAD_NAME.fullmatch(name):
             raise InvalidSpec(f"name={name[:80]!r}; give letters, digits, dots, dashes and underscores, 64 at most")
         this = object()
 

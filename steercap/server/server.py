@@ -23,6 +23,7 @@ from steercap.client.compiling import engine_description
 from steercap.concurrency.heartbeat import watching
 from steercap.core.display import span
 from steercap.core.extras import extra
+from steercap.core.names import UPLOAD_NAME
 from steercap.errors import EngineDied, InvalidFile, InvalidSetting, InvalidSpec
 from steercap.files.fingerprint import files_of, nearest_path, surroundings, weights_digest
 from steercap.files.warm import WarmEngine, announced, code, identified, socket_of, write
@@ -32,7 +33,7 @@ from steercap.server.engine import ServedEngine
 from steercap.server.folder import KEY_BYTES, STORE_BYTES, TIME_TO_LIVE, CaptureFolder, CaptureStore
 from steercap.server.folder import MOST_BYTES as FOLDER_BYTES
 from steercap.server.folder import MOST_BYTES_OF_A_KEY as FOLDER_BYTES_OF_A_KEY
-from steercap.server.library import NAME, OPERATOR, Library, Presets
+from steercap.server.library import OPERATOR, Library, Presets
 from steercap.server.middleware import PATHS, Keyless, OptOut, SteercapRoute
 from steercap.server.passthrough_routes import PassthroughRoute
 from steercap.server.record_settings import RecordSettings
@@ -109,7 +110,7 @@ class Names:
                 reason = error.strerror if isinstance(error, OSError) else error
                 raise InvalidFile(f"vectors {name}={path}: {reason}{nearest_path(path)}") from error
         for name in settings.presets:
-            if not NAME.fullmatch(name):
+            if not UPLOAD_NAME.fullmatch(name):
                 raise InvalidSpec(f"preset {name!r}: give letters, digits, dots, dashes and underscores")
         presets = {name: steering_of(asked, library, OPERATOR) for name, asked in settings.presets.items()}
         for name, spec in presets.items():

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from steercap.captures.sketch import Sketch
+from steercap.core.names import UPLOAD_NAME
 from steercap.core.spec import Point
 from steercap.core.values import choices, shown
 from steercap.errors import InvalidSpec
@@ -22,7 +23,7 @@ from steercap.requests.sketching import EngineSketches, RunningSketch, open_sket
 from steercap.saes import SAE
 from steercap.server.asks import capture_of
 from steercap.server.folder import CaptureStore, owner_of
-from steercap.server.library import NAME, Library
+from steercap.server.library import Library
 from steercap.server.questions import MOST_TOP, answering, computing, read_body, rows_at, rows_of, top_of
 from steercap.server.sketch_store import SketchStore
 
@@ -141,7 +142,7 @@ def loaded(folders: Mapping[str, Path]) -> dict[str, SAE]:
         InvalidSpec, InvalidFile: an invalid name, or a folder that does not contain an SAE.
     """
     for name in folders:
-        if not NAME.fullmatch(name):
+        if not UPLOAD_NAME.fullmatch(name):
             raise InvalidSpec(f"SAE {name!r}: give letters, digits, dots, dashes and underscores")
     return {name: SAE.load(folder) for name, folder in folders.items()}
 

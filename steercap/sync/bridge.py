@@ -66,13 +66,21 @@ class Bridge:
         self._streams: set[AsyncGenerator[Any, None]] = set()
 
     def start(self) -> None:
-        """Start the loop and the model."""
+        """Start the loop and the model; a start that fails can be tried again."""
         with self._life:
-            self._thread = self._thread or LoopThread()
+            thread = self._thread = self._thread or LoopThread()
         try:
-            self._thread.run(self._model.start())
+            thread.run(self._model.start())
         except BaseException:
-            self.close()
+            try:
+                self._state.opened()
+            except ModelClosed:  # it holds nothing
+                with self._life:
+                    if self._thread is thread:
+                        self._thread = None
+                        thread.stop()
+            else:
+                self.close()
             raise
 
     def close(self) -> None:

@@ -161,8 +161,9 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
             capture: the rows to capture, one spec for all prompts, or one each (None captures nothing).
             steering: the edits to apply: a SteeringSpec (or one edit) for all prompts, or one each; None edits nothing.
                 By default, the steering of the enclosing `model.steered` applies.
-            add_special_tokens: True adds the tokenizer's special tokens, such as <bos>, to each text. None adds them
-                too, as vLLM does, but warns if the text has them already, as a rendered chat has. False adds none.
+            add_special_tokens: True adds the tokenizer's special tokens, such as <bos>, to each text. False adds
+                none. None does as vLLM does, which adds none for some models with pictures, such as Gemma 4, and them
+                for all others, and warns if the text has them already, as a rendered chat has.
             lora_request: vLLM's LoRARequest, for an engine started with `enable_lora=True`.
             priority: vLLM's request priority, for an engine started with `scheduling_policy="priority"`.
 
@@ -415,6 +416,7 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
 
         Raises:
             EmptySelection: `tokens="generated"` is given, and nothing is generated.
+            InvalidSpec: `steering` is biases of logits alone, which change no row.
             The errors of `generate`.
         """
         return self.bridge.done(
@@ -577,7 +579,7 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
         """
         self.bridge.done(self.awaited.fetch_captures_batch, handles)
 
-    def token_ids(self, text: Any, *, add_special_tokens: bool = True) -> list[int]:
+    def token_ids(self, text: Any, *, add_special_tokens: bool | None = None) -> list[int]:
         """Return the token ids of a prompt as the model reads it, from the server's tokenizer.
 
         Args:
@@ -630,6 +632,7 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
             name: name of the upload.
 
         Raises:
+            InvalidSpec: `name` is not such a name.
             InvalidRequest: this API key has no upload of that name.
         """
         self.bridge.done(self.awaited.delete_vectors, name)
@@ -900,8 +903,9 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
             capture: the rows to capture, one spec for all prompts, or one each (None captures nothing).
             steering: the edits to apply: a SteeringSpec (or one edit) for all prompts, or one each; None edits nothing.
                 By default, the steering of the enclosing `model.steered` applies.
-            add_special_tokens: True adds the tokenizer's special tokens, such as <bos>, to each text. None adds them
-                too, as vLLM does, but warns if the text has them already, as a rendered chat has. False adds none.
+            add_special_tokens: True adds the tokenizer's special tokens, such as <bos>, to each text. False adds
+                none. None does as vLLM does, which adds none for some models with pictures, such as Gemma 4, and them
+                for all others, and warns if the text has them already, as a rendered chat has.
             lora_request: vLLM's LoRARequest, for an engine started with `enable_lora=True`.
             priority: vLLM's request priority, for an engine started with `scheduling_policy="priority"`.
 
@@ -1154,6 +1158,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
 
         Raises:
             EmptySelection: `tokens="generated"` is given, and nothing is generated.
+            InvalidSpec: `steering` is biases of logits alone, which change no row.
             The errors of `generate`.
         """
         return self.bridge.done(
@@ -1366,13 +1371,13 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
         """
         self.bridge.done(self.awaited.fetch_captures_batch, handles)
 
-    def token_ids(self, text: Any, *, add_special_tokens: bool = True) -> list[int]:
+    def token_ids(self, text: Any, *, add_special_tokens: bool | None = None) -> list[int]:
         """Return the token ids of a prompt as the model reads it.
 
         Args:
             text: a str, token ids, which are returned, or a conversation of {"role", "content"} dicts, put through the
                 chat template.
-            add_special_tokens: True to add the tokenizer's special tokens to a str.
+            add_special_tokens: True to add the tokenizer's special tokens to a str, as for `generate`.
 
         Raises:
             InvalidSpec: `text` is of another type.

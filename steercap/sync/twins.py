@@ -245,8 +245,13 @@ class StreamTwin(Twin["ActivationStream"], IterableDataset["Rows | Labelled"]):
         """Iterate over the remaining batches; a loop that ends, however it ends, closes the stream.
 
         Raises:
+            InvalidRequest: the stream has ended or was closed.
             The errors of `SteerModel.read` and of the corpus.
         """
+        aiter(self.awaited)
+        return self._batches()
+
+    def _batches(self) -> Iterator[Rows | Labelled]:
         try:
             while (batch := self._run(_after(self.awaited))) is not None:
                 yield batch

@@ -30,8 +30,12 @@ def reading_without_await(model) -> None:
         first = list(stream)
     assert len(labels(first)) == sum(map(len, DOCUMENTS)) == stream.rows == stream.tokens
     assert labels(DataLoader(activations(model, DOCUMENTS, **ask), batch_size=None)) == labels(first)
-    for _ in activations(model, DOCUMENTS, **ask):
+    broken = activations(model, DOCUMENTS, **ask)
+    for _ in broken:
         break
+    for ended in (stream, broken):
+        with pytest.raises(errors.InvalidRequest, match="read once"):
+            iter(DataLoader(ended, batch_size=None)).__next__()
     workers = DataLoader(activations(model, DOCUMENTS, **ask), None, num_workers=1, multiprocessing_context="spawn")
     with pytest.raises(errors.InvalidRequest, match="num_workers=0"):
         iter(workers)

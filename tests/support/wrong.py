@@ -164,6 +164,8 @@ WRONG_PROMPTS: Final[tuple[dict[Any, Any], ...]] = (
     {"prompt_token_ids": [None]},
     {"prompt_token_ids": 5},
     {"prompt_token_ids": "abc"},
+    {"prompt_token_ids": bytearray(b"abc")},
+    {"prompt_token_ids": memoryview(b"abc")},
     {"prompt_token_ids": torch.tensor([3.0, 4.0])},
     {"prompt_token_ids": torch.tensor([True])},
     {"prompt_token_ids": np.array([True, False])},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,11 +15,11 @@ from steercap.captures.handle import CaptureHandle
 from steercap.captures.lifecycle import Lifecycle
 from steercap.captures.rows import Captures, Found
 from steercap.client.chats import templated as served
-from steercap.core.chat import LEFT_OUT, UNCLEAR, content_text
-from steercap.core.prompts import templated
+from steercap.core.chat import LEFT_OUT, UNCLEAR, UNSPELT, content_text
+from steercap.core.prompts import template_arguments, templated, tokens_of
 from steercap.core.receipt import Receipt
 from steercap.core.spec import Point
-from steercap.errors import InvalidPrompt, InvalidSpec
+from steercap.errors import InvalidPrompt, InvalidRequest, InvalidSpec
 
 #: Each template with its oracle: pieces (index of the message or None, text), written from the template by hand.
 TEMPLATES: dict[str, tuple[str, object]] = {}
@@ -440,6 +441,53 @@ def test_no_text_is_lost_where_a_template_reads_texts_alone(part) -> None:
     assert (text[mine.start : mine.stop], mine.start) == (said, len("[user]Do so.[assistant]"))
 
 
+@pytest.mark.parametrize(
+    "message",
+    [{"content": {"text": "hi"}}, {"content": 5}, {"content": b"hi"}, {"contents": "hi"}, {"value": "hi"}, {}],
+)
+async def test_a_message_without_a_text_is_refused(message) -> None:
+    """A template writes what Python shows of it, or nothing, without an error; of a server too, which is not asked."""
+    source = "{% for m in messages %}{{ '<' ~ m.role ~ '>' ~ (m['content'] | trim) ~ (m.said or '') }}{% endfor %}"
+    talk = [{"role": "user", "content": "hi"}, {"role": "user", **message}]
+    for spans in (True, False):
+        with pytest.raises(InvalidPrompt, match=r"message 1 has .*give"):
+            templated(Characters(source), talk, {"chat_template": source}, spans=spans)
+        with pytest.raises(InvalidPrompt, match=r"message 1 has .*give"):
+            await served(Server(source), talk, {}, spans=spans)
+
+
+@pytest.mark.parametrize("message", [{"content": None}, {"content": []}, {"said": "hi"}, {"tool_calls": []}])
+def test_a_message_may_have_what_its_template_reads_in_place_of_a_text(message) -> None:
+    source = "{% for m in messages %}{{ '<' ~ m.role ~ '>' ~ (m.said or '') }}{% endfor %}"
+    fake = Characters(source)
+    fake.chat_template = source
+    ids, _ = templated(fake, [{"role": "user", **message}], {}, spans=False)
+    assert "".join(map(chr, ids)) == f"<user>{message.get('said', '')}"
+
+
+def test_an_argument_that_the_template_does_not_read_is_refused() -> None:
+    """Such as a misspelt one, which transformers drops; those that the template reads in any branch are taken."""
+    source = (
+        "{%- if not thinking is defined %}{% set thinking = false %}{% endif %}{% for m in messages %}"
+        "{% generation %}{{ m.content ~ (style if thinking else '') }}{% endgeneration %}{% endfor %}"
+    )
+    talk = [{"role": "user", "content": "hi"}]
+
+    def text_of(**kwargs) -> str:
+        ids, _ = templated(real(), talk, {"chat_template": source, **kwargs}, spans=False)
+        return real().decode(ids)
+
+    assert text_of() == text_of(thinking=False, style="!", tools=None) == "hi"
+    assert text_of(thinking=True, style="!") == "hi!"
+    with pytest.raises(
+        InvalidRequest, match=r"'thinkng', which the chat template does not read; did you mean 'thinking'"
+    ):
+        text_of(thinkng=True)
+    for name in ("tokenize", "return_dict", "truncation", "add_special_tokens"):
+        with pytest.raises(InvalidRequest, match=f"{name!r}, which is no variable of a template"):
+            template_arguments({name: True})
+
+
 def test_a_text_in_a_templates_own_words_is_given_in_parts_too() -> None:
     ids, _ = templated(Characters(PARTS_ALONE), [{"role": "user", "content": "user"}], {}, spans=False)
     assert "".join(map(chr, ids)) == "[user]user|"
@@ -510,3 +558,29 @@ async def test_a_server_gives_the_same_spans(name) -> None:
         talk = talk_of(draw)
         ids, spans = templated(real(), talk, {"chat_template": source}, spans=True)
         assert await served(Server(source), talk, {}, spans=True) == (ids, tuple(spans))
+
+
+@pytest.mark.parametrize(
+    ("file", "control"),
+    [("tekken_240911.json", [1, 3, None, 4]), ("mistral_instruct_tokenizer_241114.model.v7", [1, 3, None, 4])],
+)
+def test_a_control_token_that_no_text_spells_is_read(file, control, tmp_path) -> None:
+    """Mistral's tokenizers: the ids are those of `apply_chat_template`, however much of the chat is text."""
+    import mistral_common
+    from vllm.tokenizers.mistral import MistralTokenizer
+
+    source = Path(mistral_common.__file__).parent / "data" / file
+    (tmp_path / ("tekken.json" if source.suffix == ".json" else "tokenizer.model.v7")).symlink_to(source)
+    tokenizer = MistralTokenizer.from_pretrained(tmp_path)
+    (word,) = tokenizer.encode("Hello", add_special_tokens=False)
+    talk = [{"role": "user", "content": "Hello"}]
+    assert tokens_of(tokenizer, talk, special=True) == [word if one is None else one for one in control]
+    for special in (None, False, True):
+        ids, spans = templated(tokenizer, talk, {}, spans=True, special=special)
+        assert ids == tokens_of(tokenizer, talk, special=True)
+        assert [(span.index, span.missing) for span in spans] == [(0, UNSPELT)]
+    talk = [*talk, {"role": "assistant", "content": ["Hi"]}, {"role": "user", "content": [{"text": "Hello"}]}]
+    ids, _ = templated(tokenizer, talk, {}, spans=False)
+    assert ids == tokenizer.apply_chat_template([one | {"content": content_text(one)} for one in talk])
+    with pytest.raises(InvalidRequest, match="refuses"):
+        templated(tokenizer, talk[:2], {}, spans=False)

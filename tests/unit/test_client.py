@@ -263,6 +263,15 @@ def test_parameters_left_out_are_vllms_own() -> None:
             sampling_json(wrong)
 
 
+def test_what_vllm_itself_sets_is_not_refused() -> None:
+    """With `prompt_logprobs` it sets `skip_reading_prefix_cache`, which nobody can send."""
+    from vllm import SamplingParams
+
+    assert sampling_json(SamplingParams(prompt_logprobs=1)) == sampling_json({"prompt_logprobs": 1})
+    with pytest.raises(InvalidRequest, match="skip_reading_prefix_cache"):
+        sampling_json(SamplingParams(skip_reading_prefix_cache=True))
+
+
 def test_a_bias_that_a_server_would_bound_is_refused() -> None:
     """vLLM's server makes 500 and -inf of `logit_bias` 100 and -100; the engine itself takes them as they are."""
     from vllm import SamplingParams
@@ -346,6 +355,31 @@ async def test_a_connection_says_what_the_server_has() -> None:
         _ = model.points
 
 
+async def test_a_text_is_read_as_the_model_reads_it_there() -> None:
+    """Where vLLM adds no special tokens, token ids are sent, which its completions leave as they are."""
+
+    async def tokenize(request: Any) -> Any:
+        asked.append(await request.json())
+        return JSONResponse({"tokens": [7]})
+
+    asked: list[dict[str, Any]] = []
+    route = Route("/tokenize", tokenize, methods=["POST"])
+    answer = JSONResponse({"choices": [choice()]})
+    says = DESCRIBED | {"texts": {"add_special_tokens": False, "do_lower_case": True}}
+    async with model_of(answer, says=says, routes=[route]) as model:
+        await model.token_ids("A")
+        await model.token_ids("A", add_special_tokens=True)
+        await model.generate("A")
+        await model.generate("A", add_special_tokens=True)
+        assert [one["prompt"] for one in model.seen] == [[7], [7]]
+        assert [(one["prompt"], one["add_special_tokens"]) for one in asked] == [("a", False), ("a", True)] * 2
+    async with model_of(answer, routes=[route]) as model:
+        await model.generate("A")
+        assert [one["prompt"] for one in model.seen] == ["A"]
+        assert await model.token_ids("A") == [7]
+        assert asked[-1]["add_special_tokens"] is True
+
+
 @pytest.mark.parametrize(
     ("says", "variants"),
     [
@@ -361,6 +395,18 @@ async def test_a_preset_and_an_adapter_are_other_models(says, variants) -> None:
         async with model_of(model=name, says={**DESCRIBED, **says}) as model:
             variant = {"variant": variants[name]} if name in variants else {}
             assert model.identity() == {"name": "m", **variant}
+
+
+@pytest.mark.parametrize("name", ["calm#2", "calm?x", "calm%41", "..", "a/b", "", ".a", "a b", "é", "a" * 65, "a\n", 5])
+async def test_a_name_that_a_url_would_cut_is_refused(name) -> None:
+    """Such as "calm#2", which would replace "calm"."""
+    async with model_of() as model:
+        for call in (
+            model.upload_vectors(name, SteeringSpec([Add(torch.ones(8), layer=1)])),
+            model.delete_vectors(name),
+        ):
+            with pytest.raises(InvalidSpec, match="letters, digits, dots"):
+                await call
 
 
 async def test_what_a_server_does_not_say_is_an_error(tmp_path) -> None:
@@ -546,6 +592,27 @@ def test_it_belongs_to_its_event_loop() -> None:
 
 async def begun(model: RemoteModel) -> None:
     await model.start()
+
+
+def test_a_start_that_failed_can_be_tried_again() -> None:
+    """In another event loop too, and without await; a model that was closed stays closed."""
+    says: dict[str, Any] = {}
+    model = model_of(says=says)
+    blocking = Blocking("http://there/v1", transport=model.connection._transport)
+    for start in (lambda: asyncio.run(model.start()), blocking.start) * 2:
+        with pytest.raises(ServerFailure, match="does not answer as"):
+            start()
+    says.update(json.loads(json.dumps(DESCRIBED)))
+
+    async def whole() -> str:
+        async with model:
+            return model.model
+
+    with blocking:
+        assert asyncio.run(whole()) == blocking.model == "there/m"
+    for start in (lambda: asyncio.run(model.start()), blocking.start):
+        with pytest.raises(ModelClosed, match="is closed"):
+            start()
 
 
 def test_the_twin_has_what_is_awaited() -> None:

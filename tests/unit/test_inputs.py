@@ -36,7 +36,7 @@ from steercap.captures.rows import Captures, Found
 from steercap.captures.stacking import flat
 from steercap.config import Settings
 from steercap.core.chat import MessageSpan
-from steercap.core.prompts import prompts_or_conversations
+from steercap.core.prompts import as_list, ids_of_prompt, ids_of_text, prompts_or_conversations
 from steercap.core.receipt import Receipt
 from steercap.core.spec import Point, check_armed, existing
 from steercap.errors import (
@@ -765,6 +765,22 @@ def test_run_tells_a_conversation_from_prompts_by_its_keys() -> None:
     for wrong in (talk[0], [*talk, {"prompt": "hi"}], [*talk, {"content": "hi"}], [[*talk, {}]], [talk, 3], []):
         with pytest.raises(InvalidPrompt):
             told(wrong)
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_bytes_are_no_token_ids(kind) -> None:
+    """Although their items are integers: the model would read five tokens that nobody meant."""
+    text = kind(b"Hello")
+    for prompts in (text, [text], ["x", text], (text,)):
+        with pytest.raises(InvalidPrompt, match=r"cannot be a prompt|give a str"):
+            as_list(prompts)
+        with pytest.raises(InvalidPrompt, match=r"cannot be a prompt|give a str"):
+            prompts_or_conversations(prompts, template_kwargs=None)
+    for wrong in (text, [text]):
+        with pytest.raises(InvalidSpec, match="is not a text"):
+            ids_of_text(wrong)
+    with pytest.raises(InvalidPrompt, match="whole numbers"):
+        ids_of_prompt(text)
 
 
 def test_run_takes_arguments_of_the_template_for_conversations_alone() -> None:

@@ -5,10 +5,14 @@ The oracle is vLLM's own encoder and typed decoder, and for texts and adapters a
 
 from __future__ import annotations
 
+import copy
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +20,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.wrong import ANYTHING, WRONG_PARAMS, WRONG_PROMPTS
+from tokenizers.processors import TemplateProcessing
 from torch import nn
 from transformers import AutoTokenizer
 from vllm import _custom_ops
@@ -24,20 +29,32 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.platforms import current_platform
+from vllm.renderers import renderer_from_config
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from steercap.adapters import cpu, detokenizer, hardware, hooks
 from steercap.adapters.arguments import read_arguments
+from steercap.adapters.engine import VllmEngine
 from steercap.adapters.hooks import class_of, wrap
 from steercap.adapters.parameters import ParamsReader, read_params
-from steercap.adapters.prompts import prompt_dict
+from steercap.adapters.prompts import prompt_dict, render
 from steercap.adapters.wire import Wire, is_plain_options, is_plain_params, plain_ids
-from steercap.errors import InvalidPrompt, InvalidRequest
+from steercap.captures.handle import CaptureHandle
+from steercap.core.prompts import CallArguments
+from steercap.core.spec import CaptureSpec
+from steercap.errors import InvalidPrompt, InvalidRequest, InvalidSpec
+from steercap.requests.answers import _tokenized
+from steercap.requests.call_types import Generation
+from steercap.requests.calls import Calls
+from steercap.requests.context import steered
+from steercap.steering.edits.add import Add
+from steercap.steering.spec import LogitBias, SteeringSpec
 from steercap.testing import tiny_checkpoint
 
 
@@ -303,6 +320,7 @@ ATTENDS = """
 import torch
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
+from vllm.renderers import renderer_from_config
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from steercap.adapters import cpu
 current_platform.import_kernels()
@@ -363,6 +381,130 @@ def test_only_plain_requests_are_not_decoded_first(payload, fields, options, pla
     prompt = {"type": "token", "prompt_token_ids": [3, 4], **payload}
     found = plain_ids(prompt) is not None and is_plain_options(options) and is_plain_params(read_params(fields))
     assert found is plain
+
+
+@pytest.fixture(scope="module")
+def beginning(tmp_path_factory) -> AsyncLLM:
+    """The part of vLLM's engine that reads prompts, of a tokenizer that puts <bos> before every text."""
+    path = tmp_path_factory.mktemp("beginning") / "model"
+    shutil.copytree(tiny_checkpoint("llama"), path)
+    made = AutoTokenizer.from_pretrained(path)
+    made.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    made.save_pretrained(path)
+    config = EngineArgs(model=str(path), enforce_eager=True).create_engine_config()
+    llm = AsyncLLM.__new__(AsyncLLM)
+    llm.vllm_config, llm.model_config, llm.renderer = config, config.model_config, renderer_from_config(config)
+    return llm
+
+
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("lower", [True, False])
+async def test_token_ids_are_those_that_vllm_reads(adds, lower, beginning, monkeypatch) -> None:
+    """Where vLLM adds no special tokens (Gemma 4 with pictures), or lowers texts; a call may say otherwise."""
+    plain = beginning.renderer.default_cmpl_tok_params
+    how = replace(plain, add_special_tokens=adds, do_lower_case=lower)
+    monkeypatch.setitem(vars(beginning.renderer), "default_cmpl_tok_params", how)
+    engine = VllmEngine.__new__(VllmEngine)
+    engine._connection = SimpleNamespace(llm=beginning)
+    words = "hello" if lower else "Hello"
+    none = beginning.renderer.get_tokenizer().encode(words, add_special_tokens=False)
+
+    async def alive() -> SimpleNamespace:
+        return SimpleNamespace(vllm=engine)
+
+    for special, begins in ((None, adds), (True, True), (False, False)):
+        expected = [*([1] if begins else []), *none]
+        assert engine.text_ids("Hello", special) == expected
+        for prompt in ("Hello", {"prompt": "Hello"}):
+            call = CallArguments("generate", None, None, None, {}, add_special_tokens=special)
+            given = await _tokenized(SimpleNamespace(alive=alive), prompt, call)
+            assert [*(await render(beginning, given)).token_ids] == expected
+
+
+class Recorder:
+    """Backend that keeps the prompts and arguments of its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[Any], CallArguments]] = []
+
+    async def run(self, prompts: list[Any], call: CallArguments) -> list[Generation]:
+        self.calls.append((prompts, call))
+        return [Generation(None, ("",), ((),)) for _ in prompts]
+
+
+class Recorded(Calls[CaptureHandle]):
+    """Model whose calls are recorded."""
+
+    def __init__(self) -> None:
+        self._backend = Recorder()
+
+    @property
+    def calls(self) -> list[tuple[list[Any], CallArguments]]:
+        return self._backend.calls
+
+
+IDS, BUFFER, VECTOR = [5], np.array([5]), torch.tensor([5])
+TALK = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+CHANGED_LATER = {
+    "ids in a dict": ({"prompt_token_ids": IDS}, lambda: IDS.append(6)),
+    "ids in a tuple": (([1], IDS), lambda: IDS.append(6)),
+    "ids after a text": (["x", IDS], lambda: IDS.append(6)),
+    "a conversation after a text": (["x", TALK], lambda: TALK.append(TALK[0])),
+    "a part of a message": (TALK, lambda: TALK[0]["content"][0].update(text="other")),
+    "NumPy's ids": ({"prompt_token_ids": BUFFER}, lambda: BUFFER.fill(6)),
+    "torch's ids": ([{"prompt_token_ids": VECTOR}], lambda: VECTOR.fill_(6)),
+    "pictures": ({"prompt": "x", "multi_modal_data": {"image": IDS}}, lambda: IDS.append(6)),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGED_LATER)
+async def test_a_prompt_that_changes_after_the_call_is_read_as_it_was(kind) -> None:
+    """However deep the change is."""
+    (prompts, change), model = CHANGED_LATER[kind], Recorded()
+    await model.run(copy.deepcopy(prompts))
+    coming = model.run(prompts)
+    change()
+    await coming
+    (expected, _), (found, _) = model.calls
+    assert repr(found) == repr(expected)
+
+
+async def test_arguments_that_change_after_the_call_are_those_of_the_call() -> None:
+    """Lists in vLLM's parameters, arrays of layers, and layers that can be read once; pictures themselves are shared."""
+    model, params, layers = Recorded(), SamplingParams(stop=["a"], logit_bias={1: 1.0}), np.array([3])
+    kwargs, picture = {"tools": [{"name": "f"}]}, np.zeros((2, 2, 3), np.uint8)
+    coming = [
+        model.generate("x", params, capture_layers=layers),
+        model.generate("x", [params], capture_layers=(one for one in [3])),
+        model.chat(TALK, chat_template_kwargs=kwargs),
+        model.generate({"prompt": "x", "multi_modal_data": {"image": picture}}),
+    ]
+    params.stop.append("b")
+    params.logit_bias[2] = 1.0
+    params._all_stop_token_ids.add(7)
+    layers[0] = 4
+    kwargs["tools"][0]["name"] = "g"
+    for one in coming:
+        await one
+    first, second, chat, pictured = model.calls
+    for asked in (first[1].sampling_params, *second[1].sampling_params):
+        assert (asked.stop, asked.logit_bias, asked._all_stop_token_ids) == (["a"], {1: 1.0}, set())
+    assert first[1].spec == second[1].spec == CaptureSpec(layers=[3])
+    assert chat[1].template_kwargs == {"tools": [{"name": "f"}]}
+    assert pictured[0][0]["multi_modal_data"]["image"] is picture
+
+
+async def test_biases_of_logits_are_no_steering_of_what_is_read() -> None:
+    """No row depends on them; beside edits, and in `model.steered`, whose other calls generate, they stay."""
+    model, bias, edit = Recorded(), LogitBias({3: 1.0}), Add(torch.ones(4), layer=1)
+    for wrong in (bias, SteeringSpec([bias]), [None, SteeringSpec([bias, bias])]):
+        with pytest.raises(InvalidSpec, match="changes no row"):
+            await model.read(["x", "y"], steering=wrong)
+    with steered(model, bias):
+        await model.read("x")
+    for right in (SteeringSpec([bias, edit]), None, "named", [edit, None]):
+        await model.read(["x", "y"], steering=right)
+    await model.generate("x", steering=bias)
 
 
 @pytest.mark.parametrize("kind", [dict, SamplingParams])

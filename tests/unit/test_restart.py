@@ -19,7 +19,7 @@ from steercap import CaptureHandle, SteerModel
 from steercap.adapters.launch import Launch
 from steercap.cli.engines import ModelOptions
 from steercap.concurrency.loops import OwnerLoop
-from steercap.errors import EngineDied, InvalidRequest, InvalidSetting, ModelNotLoaded
+from steercap.errors import EngineDied, InvalidRequest, InvalidSetting, ModelClosed, ModelNotLoaded
 from steercap.requests import serving as of_requests
 from steercap.requests.recompute import Recompute
 from steercap.server.server import ServerSettings, application
@@ -145,6 +145,20 @@ async def test_starts_at_once_with_one_that_is_tried_again_make_one_engine(engin
     await asyncio.gather(persistent(), serving.start(), serving.start())
     assert len(engines.started) == 1
     await serving.aclose()
+    assert engines.open == []
+
+
+def test_a_closed_model_says_so_in_any_event_loop(engines, folder) -> None:
+    """It is not the loop that is wrong."""
+    serving = SteerModel(folder).serving
+
+    async def whole() -> None:
+        await serving.start()
+        await serving.aclose()
+
+    asyncio.run(whole())
+    with pytest.raises(ModelClosed):
+        asyncio.run(serving.start())
     assert engines.open == []
 
 

@@ -260,7 +260,8 @@ async def prompts_and_rows(
         model: open model, whose tokenizer is used.
         texts: texts to read.
         selection: selection for a text that is not an Exchange; of an Exchange, the response is selected.
-        special: True to add the tokenizer's special tokens to a str; None too, with a warning for texts that have them.
+        special: True to add the tokenizer's special tokens to a str; None too, except where vLLM adds none, with a
+            warning for texts that have them.
 
     Raises:
         InvalidSpec: an exchange has an empty response, or an entry is not a text.
@@ -268,7 +269,7 @@ async def prompts_and_rows(
 
     async def one_of(text: Text) -> tuple[list[int], list[int]]:
         parts = [
-            await model.token_ids(part, add_special_tokens=first and special is not False)
+            await model.token_ids(part, add_special_tokens=special if first else False)
             for part, first in _parts_of(text)
         ]
         return parts[0], _joined(text, parts)

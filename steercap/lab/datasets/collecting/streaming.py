@@ -129,6 +129,16 @@ class ActivationStream:
         return self._normalisations
 
     def __aiter__(self) -> ActivationStream:
+        """Return the stream itself, which goes on where it is.
+
+        Raises:
+            InvalidRequest: it has ended or was closed.
+        """
+        if self._closed:
+            raise InvalidRequest(
+                f"this stream is read once, and has ended or was closed after {self.rows:,} rows; make another with "
+                "activations() for the next epoch"
+            )
         return self
 
     async def __anext__(self) -> Rows | Labelled:
