@@ -919,6 +919,7 @@ def run_persona(
         RunDiffers: the folder has answers of another model or run; the message names the difference.
         InvalidFile: the folder is not that of a run over traits, or cannot be read.
         InvalidRequest: another call writes to the folder.
+        InvalidSetting: several samples at temperature 0, which would all be the same text; of a new run.
         PointNotArmed, LayerOutOfRange: there is no tap at a point to read; raised before anything is generated.
         TooFewKept: for every trait, too few answers show it or its opposite.
         The errors of `SteerModel.run`, and of the scorer.
@@ -947,6 +948,7 @@ def run_roles(model: SteerModel, settings: RoleSettings, out: str | Path, *, pro
         MissingExtra: the extra "personas" is not installed.
         RunDiffers: the folder has answers of another model or run; the message names the difference.
         InvalidFile: the folder is not that of a run over roles, or cannot be read.
+        InvalidSetting: several samples at temperature 0, which would all be the same text; of a new run.
         PointNotArmed, LayerOutOfRange: there is no tap at a point to read; raised before anything is generated.
         TooFewKept: too few answers of the assistant, or of all roles but one.
         The errors of `SteerModel.run`, and of the scorer.

@@ -87,9 +87,8 @@ class SweepDefinition(msgspec.Struct, frozen=True, kw_only=True, rename={"negate
 
 def _differing(stored: SweepDefinition, expected: SweepDefinition) -> list[str]:
     """Return all differences; also of the order of vectors, by which answers, and so their values, are numbered."""
-    was, now = list(stored.vectors), list(expected.vectors)
-    order = [f"the order of vectors was {was}, is {now}"] if was != now and {*was} == {*now} else []
-    return differences(stored, expected) + order
+    was, now = ({"order of vectors": list(one.vectors)} for one in (stored, expected))
+    return differences(stored, expected) or differences(was, now)
 
 
 #: Kind of folder of a sweep; it is resumed only by a sweep whose definition is equal, vectors in the same order.
@@ -204,9 +203,8 @@ class Sweep:
             negated = [-scale for scale in scales if -scale not in self.scales] if both else []
             controls = {"": scales, "negated": negated} | {f"random-{at:02}": scales for at in range(self.random)}
             for control, own in controls.items():
-                for scale in own:
-                    one = Condition(vector=name, operation=operation, layers=layers, scale=scale, control=control)
-                    found[one] = None
+                one = Condition(vector=name, operation=operation, layers=layers, control=control)
+                found |= {msgspec.structs.replace(one, scale=scale): None for scale in own}
         return tuple(found)
 
     def spec(self, condition: Condition) -> SteeringSpec | None:
@@ -269,10 +267,8 @@ def _several(given: object, axis: str) -> list[Any]:
 
 def _together(layers: object) -> tuple[int, ...]:
     """Return the layers that are steered together, ascending, from one index or several; else raise InvalidSpec."""
-    index = index_of(layers)
-    indices: list[int | None] = [index]
-    if index is None:
-        indices = [index_of(layer) for layer in parts_of(layers, "Sweep: layers") or [None]]
+    several = [layers] if index_of(layers) is not None else parts_of(layers, "Sweep: layers")
+    indices = [index_of(layer) for layer in several or [None]]
     if None in indices:
         raise InvalidSpec(f"Sweep: layers hold {shown(layers)}; give an index, or several that are steered at once")
     found = tuple(layer for layer in indices if layer is not None)
@@ -288,14 +284,11 @@ def _scale(scale: object) -> float:
     return number + 0.0  # -0 is 0
 
 
-def _prompt(prompt: object) -> Any:
+def _prompt(prompt: Any) -> Any:
     if isinstance(prompt, str) and prompt:
         return prompt
-    if (
-        isinstance(prompt, Sequence)
-        and prompt
-        and all(isinstance(message, Mapping) and "role" in message for message in prompt)
-    ):
+    turns = isinstance(prompt, Sequence) and all(isinstance(one, Mapping) and "role" in one for one in prompt)
+    if turns and prompt:
         return [dict(message) for message in prompt]
     raise InvalidSpec(f"Sweep: prompts hold {shown(prompt)}; give text, or a list of {{'role', 'content'}} dicts")
 
