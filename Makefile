@@ -44,7 +44,7 @@ $(STAMP): $(REQUIREMENTS) pyproject.toml
 	@rm -f $(VENV)/.steercap-*; touch $@
 
 demo: setup
-	$(BIN)/steercap demo
+	$(BIN)/steercap demo --force
 
 lint: setup
 	$(BIN)/ruff format --check .
