@@ -33,7 +33,6 @@ def write_table(path: str | Path, records: Sequence[msgspec.Struct]) -> Path:
     Raises:
         InvalidFile: the name has another extension than .parquet.
     """
-    check_extension(Path(path), ".parquet")
     return save_table(path, table_of(records))
 
 
@@ -56,10 +55,15 @@ def table_of(records: Sequence[msgspec.Struct], columns: Mapping[str, Sequence[f
 
 
 def save_table(path: str | Path, table: pa.Table) -> Path:
-    """Write a pyarrow Table to a Parquet file, whole or not at all; return its path."""
+    """Write a pyarrow Table to a Parquet file, whole or not at all; return its path.
+
+    Raises:
+        InvalidFile: the name has another extension than .parquet.
+    """
     with extra("experiments", "evaluation", "personas"):
         from pyarrow import parquet
 
+    check_extension(Path(path), ".parquet")
     with write_whole(Path(path)) as scratch:
         parquet.write_table(table, scratch)
     return Path(path)

@@ -894,6 +894,8 @@ def test_one_table_in_markdown_and_parquet(tmp_path) -> None:
     assert "1 (as it is)" in matched_markdown(found.matched(), ["score"])
     assert compared_markdown(found.compare("score")).count("\n") == 6
     found.save(tmp_path / "answers.parquet")
+    with pytest.raises(InvalidFile, match=r"writes \.parquet"):
+        found.save(tmp_path / "answers.csv")
     assert found.table.num_rows == len(found.answers)
     assert interval(estimate(np.array([]))) == ""
     assert interval(estimate(np.array([1.0]))) == "1"

@@ -451,6 +451,9 @@ def test_the_table_has_a_row_an_answer(tmp_path) -> None:
     assert one.table.num_rows == len(one.records)
     assert {"vector", "scale", "control", "text", "length", "perplexity"} <= set(one.table.column_names)
     assert parquet.read_table(one.save(tmp_path / "all.parquet")).equals(one.table)
+    with pytest.raises(InvalidFile, match=r"writes \.parquet"):
+        one.save(tmp_path / "all.csv")
+    assert not (tmp_path / "all.csv").exists()
 
 
 @pytest.mark.parametrize("operations", [("add",), ("cap", "add")])

@@ -69,7 +69,11 @@ class EvaluationResults:
         return table_of(self.answers, self.values)
 
     def save(self, to: str | Path) -> Path:
-        """Write the table of answers to one Parquet file, atomically; return its path."""
+        """Write the table of answers to one Parquet file, atomically; return its path.
+
+        Raises:
+            InvalidFile: the name has another extension than .parquet.
+        """
         return save_table(to, self.table)
 
     def summary(self) -> list[Line]:

@@ -57,7 +57,11 @@ class SweepResults:
         return table_of(self.records, self.values)
 
     def save(self, path: str | Path) -> Path:
-        """Write the table to one Parquet file, atomically; return its path."""
+        """Write the table to one Parquet file, atomically; return its path.
+
+        Raises:
+            InvalidFile: the name has another extension than .parquet.
+        """
         return save_table(path, self.table)
 
     def summary(self) -> list[Summary]:
