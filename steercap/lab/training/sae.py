@@ -135,6 +135,7 @@ class SAETraining:
         last = f", explains {self.curve[-1][1]:.1%} of the last batch" if self.curve else ""
         return f"SAETraining({self.point}, {len(self._parameters[1]):,} features, k={self.k}, {self.seen:,} rows{last})"
 
+    @torch.enable_grad()
     def step(self, batch: torch.Tensor | Labelled) -> float:
         """Take one step of Adam; return the share of the batch's variance that the SAE explained before the step.
 
