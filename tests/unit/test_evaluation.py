@@ -739,6 +739,8 @@ def test_no_perplexity_is_zero() -> None:
     """A factor is above 0."""
     with pytest.raises(InvalidSpec, match="at=0: neutral is a factor"):
         results().matched(at=0)
+    with pytest.raises(InvalidSpec, match="at='20': give a number, in the unit of neutral"):
+        results().matched(at="20")
 
 
 def test_costs_are_of_what_every_method_was_measured_on() -> None:

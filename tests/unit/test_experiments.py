@@ -233,6 +233,9 @@ def test_an_unknown_operation_or_measure_is_named() -> None:
         measures_of([Repetition(2), "repetition"], COLUMNS)
     with pytest.raises(InvalidSpec, match="not a measure"):
         measures_of([3], COLUMNS)
+    for alone in ("length", Repetition(2)):
+        with pytest.raises(InvalidSpec, match=r"measures=.*; give a list of names from .*'length'"):
+            measures_of(alone, COLUMNS)
 
 
 def answered(*tokens: int, text: str = "") -> Answered:
