@@ -277,7 +277,8 @@ def _rounded(rows: torch.Tensor, width: int, dtype: torch.dtype) -> Float[torch.
     """
     dense = isinstance(rows, torch.Tensor) and rows.layout == torch.strided and rows.device.type != "meta"
     if not (dense and rows.dim() == 2 and rows.is_floating_point() and rows.shape[1] == width):
-        raise InvalidRequest(f"rows={shown(rows)}; give a floating-point tensor, [rows, {width}]")
+        had = f"{tuple(rows.shape)} of {rows.dtype}" if isinstance(rows, torch.Tensor) else shown(rows)
+        raise InvalidRequest(f"rows={had}; give a floating-point tensor of torch, [rows, {width}]")
     rounded = rows.detach().to(dtype).cpu()
     stray = ~rounded.isfinite().all(dim=1)
     if stray.any():
@@ -291,7 +292,9 @@ def _checked_request(engine: Engine, top: int, ids: Sequence[int]) -> tuple[int,
     given = parts_of(ids, "ids")
     found = None if given is None else [index_of(token) for token in given]
     if found is None or not all(token is not None and 0 <= token < vocabulary for token in found):
-        raise InvalidRequest(f"ids={shown(ids)}; give tokens from 0 to {vocabulary - 1}")
+        raise InvalidRequest(
+            f"ids={shown(ids)}; give a list of token ids, 0 to {vocabulary - 1}, as model.tokenizer.encode makes them"
+        )
     return count, tuple(token for token in found if token is not None)
 
 

@@ -203,7 +203,9 @@ def register_comparison(app: typer.Typer) -> None:
 
         settings = CompareSettings(
             layers=None if layers is None else layers_of(layers),
-            feed_forward_layers=None if feed_forward_layers is None else layers_of(feed_forward_layers),
+            feed_forward_layers=None
+            if feed_forward_layers is None
+            else layers_of(feed_forward_layers, "--feed-forward-layers"),
             per_group=per_group,
             random=random,
             nulls=nulls,

@@ -82,7 +82,7 @@ class MethodFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         if isinstance(content, SteeringSpec):
             return Method(**given, steering=content, layers=self.layers, tokens=self.tokens)
         vectors = only(directions_in(content, Path(self.file)), self.name)
-        tokens = tokens_of("generated" if self.tokens is None else self.tokens)
+        tokens = tokens_of("generated" if self.tokens is None else self.tokens, "tokens")
         return Method(**given, steering=vectors, layers=self.layers, tokens=tokens)
 
 

@@ -32,7 +32,7 @@ Level: TypeAlias = Annotated[
 ]
 
 
-def layers_of(text: str) -> Layers:
+def layers_of(text: str, option: str | None = "--layers") -> Layers:
     """Parse layers: "all" to itself, "8" or "8,16,-1" to a list, "4:20:2" to a slice.
 
     Raises:
@@ -41,17 +41,17 @@ def layers_of(text: str) -> Layers:
     if text.strip() == "all":
         return "all"
     if ":" in text:
-        return _slice(text)
-    return [_integer(part, text) for part in text.split(",")]
+        return _slice(text, option)
+    return [_integer(part, text, option) for part in text.split(",")]
 
 
-def tokens_of(text: str) -> Any:
+def tokens_of(text: str, option: str | None = "--tokens") -> Any:
     """Parse a token selection: a name such as "prompt", a position "3", a slice "-5:", or several with commas.
 
     Raises:
         typer.BadParameter: the text is not of this form.
     """
-    found = [_tokens(part.strip(), text) for part in text.split(",")]
+    found = [_tokens(part.strip(), text, option) for part in text.split(",")]
     return found[0] if len(found) == 1 else found
 
 
@@ -67,7 +67,7 @@ def names_of(text: str) -> tuple[str, ...]:
     return names
 
 
-def numbers_of(text: str) -> tuple[float, ...]:
+def numbers_of(text: str, option: str) -> tuple[float, ...]:
     """Parse numbers separated by commas, such as "0.5,1,2".
 
     Raises:
@@ -76,7 +76,9 @@ def numbers_of(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise typer.BadParameter(f"{text!r}: give numbers with commas between, such as 0.5,1,2") from None
+        raise typer.BadParameter(
+            f"{text!r}: give numbers with commas between, such as 0.5,1,2", param_hint=option
+        ) from None
 
 
 def dtype_of(text: str) -> Any:
@@ -93,35 +95,36 @@ def dtype_of(text: str) -> Any:
     return found
 
 
-def _tokens(part: str, text: str) -> Any:
+def _tokens(part: str, text: str, option: str | None) -> Any:
     from steercap.core.tokens import NAMES
 
     if part in NAMES:
         return part
     if ":" in part:
-        return _slice(part)
+        return _slice(part, option)
     if re.fullmatch(r"-?\d+", part):
         return int(part)
     known = ", ".join(NAMES)
     raise typer.BadParameter(
-        f"{text!r}: give {known}, a position such as -1, a slice such as 2:10, or several: prompt,-1"
+        f"{text!r}: give {known}, a position such as -1, a slice such as 2:10, or several: prompt,-1",
+        param_hint=option,
     )
 
 
-def _slice(text: str) -> slice:
+def _slice(text: str, option: str | None) -> slice:
     parts = text.split(":")
     if len(parts) > 3:
-        raise typer.BadParameter(f"{text!r}: a slice is start:stop or start:stop:step")
-    return slice(*(_integer(part, text) if part.strip() else None for part in parts))
+        raise typer.BadParameter(f"{text!r}: a slice is start:stop or start:stop:step", param_hint=option)
+    return slice(*(_integer(part, text, option) if part.strip() else None for part in parts))
 
 
-def _integer(part: str, text: str) -> int:
+def _integer(part: str, text: str, option: str | None) -> int:
     """Parse `part` of the option's text `text`; raise BadParameter if it is not a whole number."""
     try:
         return int(part)
     except ValueError:
         raise typer.BadParameter(
-            f"{text!r}: give all, an index, several such as 8,16,-1, or a slice such as 4:20:2"
+            f"{text!r}: give all, an index, several such as 8,16,-1, or a slice such as 4:20:2", param_hint=option
         ) from None
 
 
@@ -190,7 +193,7 @@ class SteerOptions:
             raise InvalidSpec(
                 f"{self.steer} has no vector for layer {missing[0]}; it has them for {span(list(vectors))}"
             )
-        tokens = tokens_of("all" if self.steer_tokens is None else self.steer_tokens)
+        tokens = tokens_of("all" if self.steer_tokens is None else self.steer_tokens, "--steer-tokens")
         scale = 1.0 if self.scale is None else self.scale
         return SteeringSpec(
             [Add(vectors, scale=scale, layer=layer, site=vectors.site, tokens=tokens) for layer in asked]
@@ -200,7 +203,7 @@ class SteerOptions:
         """Parse --steer-layers; `known` are the file's layers, which may end before the model's: no negative ones."""
         from steercap.core.spec import resolve_layers
 
-        layers = layers_of(text)
+        layers = layers_of(text, "--steer-layers")
         if isinstance(layers, list) and min(layers) >= 0:
             return sorted(set(layers))
         ends = layers if isinstance(layers, list) else [layers.start, layers.stop] if isinstance(layers, slice) else []
@@ -252,10 +255,16 @@ def named(texts: Sequence[str], option: str) -> list[tuple[str, str]]:
 
 
 def steering_in(text: str) -> Any:
-    """Decode steering in JSON; text that is not JSON is returned as it is: the name of a file of --vectors."""
+    """Decode the steering of --preset: JSON, or the name of a file of --vectors, which is returned as it is.
+
+    Raises:
+        typer.BadParameter: the text begins as JSON and is none.
+    """
     try:
         return msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except msgspec.DecodeError as error:
+        if text.lstrip().startswith(("{", "[")):
+            raise typer.BadParameter(f"{text!r} is not JSON: {error}", param_hint="--preset") from None
         return text
 
 

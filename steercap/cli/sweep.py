@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import chain, count
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -153,7 +154,7 @@ def register(app: typer.Typer) -> None:
             "vectors": _parse_optional(str(vectors) if vectors else None, str),
             "names": _parse_optional(names, names_of),
             "layers": _layers(layers),
-            "scales": _parse_optional(scales, numbers_of),
+            "scales": _parse_optional(scales, partial(numbers_of, option="--scales")),
             "operations": _parse_optional(operations, names_of),
             "prompts": _parse_optional(str(prompts) if prompts else None, str),
             "measures": _parse_optional(measures, measures_in),

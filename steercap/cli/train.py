@@ -101,7 +101,7 @@ class DatasetOptions:
         """
         from steercap.lab.training import RATES, ExampleFolder, TokenBudget
 
-        rates = RATES if self.rates is None else numbers_of(self.rates)
+        rates = RATES if self.rates is None else numbers_of(self.rates, "--rates")
         numbers = {"training": self.training_tokens, "validation": self.validation_tokens}
         budget = TokenBudget(**{name: value for name, value in numbers.items() if value is not None})
         found = ExampleFolder(folder, self.datasets or "*", self.label)

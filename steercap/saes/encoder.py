@@ -177,7 +177,7 @@ def floats_of(given: Any, name: str, width: int, hint: str) -> torch.Tensor:
     known = isinstance(given, torch.Tensor) and given.dim() > 1 and given.is_floating_point()
     if not known or given.flatten(1).shape[1] != width:
         had = f"{tuple(given.shape)} of {given.dtype}" if isinstance(given, torch.Tensor) else shown(given)
-        raise InvalidSpec(f"{name}={had}; give floats [rows, {width}]; {hint}")
+        raise InvalidSpec(f"{name}={had}; give floats [rows, {width}] as a tensor of torch; {hint}")
     flat: torch.Tensor = given.flatten(1)
     return flat
 

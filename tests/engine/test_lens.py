@@ -122,7 +122,7 @@ def test_what_the_model_has_one_of_is_found_without_its_layer() -> None:
         ({"site": "z"}, errors.InvalidRequest, "rows of the stream are at embed"),
         ({"site": "final_norm"}, errors.InvalidRequest, r"final_norm\[3\] was not captured"),
         ({"top": -1}, errors.InvalidRequest, "top=-1"),
-        ({"ids": [10**9]}, errors.InvalidRequest, "ids="),
+        ({"ids": [10**9]}, errors.InvalidRequest, "ids=.*; give a list of token ids"),
         ({"full": True, "max_bytes": 100}, errors.InvalidRequest, "more than max_bytes=100"),
         ({"full": True, "max_bytes": "much"}, errors.InvalidRequest, "max_bytes='much'"),
         ({"full": "yes"}, errors.InvalidRequest, "full='yes'; give True or False"),
@@ -152,7 +152,7 @@ async def test_rows_that_are_gone_or_from_a_file_have_no_lens(tiny, tmp_path) ->
     loaded = CaptureHandle.load(saved)
     with pytest.raises(errors.InvalidRequest, match="from a file"):
         await loaded.lens()
-    with pytest.raises(errors.InvalidRequest, match="give a floating-point tensor"):
+    with pytest.raises(errors.InvalidRequest, match=r"rows=\(3, 5\) of torch.float32; give a floating-point tensor"):
         await tiny.unembed(torch.ones(3, 5))
     assert len(await tiny.unembed(torch.ones(0, tiny.hidden_size))) == 0
 

@@ -176,7 +176,13 @@ def test_no_tokens_are_left_out_by_an_empty_list(folder) -> None:
 
 def test_tokens_that_mean_nothing_are_refused(folder) -> None:
     """Positions from the end, tokens that are none, a function that gives something else."""
-    for wrong in ({"positions": slice(-1, None)}, {"positions": 3}, {"without_tokens": "bos"}, {"keep": len}):
+    for wrong in (
+        {"positions": slice(-1, None)},
+        {"positions": 3},
+        {"without_tokens": "bos"},
+        {"keep": len},
+        {"keep": np.ones(9, bool)},
+    ):
         with pytest.raises(InvalidSelection):
             ActivationDataset(folder, **wrong)
 

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from steercap.cli.doctor import facts as facts_of_doctor
 from steercap.cli.doctor.checks import CHECKS, Check, examine
 from steercap.cli.doctor.facts import Facts, gather
 from steercap.cli.engines import ModelOptions
-from steercap.cli.parsing import SteerOptions, layers_of, tokens_of
+from steercap.cli.parsing import SteerOptions, layers_of, numbers_of, steering_in, tokens_of
 from steercap.cli.persona import ScoreOptions, SizeOptions, settings_of
 from steercap.cli.prompts import PromptOptions, records_of
 from steercap.cli.sweep_file import measure_of, read_settings, sweep_of
@@ -403,6 +404,24 @@ def test_layers_that_mean_nothing_are_refused(text) -> None:
     """With what could have been meant."""
     with pytest.raises(typer.BadParameter, match=r"8,16,-1|slice is"):
         layers_of(text)
+
+
+@pytest.mark.parametrize(
+    ("parse", "option"),
+    [
+        (partial(layers_of, "18-20"), "--layers"),
+        (partial(layers_of, "1:2:3:4", "--steer-layers"), "--steer-layers"),
+        (partial(tokens_of, "last"), "--tokens"),
+        (partial(tokens_of, "1:x"), "--tokens"),
+        (partial(numbers_of, "one", "--scales"), "--scales"),
+        (partial(steering_in, "{op: add}"), "--preset"),
+    ],
+)
+def test_an_option_that_means_nothing_is_named(parse, option) -> None:
+    """Above the text: a command has several options of the same form."""
+    with pytest.raises(typer.BadParameter) as told:
+        parse()
+    assert told.value.format_message().startswith(f"Invalid value for {option}: ")
 
 
 def test_engine_arguments_are_json_or_text() -> None:

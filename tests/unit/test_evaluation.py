@@ -744,6 +744,8 @@ def test_no_perplexity_is_zero() -> None:
     """A factor is above 0."""
     with pytest.raises(InvalidSpec, match="at=0: neutral is a factor"):
         results().matched(at=0)
+    with pytest.raises(InvalidSpec, match="at='20': give a number, in the unit of neutral"):
+        results().matched(at="20")
 
 
 def test_costs_are_of_what_every_method_was_measured_on() -> None:
@@ -903,6 +905,8 @@ def test_one_table_in_markdown_and_parquet(tmp_path) -> None:
     assert "1 (as it is)" in matched_markdown(found.matched(), ["score"])
     assert compared_markdown(found.compare("score")).count("\n") == 6
     found.save(tmp_path / "answers.parquet")
+    with pytest.raises(InvalidFile, match=r"writes \.parquet"):
+        found.save(tmp_path / "answers.csv")
     assert found.table.num_rows == len(found.answers)
     assert interval(estimate(np.array([]))) == ""
     assert interval(estimate(np.array([1.0]))) == "1"

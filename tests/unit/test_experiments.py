@@ -237,6 +237,9 @@ def test_an_unknown_operation_or_measure_is_named() -> None:
         measures_of([Repetition(2), "repetition"], COLUMNS)
     with pytest.raises(InvalidSpec, match="not a measure"):
         measures_of([3], COLUMNS)
+    for alone in ("length", Repetition(2)):
+        with pytest.raises(InvalidSpec, match=r"measures=.*; give a list of names from .*'length'"):
+            measures_of(alone, COLUMNS)
 
 
 def answered(*tokens: int, text: str = "") -> Answered:
@@ -524,6 +527,9 @@ def test_the_table_has_a_row_an_answer(tmp_path) -> None:
     assert one.table.num_rows == len(one.records)
     assert {"vector", "scale", "control", "text", "length", "perplexity"} <= set(one.table.column_names)
     assert parquet.read_table(one.save(tmp_path / "all.parquet")).equals(one.table)
+    with pytest.raises(InvalidFile, match=r"writes \.parquet"):
+        one.save(tmp_path / "all.csv")
+    assert not (tmp_path / "all.csv").exists()
 
 
 @pytest.mark.parametrize("operations", [("add",), ("cap", "add")])

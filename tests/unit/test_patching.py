@@ -150,7 +150,8 @@ def test_a_log_probability_that_is_not_there_is_an_error(logprobs) -> None:
         (LogitDifference(("a", 259)), "259 is not a token"),
         (LogitDifference([("a", "b"), ("a",)]), "a token each"),
         (LogitDifference([("a", "b")]), "for 2 pairs"),
-        (LogProbability(["a"]), "for 2 pairs"),
+        (LogitDifference("a"), r"give one \(right, wrong\) for all, or a list of 2"),
+        (LogProbability(["a"]), "for 2 pairs; give one token for all"),
         (LogProbability(-1), "-1 is not a token"),
     ],
 )
@@ -254,8 +255,13 @@ def test_runs_are_chosen_by_columns() -> None:
     effects = Effects([effect(1.0), effect(2.0, head=1)], [["a"]])
     assert [one.value for one in effects.where(head=None).records] == [1.0]
     assert len(effects.where(site="z", pair=0)) == 2
-    with pytest.raises(InvalidSpec, match=r"no run has \{'head': 2\}; there are \{'head': '\[1, None\]'\}"):
+    with pytest.raises(InvalidSpec, match=r"no run has head=2; head is one of \[1, None\]"):
         effects.where(head=2)
+    layers = Effects([effect(1.0, layer=12), effect(1.0, layer=6)], [["a"]])
+    with pytest.raises(
+        InvalidSpec, match=r"no run has layer=7, site='z'; layer is one of \[6, 12\]; site is one of \['z'\]"
+    ):
+        layers.where(layer=7, site="z")
     with pytest.raises(InvalidSpec, match="is not a column to choose by"):
         effects.where(effect=1)
 

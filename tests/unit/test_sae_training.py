@@ -164,6 +164,16 @@ def test_a_wrong_batch_changes_nothing(batch, said) -> None:
     assert training.seen == 0
 
 
+def test_it_trains_where_gradients_are_off() -> None:
+    """As in a notebook that begins with torch.set_grad_enabled(False); gradients stay off around the step."""
+    training = SAETraining(POINT, WIDTH, features=FEATURES, k=K)
+    before = training.sae().decoder
+    with torch.no_grad():
+        training.step(sparse_rows(64))
+        assert not torch.is_grad_enabled()
+    assert not torch.equal(training.sae().decoder, before)
+
+
 def test_the_one_row_that_an_epoch_ends_with_is_left_out() -> None:
     """One row has no spread; the training goes on with the next epoch."""
     rows = torch.randn(65, WIDTH, generator=torch.Generator().manual_seed(0))

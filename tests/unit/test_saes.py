@@ -509,7 +509,9 @@ def test_what_is_decoded_is_checked(normalisation, tmp_path) -> None:
             with pytest.raises(InvalidSpec, match=f"90 activations and {len(few)} rows"):
                 sae.decode(acts, few)
     for wrong in (ROWS[0], ROWS[:, :3], ROWS.long(), ROWS.view(2, 45, WIDTH), [1.0]):
-        with pytest.raises(InvalidSpec, match=r"give floats \[rows, 48\]; one row as row\[None\], batches"):
+        with pytest.raises(
+            InvalidSpec, match=r"give floats \[rows, 48\] as a tensor of torch; one row as row\[None\], batches"
+        ):
             sae.encode(wrong)
 
 

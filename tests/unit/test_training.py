@@ -529,6 +529,14 @@ def test_training_makes_texts_likelier_and_the_file_says_how(model, tmp_path) ->
     assert "before: " in repr(trained)
 
 
+def test_it_trains_where_gradients_are_off(model, tmp_path) -> None:
+    """As in a notebook that begins with torch.set_grad_enabled(False)."""
+    with torch.no_grad():
+        trained = train(model, examples(), edit=TrainableAdd(layers=[1]), out=tmp_path / "sea", **QUICK)
+        assert not torch.is_grad_enabled()
+    assert trained.validation_loss < trained.history[0].validation_loss
+
+
 def test_traits_trained_together_are_those_trained_alone(model, tmp_path) -> None:
     """Of each, vector and history are those of a run of its own, to rounding; one that has stopped waits unmoved."""
     data = {"one": examples(12), "two": examples(8, seed=3), "three": examples(20, seed=1)}

@@ -54,7 +54,8 @@ class TokenChoice:
         """Return the selection for a user's `positions`, `without_tokens` and `keep`; None is no restriction.
 
         Raises:
-            InvalidSelection: positions are not a forward slice from 0 on, or token ids are not whole numbers.
+            InvalidSelection: positions are not a forward slice from 0 on, token ids are not whole numbers, or `keep` is
+                not a function.
         """
         given = slice(None) if positions is None else positions
         if isinstance(given, range):
@@ -66,6 +67,8 @@ class TokenChoice:
         tokens = [without] if several is None else several
         if any(index_of(token) is None for token in tokens):
             raise InvalidSelection(f"without_tokens={shown(without)}; give token ids")
+        if keep is not None and not callable(keep):
+            raise InvalidSelection(f"keep={shown(keep)}; give a function from an Index to a truth value for each row")
         return TokenChoice(given.start or 0, given.stop, given.step or 1, tuple(map(int, tokens)), keep)
 
     @property

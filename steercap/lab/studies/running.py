@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from steercap.concurrency.loops import each_of
-from steercap.core.values import shown
+from steercap.core.values import parts_of, shown
 from steercap.errors import InvalidSpec
 from steercap.lab.measures import MEASURES, Answered, Measure
 from steercap.lab.studies import NUMBER, Row, Table, Value
@@ -154,10 +154,14 @@ def chosen(given: Iterable[Any], known: Mapping[str, type[Any]], kind: type[Any]
 
     Raises:
         UnknownName: no class has a given name.
-        InvalidSpec: an entry is neither, or the name of a class that needs arguments; or two have one label.
+        InvalidSpec: they are not several; an entry is neither, or the name of a class that needs arguments; or two have
+            one label.
     """
     noun, found = kind.__name__.lower(), dict[str, Any]()
-    for one in given:
+    several = parts_of(given, f"{noun}s")
+    if several is None:
+        raise InvalidSpec(f"{noun}s={shown(given)}; give a list of names from {list(known)}, or of {kind.__name__}s")
+    for one in several:
         made = _make_member(one, known[one], noun) if isinstance(one, str) else one
         if not isinstance(made, kind):
             raise InvalidSpec(f"{shown(one)} is not a {noun}; give a name from {list(known)}, or a {kind.__name__}")

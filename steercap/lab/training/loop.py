@@ -156,6 +156,7 @@ class Loop:
             self._report(step)
         self._report(steps)
 
+    @torch.enable_grad()
     def _step(self, wrapped: Any, batches: Iterable[Batch]) -> None:
         for trait in self.traits:
             trait.spec.zero_grad()

@@ -58,7 +58,9 @@ class LogitDifference(Metric):
 
     def asked(self, tokenizer: Any, pairs: int) -> list[MetricRequest]:
         found = []
-        for answer in _each(self.answers, pairs, "LogitDifference: answers", is_valid=_is_tuple_of_tokens):
+        for answer in _each(
+            self.answers, pairs, "LogitDifference: answers", "(right, wrong)", is_valid=_is_tuple_of_tokens
+        ):
             if not _is_tuple_of_tokens(answer):
                 raise InvalidSpec(f"LogitDifference: answers hold {shown(answer)}; give (right, wrong), a token each")
             right, wrong = (token_id(tokenizer, token) for token in answer)
@@ -81,7 +83,7 @@ class LogProbability(Metric):
     def asked(self, tokenizer: Any, pairs: int) -> list[MetricRequest]:
         ids = [
             token_id(tokenizer, one)
-            for one in _each(self.answers, pairs, "LogProbability: answers", is_valid=_is_token)
+            for one in _each(self.answers, pairs, "LogProbability: answers", "token", is_valid=_is_token)
         ]
         return [MetricRequest(_after_prompt(one), partial(_log_probability, one)) for one in ids]
 
@@ -129,12 +131,12 @@ def token_id(tokenizer: Any, token: Token) -> int:
     return index
 
 
-def _each(given: Any, pairs: int, argument: str, *, is_valid: Callable[[Any], bool]) -> list[Any]:
-    """Return one value for each pair: a list of them, or one value, recognised by `is_valid`, repeated."""
+def _each(given: Any, pairs: int, argument: str, one: str, *, is_valid: Callable[[Any], bool]) -> list[Any]:
+    """Return one value, `one` in messages, for each pair: a list, or one value, recognised by `is_valid`, repeated."""
     if is_valid(given):
         return [given] * pairs
     if isinstance(given, (str, bytes)) or not isinstance(given, Sequence) or len(given) != pairs:
-        raise InvalidSpec(f"{argument}={shown(given)} for {pairs} pairs; give one for all, or a list of {pairs}")
+        raise InvalidSpec(f"{argument}={shown(given)} for {pairs} pairs; give one {one} for all, or a list of {pairs}")
     return list(given)
 
 

@@ -112,8 +112,11 @@ class Effects:
             record for record in self.records if all(getattr(record, name) == value for name, value in columns.items())
         ]
         if not found:
-            here = {name: _few({getattr(record, name) for record in self.records}) for name in columns}
-            raise InvalidSpec(f"no run has {columns}; there are {here}")
+            asked = ", ".join(f"{name}={shown(value)}" for name, value in columns.items())
+            here = "; ".join(
+                f"{name} is one of {_few({getattr(one, name) for one in self.records})}" for name in columns
+            )
+            raise InvalidSpec(f"no run has {asked}; {here}")
         return Effects(found, self.tokens)
 
     @property
@@ -258,5 +261,5 @@ def effect_of(
 
 
 def _few(values: set[Any]) -> str:
-    """Format values for an error, sorted as text, and shortened if there are many."""
-    return shown(sorted(values, key=str))
+    """Format values for an error, sorted, None last, and shortened if there are many."""
+    return shown(sorted(values, key=lambda value: (value is None, 0 if value is None else value)))

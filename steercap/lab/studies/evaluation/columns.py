@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from steercap.core.values import choices
+from steercap.core.values import choices, number_of, shown
 from steercap.errors import InvalidSpec
 from steercap.lab.measures import Measure
 from steercap.lab.measures.statistics import Floats, cluster_means
@@ -175,8 +175,10 @@ class Columns:
         """Return the first dose, interpolated, at which the column `by` of a line is `at`, in the column's unit.
 
         Raises:
-            InvalidSpec: the value is a factor, and not above 0.
+            InvalidSpec: the value is not a number, or a factor and not above 0.
         """
+        if number_of(at) is None:
+            raise InvalidSpec(f"at={shown(at)}: give a number, in the unit of {by}")
         if self[by].log and not at > 0:
             raise InvalidSpec(f"at={at}: {by} is a factor; give a number above 0")
         if not self.has_doses(line):
