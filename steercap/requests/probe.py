@@ -25,7 +25,7 @@ from steercap.core.plan import CapturePlan, Plan
 from steercap.core.schema import RAW
 from steercap.core.spec import Point
 from steercap.core.tokens import Range, Tokens
-from steercap.errors import InvalidSetting, ModelNotProved, SteeringNotApplied, TapsNotInstalled
+from steercap.errors import InvalidSetting, ModelNotProved, SteeringNotApplied, TapsNotInstalled, UnsupportedModel
 from steercap.requests.call_types import Generation
 from steercap.requests.equations import (
     ATTENTION,
@@ -79,6 +79,7 @@ async def probe(engine: Engine) -> tuple[Claim, ...]:
         InvalidSetting: `max_model_len` is shorter than the probe's sequence.
         TapsNotInstalled: a tap did not fire, read only zeros, or its edit had no effect.
         ModelNotProved: a claim does not hold: rows are not of the points that they are named after.
+        UnsupportedModel: derived sites are not proved; see `Engine.drop` and `_overflowed`.
     """
     generated = 0 if engine.vllm.pools else _GENERATED
     if (longest := engine.vllm.max_model_len) < _PROMPT + generated:
@@ -99,8 +100,6 @@ async def probe(engine: Engine) -> tuple[Claim, ...]:
             claims += await _probe_editing(engine, number, clean)
         else:
             _overflowed(engine, clean, *strange)
-            if engine.family.derived:
-                engine.drop(FIELDS, "rows of the start-up probe are not finite, so nothing could be tested with them")
     return tuple(claims)
 
 
@@ -125,11 +124,17 @@ def _overflowed(engine: Engine, clean: _Probed, position: int, index: int) -> No
 
     Raises:
         TapsNotInstalled: the stream's last row, computed from that row, is finite, so the model had another row there.
+        UnsupportedModel: the family was derived, so that nothing but the proof says what its rows are.
     """
     point = engine.vllm.points[index]
     named = f"the row of position {position} of the start-up probe at {point} holds NaN or infinity"
     if bool(clean.rows[engine.end][position].isfinite().all()):
         raise TapsNotInstalled(f"{named}, but the last row of the residual stream, which depends on it, is finite")
+    if engine.family.derived:
+        raise UnsupportedModel(
+            f"{named}, so that nothing proves what was derived of layers of {', '.join(engine.loaded.code)}; use a "
+            "dtype with a greater range, such as dtype='bfloat16'"
+        )
     warnings.warn(
         f"{named}, so neither rows nor edits could be tested there; look at its rows with "
         "CaptureSpec(allow_nonfinite=True)",

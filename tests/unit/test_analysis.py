@@ -515,6 +515,10 @@ def test_what_cannot_be_taken_apart_is_refused_by_name(tmp_path) -> None:
     odd = ModelWeights.open(changed("stablelm", tmp_path, qk_layernorm=True))
     with pytest.raises(errors.UnsupportedModel, match=r"has self_attn\.q_layernorm\.norms\.0\.weight.* not know"):
         odd.attention(0)
+    parallel = ModelWeights.open(tiny_checkpoint("stablelm", use_parallel_residual=True))
+    assert parallel.is_parallel
+    with pytest.raises(errors.UnsupportedModel, match="has no post_attention_layernorm; its block reads another norm"):
+        parallel.feed_forward(0)
     quantised = changed("mistral", tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
     with pytest.raises(errors.UnsupportedModel, match=r"its weights are quantised .*gptq"):
         ModelWeights.open(quantised).attention(0)
@@ -528,6 +532,14 @@ def test_what_cannot_be_taken_apart_is_refused_by_name(tmp_path) -> None:
         ModelWeights.open(tmp_path / "nothing")
     with pytest.raises(errors.LayerOutOfRange, match="layers 0 to 3"):
         ModelWeights.open(tiny_checkpoint("llama")).attention(4)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_blocks_one_after_the_other_read_each_other_whatever_the_family_does(parallel) -> None:
+    """RedPajama-INCITE is a GPT-NeoX whose feed-forward block reads what the attention block of its layer has added."""
+    weights = ModelWeights.open(tiny_checkpoint("gpt_neox", use_parallel_residual=parallel))
+    found = analysis.neuron_reads(drawn(1, site="attn_out"), weights, 1)
+    assert set(found["layer"].to_pylist()) == ({2, 3} if parallel else {1, 2, 3})
 
 
 @pytest.mark.parametrize(

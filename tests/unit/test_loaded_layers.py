@@ -70,6 +70,18 @@ def test_key_heads_are_those_of_the_layer(site) -> None:
         SITES[site].rows(gemma(2, 1), family, sizes(4))
 
 
+@pytest.mark.parametrize("site", ["k", "v"])
+def test_keys_that_an_operator_caches_before_attention_are_refused(site) -> None:
+    """HunYuan V3 with HPC_ATTN calls attention with keys before their norm and rotation, which it does not read."""
+    layer = gemma(8, 8)
+    layer.self_attn.hpc_rope_norm = None  # as with other backends
+    assert SITES[site].rows(layer, Family(), sizes()) == RowShape((8, 32), 1)
+    layer.self_attn.hpc_rope_norm = object()
+    with pytest.raises(UnsupportedModel, match=r"HPC_ATTN .* leave k and v out"):
+        SITES[site].rows(layer, Family(), sizes())
+    assert SITES["q"].rows(layer, Family(), sizes()) == RowShape((4, 32), 1)
+
+
 @pytest.mark.parametrize(("layer", "heads"), [(0, (16, 16)), (1, (16, 64))])
 def test_heads_over_transformers_modules_are_those_of_the_layer(layer, heads) -> None:
     """Gemma 4's sliding layers have smaller heads than the greatest, which vLLM's configuration tells."""

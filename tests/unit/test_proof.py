@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from steercap import Point
+from steercap.architectures.families.base import Family
 from steercap.core.attention import AttentionRule
+from steercap.core.messages import Loaded
+from steercap.errors import UnsupportedModel
 from steercap.requests.equations import EQUATION_SITES, attends, edited, equations, lens_claim, projected, worst
+from steercap.requests.probe import _overflowed, _Probed
 
 ROWS, WIDTH, LAYERS = 4, 16, 3
 
@@ -287,3 +293,23 @@ def test_a_lens_closes_of_logits_and_of_their_logarithms_of_probabilities(dtype)
     hidden[int(logits.argmin())] = logits.max() + 3.0
     assert not lens(said, hidden, tokens, dtype).holds
     assert not lens([float("nan")] * 20, logits, tokens, dtype).holds
+
+
+@pytest.mark.parametrize("derived", [True, False])
+def test_a_derived_family_is_not_served_if_its_rows_overflow(derived) -> None:
+    """Nothing tells its candidates apart then; a known family is served with a warning."""
+    end = Point(1, "resid_post")
+    engine = SimpleNamespace(
+        family=Family(derived=derived),
+        end=end,
+        vllm=SimpleNamespace(points=[end]),
+        loaded=Loaded("x", {"odd.Layer": ""}),
+    )
+    probed = _Probed({end: torch.full((4, 8), float("inf"))}, None)
+    told = (
+        pytest.raises(UnsupportedModel, match=r"position 2 .* resid_post\[1\] holds .* derived of layers of odd\.Layer")
+        if derived
+        else pytest.warns(UserWarning, match="neither rows nor edits could be tested")
+    )
+    with told:
+        _overflowed(engine, probed, 2, 0)

@@ -189,3 +189,8 @@ def test_what_cannot_be_read_is_an_error(tmp_path) -> None:
             Unembedding.load(path)
     with pytest.raises(errors.InvalidRequest, match="width 5"):
         Unembedding.load(tiny_checkpoint("llama")).logits(torch.zeros(2, 5))
+
+
+def test_a_cap_that_the_model_does_not_have_is_left_out() -> None:
+    """A configuration keeps any key of its file; transformers' Llama, and vLLM's, reads none of this name."""
+    agrees(tiny_checkpoint("llama", final_logit_softcapping=5.0))

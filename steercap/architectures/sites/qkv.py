@@ -44,10 +44,15 @@ class AttentionInput(Site):
         attention: Any = layer.get_submodule(path)
         if self.per_key_head and attention.kv_sharing_target_layer_name is not None:
             raise AttributeError("it reads the keys and values of another layer, and computes none itself")
+        parent: Any = layer.get_submodule(path.rpartition(".")[0])
+        if self.per_key_head and getattr(parent, "hpc_rope_norm", None) is not None:
+            raise UnsupportedModel(
+                "vLLM's HPC_ATTN norms, rotates and caches keys and values in one operator, and attention is called "
+                "with others that it ignores; leave k and v out of SteerModel(..., sites=), or use another attention "
+                "backend"
+            )
         heads, head_dim = self.head_shape(attention)
-        total = int(
-            getattr(layer.get_submodule(path.rpartition(".")[0]), "total_num_kv_heads", sizes.kv_heads)
-        )  # layers of some models differ in it
+        total = int(getattr(parent, "total_num_kv_heads", sizes.kv_heads))  # layers of some models differ in it
         if self.per_key_head and 1 < total < sizes.ranks:
             raise UnsupportedModel(
                 f"this layer has {total} key heads, so that some of the {sizes.ranks} tensor-parallel ranks hold "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -133,6 +134,14 @@ def configuration(path: str, revision: str | None = None) -> PretrainedConfig:
     except (OSError, ValueError) as error:
         near = nearest_path(path) if Path(path).absolute().parent.is_dir() else ""
         raise ModelNotLoaded(f"no configuration of a model at {path!r}{near}: {error}") from error
+
+
+def option(config: PretrainedConfig, name: str, default: Any) -> Any:
+    """Return an option of a configuration, or `default` where its class does not have it.
+
+    Configurations keep keys of `config.json` that their class lacks and the model ignores.
+    """
+    return getattr(config, name) if name in inspect.signature(type(config)).parameters else default
 
 
 def skeleton(config: PretrainedConfig) -> Any:

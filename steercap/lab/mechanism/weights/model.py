@@ -16,7 +16,7 @@ from steercap.architectures.families import family_of
 from steercap.core.values import index_of, shown
 from steercap.errors import LayerOutOfRange, UnsupportedModel
 from steercap.files.fingerprint import weights_digest
-from steercap.lab.mechanism.weights import TensorFiles, configuration, read_tokenizer, skeleton
+from steercap.lab.mechanism.weights import TensorFiles, configuration, option, read_tokenizer, skeleton
 from steercap.lab.mechanism.weights.applied import AttentionBlock, FeedForward, RoutedExperts
 from steercap.lab.mechanism.weights.blocks import (
     AttentionWeights,
@@ -91,7 +91,7 @@ class ModelWeights:
     @property
     def is_parallel(self) -> bool:
         """True if both the attention and the feed-forward block of a layer read the layer's input."""
-        return not self._family.resid_mid
+        return bool(option(self._config, "use_parallel_residual", not self._family.resid_mid))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -268,7 +268,14 @@ class ModelWeights:
         return self._files.fill(f"{self._family.layers}.{layer}.{name}", module)
 
     def _norm(self, layer: int, name: str, width: int) -> FrozenNorm | None:
-        return FrozenNorm(self._module(layer, name), width) if name else None
+        if not name:
+            return None
+        if name not in dict(self._decoder[layer].named_modules()):
+            raise UnsupportedModel(
+                f"{self.name}: layer {layer} of {self._architecture} has no {name}; its block reads another norm, "
+                "which steercap does not know"
+            )
+        return FrozenNorm(self._module(layer, name), width)
 
     def _norm_of_heads(self, layer: int, name: str, head_dim: int, outputs: int) -> FrozenNorm | None:
         """Read a norm of queries or keys, over each head or over all `outputs` elements; None for an empty name."""

@@ -16,7 +16,7 @@ from torch import nn
 from steercap.architectures.families import family_of
 from steercap.errors import InvalidRequest, UnsupportedModel
 from steercap.kernels.bits import exact_products
-from steercap.lab.mechanism.weights import TensorFiles, configuration, skeleton
+from steercap.lab.mechanism.weights import TensorFiles, configuration, option, skeleton
 from steercap.lab.mechanism.weights.blocks import FrozenNorm
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Unembedding:
         for name, (module, parameter) in names.items():
             tensor = files.read(name, module.get_parameter(parameter).shape)
             setattr(module, parameter, nn.Parameter(tensor, requires_grad=False))
-        softcap = getattr(config, "final_logit_softcapping", None)
+        softcap = option(config, "final_logit_softcapping", None)
         return cls(norm, head, softcap, family.logits(config), family.factor(config))
 
     @cached_property
