@@ -46,9 +46,7 @@ UNCLEAR: Final = (
     "cannot be placed in the prompt: the chat template depends on its content, or changes it; select its rows by "
     "position"
 )
-UNSPELT: Final = (
-    "cannot be placed in the prompt: this tokenizer writes tokens that no text is read as; select its rows by position"
-)
+UNSPELT: Final = "cannot be placed in the prompt: this tokenizer does not say where; select its rows by position"
 #: Maximum number of renderings with marks for one text; two tags that a template branches on need about forty.
 PROBES: Final = 64
 #: Code points used as marks: Unicode's private use area.
