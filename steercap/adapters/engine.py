@@ -376,7 +376,7 @@ class VllmEngine:
 
     @property
     def texts(self) -> dict[str, bool]:
-        """What vLLM does to texts of this model unless told otherwise: add special tokens, write in lower case."""
+        """Defaults of vLLM for texts of this model: if it adds special tokens, and if it writes in lower case."""
         how = self.llm.renderer.default_cmpl_tok_params
         return {"add_special_tokens": how.add_special_tokens, "do_lower_case": how.do_lower_case}
 

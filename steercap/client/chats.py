@@ -10,8 +10,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, cast
 
 from steercap.client.connection import Connection
-from steercap.core.chat import MessageSpan, Region, message_spans, place, require_contents, token_span
+from steercap.core.chat import MessageSpan, Region, message_spans, place, token_span
 from steercap.core.extras import extra
+from steercap.core.names import require_contents
 from steercap.errors import InvalidRequest, ServerFailure
 from steercap.files.fingerprint import template_digest, tokenizer_digest
 

@@ -114,7 +114,8 @@ def _fields(given: Any, argument: str, kind: str) -> dict[str, Any]:
     plain: Any = type(given)()
     names = [name for name in given.__struct_fields__ if not name.startswith("_") and name not in _ITS_OWN]
     if "skip_reading_prefix_cache" in names and kind == "SamplingParams":  # vLLM sets it itself for prompt_logprobs
-        plain.skip_reading_prefix_cache = type(given)(prompt_logprobs=given.prompt_logprobs).skip_reading_prefix_cache
+        asked: Any = given
+        plain.skip_reading_prefix_cache = type(asked)(prompt_logprobs=asked.prompt_logprobs).skip_reading_prefix_cache
     values = {name: (getattr(given, name), getattr(plain, name)) for name in names}
     # Only values of the same type are compared, so that an array is not.
     return {name: one for name, (one, other) in values.items() if type(one) is not type(other) or one != other}

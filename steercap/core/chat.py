@@ -36,16 +36,6 @@ _TEXT_KEYS: Final = {
     "refusal": "refusal",
     "thinking": "thinking",
 }
-#: Keys of messages that need no content.
-_BESIDE_CONTENT: Final = (
-    "tool_calls",
-    "function_call",
-    "tools",
-    "reasoning_content",
-    "reasoning",
-    "thinking",
-    "refusal",
-)
 #: Range [start, stop) of characters in the rendered prompt.
 Region = tuple[int, int]
 #: Generator that yields conversations to render, and is sent each rendered text, or None if the template refuses it.
@@ -56,9 +46,7 @@ UNCLEAR: Final = (
     "cannot be placed in the prompt: the chat template depends on its content, or changes it; select its rows by "
     "position"
 )
-UNSPELT: Final = (
-    "cannot be placed in the prompt: this tokenizer writes tokens that no text is read as; select its rows by position"
-)
+UNSPELT: Final = "cannot be placed in the prompt: this tokenizer does not say where; select its rows by position"
 #: Maximum number of renderings with marks for one text; two tags that a template branches on need about forty.
 PROBES: Final = 64
 #: Code points used as marks: Unicode's private use area.
@@ -83,30 +71,6 @@ def content_text(message: Mapping[str, Any]) -> str:
     if None in texts:
         raise InvalidPrompt(f"{shown(content[texts.index(None)])} in the content of a message is no text; give {_PART}")
     return "\n".join(text for text in texts if text is not None)
-
-
-def require_contents(conversation: Sequence[Mapping[str, Any]], template: str = "") -> None:
-    """Check that the content of every message is text, parts or None, and left out only beside what a template reads.
-
-    Args:
-        conversation: {"role", "content"} dicts.
-        template: source of the chat template, whose names messages may have too; "" if unknown.
-
-    Raises:
-        InvalidPrompt: a content is something else, or a message has none.
-    """
-    for index, message in enumerate(conversation):
-        content = message.get("content")
-        if not (content is None or isinstance(content, (str, list, tuple))):
-            raise InvalidPrompt(f"message {index} has content={shown(content)}; give text, or a list of parts {_PART}")
-        others = [str(name) for name in message if name not in ("role", "name")]
-        if "content" not in message and not any(
-            name in _BESIDE_CONTENT or re.search(rf"\b{re.escape(name)}\b", template) for name in others
-        ):
-            raise InvalidPrompt(
-                f"message {index} has {', '.join(map(repr, message))}, and no 'content', so that its text would be "
-                "left out; give {'role': ..., 'content': ...}"
-            )
 
 
 def texts_in(message: Mapping[str, Any]) -> str:

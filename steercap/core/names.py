@@ -7,20 +7,35 @@ A small grammar, matched and never evaluated:
 - `post_block`, `post_mlp[5]`: hooks of RhizoNymph's fork of vLLM, whose files `captures.fork_files` reads;
 - `model.layers.5.mlp.down_proj.input`, `model.layers[5].mlp.output`, `model.norm.output`: input or output of a module.
   A `*` stands for all layers.
+
+Names of uploads, of the keys of messages and of the variables of chat templates are checked here too.
 """
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from steercap.core.values import choices, shown
-from steercap.errors import UnknownName
+from steercap.errors import InvalidPrompt, InvalidRequest, UnknownName
 
 #: Pattern of the names of uploads, which are used in URLs and, behind "+", in names of models.
 UPLOAD_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+#: Keys of messages that need no content.
+_BESIDE_CONTENT: Final = (
+    "tool_calls",
+    "function_call",
+    "tools",
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+    "refusal",
+)
+#: Arguments of `apply_chat_template` that are always taken.
+_ALWAYS: Final = frozenset({"add_generation_prompt", "continue_final_message", "tools", "documents", "chat_template"})
 #: Site with equal rows, by TransformerLens's name within a block.
 TRANSFORMER_LENS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -144,3 +159,63 @@ def _number(digits: str, name: str) -> int:
     if len(digits) > _DIGITS:
         raise UnknownName(f"{shown(name)}: no model has so many layers; they count from 0, or from -1 backwards")
     return int(digits)
+
+
+def require_contents(conversation: Sequence[Mapping[str, Any]], template: str = "") -> None:
+    """Check that the content of every message is text, parts or None, and left out only beside what a template reads.
+
+    Args:
+        conversation: {"role", "content"} dicts.
+        template: source of the chat template, whose names messages may have too; "" if unknown.
+
+    Raises:
+        InvalidPrompt: a content is something else, or a message has none.
+    """
+    for index, message in enumerate(conversation):
+        content = message.get("content")
+        if not (content is None or isinstance(content, (str, list, tuple))):
+            raise InvalidPrompt(f"message {index} has content={shown(content)}; give text, or a list of parts")
+        others = [str(name) for name in message if name not in ("role", "name")]
+        if "content" not in message and not any(
+            name in _BESIDE_CONTENT or re.search(rf"\b{re.escape(name)}\b", template) for name in others
+        ):
+            raise InvalidPrompt(
+                f"message {index} has {', '.join(map(repr, message))}, and no 'content', so that its text would be "
+                "left out; give {'role': ..., 'content': ...}"
+            )
+
+
+def require_variables(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
+    """Check that a chat template reads all further arguments, as far as it is one of transformers' that can be parsed.
+
+    Raises:
+        InvalidRequest: it does not read one, which would have no effect.
+    """
+    method, own = type(tokenizer).apply_chat_template, getattr(tokenizer, "chat_template", None)
+    if not set(kwargs) - _ALWAYS or method.__module__ != "transformers.tokenization_utils_base":
+        return
+    given = kwargs.get("chat_template") or own
+    if isinstance(own, Mapping):  # templates by name
+        given = own.get(given, given) if isinstance(given, str) else given
+    sources = given.values() if isinstance(given, Mapping) else [given]
+    known = [_variables(source) if isinstance(source, str) else None for source in sources]
+    if None in known:
+        return
+    read = _ALWAYS.union(*(names or () for names in known))
+    if wrong := [name for name in kwargs if name not in read]:
+        raise InvalidRequest(
+            f"chat_template_kwargs has {wrong[0]!r}, which the chat template does not read; {choices(wrong[0], read)}"
+        )
+
+
+@functools.lru_cache(maxsize=8)
+def _variables(source: str) -> frozenset[str] | None:
+    """Return the names of the variables that a chat template reads; None if it is not plain Jinja."""
+    from jinja2 import Environment, TemplateError, meta
+
+    plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", source)  # a tag of transformers, without variables
+    try:
+        parsed = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True).parse(plain)
+    except TemplateError:
+        return None
+    return frozenset(meta.find_undeclared_variables(parsed)) - {"messages"}

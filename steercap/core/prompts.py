@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -19,12 +18,12 @@ from steercap.core.chat import (
     content_form,
     message_spans,
     place,
-    require_contents,
     token_span,
 )
 from steercap.core.extras import extra
+from steercap.core.names import require_contents, require_variables
 from steercap.core.spec import CaptureSpec, Layers
-from steercap.core.values import choices, index_of, shown, truth_of, warn
+from steercap.core.values import index_of, shown, truth_of, warn
 from steercap.errors import InvalidPrompt, InvalidRequest, InvalidSpec
 
 
@@ -112,8 +111,7 @@ def _font() -> Any:
 _AROUND: Final = (1, 2)
 #: Types of bytes, whose items are integers but no token ids.
 _BYTES: Final = (bytes, bytearray, memoryview)
-#: Arguments of `apply_chat_template` that are always taken, and those that are no variables of a template.
-_ALWAYS: Final = frozenset({"add_generation_prompt", "continue_final_message", "tools", "documents", "chat_template"})
+#: Arguments of `apply_chat_template` that are no variables of a template.
 _NO_VARIABLES: Final = (
     *("add_special_tokens", "max_length", "padding", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs"),
     "truncation",
@@ -434,42 +432,6 @@ def template_arguments(given: Any) -> dict[str, Any]:
     return dict(given)
 
 
-def _require_variables(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
-    """Check that a chat template reads all further arguments, as far as it is one of transformers' that can be parsed.
-
-    Raises:
-        InvalidRequest: it does not read one, which would have no effect.
-    """
-    method, own = type(tokenizer).apply_chat_template, getattr(tokenizer, "chat_template", None)
-    if not set(kwargs) - _ALWAYS or method.__module__ != "transformers.tokenization_utils_base":
-        return
-    given = kwargs.get("chat_template") or own
-    if isinstance(own, Mapping):  # templates by name
-        given = own.get(given, given) if isinstance(given, str) else given
-    sources = given.values() if isinstance(given, Mapping) else [given]
-    known = [_variables(source) if isinstance(source, str) else None for source in sources]
-    if None in known:
-        return
-    read = _ALWAYS.union(*(names or () for names in known))
-    if wrong := [name for name in kwargs if name not in read]:
-        raise InvalidRequest(
-            f"chat_template_kwargs has {wrong[0]!r}, which the chat template does not read; {choices(wrong[0], read)}"
-        )
-
-
-@functools.lru_cache(maxsize=8)
-def _variables(source: str) -> frozenset[str] | None:
-    """Return the names of the variables that a chat template reads; None if it is not plain Jinja."""
-    from jinja2 import Environment, TemplateError, meta
-
-    plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", source)  # a tag of transformers, without variables
-    try:
-        parsed = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True).parse(plain)
-    except TemplateError:
-        return None
-    return frozenset(meta.find_undeclared_variables(parsed)) - {"messages"}
-
-
 def capture_of_call(layers: Layers | None, capture: Any) -> Any:
     """Return a call's capture spec: `capture`, or a spec made from the layers of the shorthand `capture_layers`.
 
@@ -517,7 +479,7 @@ def templated(
             parts, or is missing.
     """
     require_contents(conversation, str(kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None) or ""))
-    _require_variables(tokenizer, kwargs)
+    require_variables(tokenizer, kwargs)
 
     def applied(messages: Sequence[Mapping[str, Any]], *, invite: bool = True, **how: Any) -> Any:
         arguments = {"add_generation_prompt": invite, **kwargs, **how}

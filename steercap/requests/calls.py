@@ -7,17 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, Unpack, overload
 
 from steercap.captures.pooled import Encoded
-from steercap.core.prompts import (
-    CallArguments,
-    as_list,
-    capture_of_call,
-    checked_special,
-    conversations_in,
-    prompts_or_conversations,
-)
+from steercap.core.prompts import CallArguments, as_list, checked_special, conversations_in, prompts_or_conversations
 from steercap.core.spec import CaptureSpec, Layers
-from steercap.core.values import shown
-from steercap.errors import InvalidSpec
 from steercap.requests.call_types import (
     READ,
     ChatOptions,
@@ -38,7 +29,6 @@ from steercap.requests.call_types import (
 )
 from steercap.requests.context import FROM_CONTEXT, FromContext, SketchBackend, Sketched, in_context, sketches_in_force
 from steercap.requests.stream import Chunk
-from steercap.steering.spec import LogitBias, SteeringSpec, spec_of
 
 if TYPE_CHECKING:
     from steercap.adapters import SamplingParams
@@ -173,9 +163,8 @@ class Calls(Sketched, Generic[Handle]):
             capture: the rows to capture, one spec for all prompts, or one each (None captures nothing).
             steering: the edits to apply: a SteeringSpec (or one edit) for all prompts, or one each; None edits nothing.
                 By default, the steering of the enclosing `model.steered` applies.
-            add_special_tokens: True adds the tokenizer's special tokens, such as <bos>, to each text. False adds
-                none. None does as vLLM does, which adds none for some models with pictures, such as Gemma 4, and them
-                for all others, and warns if the text has them already, as a rendered chat has.
+            add_special_tokens: True adds the tokenizer's special tokens, such as <bos>, to each text, and False none.
+                None does as vLLM (none for some that see, as Gemma 4), with a warning if the text has them already.
             lora_request: vLLM's LoRARequest, for an engine started with `enable_lora=True`.
             priority: vLLM's request priority, for an engine started with `scheduling_policy="priority"`.
 
@@ -410,12 +399,10 @@ class Calls(Sketched, Generic[Handle]):
 
         Raises:
             EmptySelection: `tokens="generated"` is given, and nothing is generated.
-            InvalidSpec: `steering` is biases of logits alone, which change no row.
             The errors of `generate`.
         """
         if capture_layers is None and capture is None and not sketches_in_force(self):
             capture = CaptureSpec()
-        _require_rows_edited(steering)
         asked = _SharedArguments(capture_layers, capture, steering, add_special_tokens, lora_request, priority)
         return self._named_coroutine(
             asked.call(self, "read", READ, reading=True),
@@ -563,20 +550,8 @@ class _SharedArguments(NamedTuple):
         options = {"lora_request": self.lora_request, "priority": self.priority}
         more = {name: copied(value) for name, value in more.items()}
         special = checked_special(self.add_special_tokens)
-        spec = capture_of_call(self.capture_layers, copied(self.capture))
-        given = copied_params(params), spec, copied(self.steering), options
-        return in_context(model, CallArguments(name, *given, add_special_tokens=special, **more))
-
-
-def _require_rows_edited(steering: Any) -> None:
-    """Check that no steering given to `read` is of biases of logits alone, on which no row depends.
-
-    Raises:
-        InvalidSpec: it is.
-    """
-    for one in steering if isinstance(steering, (list, tuple)) else (steering,):
-        if isinstance(one, (LogitBias, SteeringSpec)) and not spec_of(one).of_rows():
-            raise InvalidSpec(f"steering={shown(one)} changes no row, and read() generates nothing; edit rows instead")
+        given = copied_params(params), copied(self.capture), copied(self.steering), options
+        return in_context(model, CallArguments(name, *given, add_special_tokens=special, **more), self.capture_layers)
 
 
 def _unnested(values: Sequence[Any]) -> Any:

@@ -15,12 +15,12 @@ from operator import add
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeAlias, TypeVar
 
 from steercap.core.hints import Hinting
-from steercap.core.prompts import CallArguments
+from steercap.core.prompts import CallArguments, capture_of_call
 from steercap.core.spec import CaptureSpec, Layers
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import shown
-from steercap.errors import InvalidRequest
-from steercap.steering.spec import SteeringSpec, spec_of
+from steercap.errors import InvalidRequest, InvalidSpec
+from steercap.steering.spec import LogitBias, SteeringSpec, spec_of
 
 if TYPE_CHECKING:
     from steercap.requests.sketching import RunningSketch
@@ -210,7 +210,25 @@ def sketches_in_force(model: object) -> tuple[RunningSketch, ...]:
     return tuple(one.value for one in _sketches.get() if one.model is model and not one.ended)
 
 
-def in_context(model: object, call: CallArguments) -> CallArguments:
-    """Return a call with the steering and sketches that are in force here, where it is made."""
+def _require_rows_edited(steering: Any) -> None:
+    """Check that no steering given to `read` is of biases of logits alone, on which no row depends.
+
+    Raises:
+        InvalidSpec: it is.
+    """
+    for one in steering if isinstance(steering, (list, tuple)) else (steering,):
+        if isinstance(one, (LogitBias, SteeringSpec)) and not spec_of(one).of_rows():
+            raise InvalidSpec(f"steering={shown(one)} changes no row, and read() generates nothing; edit rows instead")
+
+
+def in_context(model: object, call: CallArguments, layers: Layers | None) -> CallArguments:
+    """Return a call with the steering and sketches in force here, where it is made, and the spec of `capture_layers`.
+
+    Raises:
+        InvalidSpec: layers and a capture are given, or `read` is steered by biases of logits alone.
+    """
+    if call.reading and not call.encoding:
+        _require_rows_edited(call.steering)
+    call = replace(call, spec=capture_of_call(layers, call.spec))
     steering = effective_steering(model, call.steering)
     return replace(call, steering=steering, sketches=sketches_in_force(model))

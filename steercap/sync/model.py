@@ -161,9 +161,8 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
             capture: the rows to capture, one spec for all prompts, or one each (None captures nothing).
             steering: the edits to apply: a SteeringSpec (or one edit) for all prompts, or one each; None edits nothing.
                 By default, the steering of the enclosing `model.steered` applies.
-            add_special_tokens: True adds the tokenizer's special tokens, such as <bos>, to each text. False adds
-                none. None does as vLLM does, which adds none for some models with pictures, such as Gemma 4, and them
-                for all others, and warns if the text has them already, as a rendered chat has.
+            add_special_tokens: True adds the tokenizer's special tokens, such as <bos>, to each text, and False none.
+                None does as vLLM (none for some that see, as Gemma 4), with a warning if the text has them already.
             lora_request: vLLM's LoRARequest, for an engine started with `enable_lora=True`.
             priority: vLLM's request priority, for an engine started with `scheduling_policy="priority"`.
 
@@ -416,7 +415,6 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
 
         Raises:
             EmptySelection: `tokens="generated"` is given, and nothing is generated.
-            InvalidSpec: `steering` is biases of logits alone, which change no row.
             The errors of `generate`.
         """
         return self.bridge.done(
@@ -903,9 +901,8 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
             capture: the rows to capture, one spec for all prompts, or one each (None captures nothing).
             steering: the edits to apply: a SteeringSpec (or one edit) for all prompts, or one each; None edits nothing.
                 By default, the steering of the enclosing `model.steered` applies.
-            add_special_tokens: True adds the tokenizer's special tokens, such as <bos>, to each text. False adds
-                none. None does as vLLM does, which adds none for some models with pictures, such as Gemma 4, and them
-                for all others, and warns if the text has them already, as a rendered chat has.
+            add_special_tokens: True adds the tokenizer's special tokens, such as <bos>, to each text, and False none.
+                None does as vLLM (none for some that see, as Gemma 4), with a warning if the text has them already.
             lora_request: vLLM's LoRARequest, for an engine started with `enable_lora=True`.
             priority: vLLM's request priority, for an engine started with `scheduling_policy="priority"`.
 
@@ -1158,7 +1155,6 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
 
         Raises:
             EmptySelection: `tokens="generated"` is given, and nothing is generated.
-            InvalidSpec: `steering` is biases of logits alone, which change no row.
             The errors of `generate`.
         """
         return self.bridge.done(

@@ -123,22 +123,13 @@ class ActivationStream:
         if self._how.normalise == "none":
             return {}
         if self._normalisations is None:
-            raise InvalidRequest(
-                "the normalisation is computed from the first rows; take a batch before you ask for it"
-            )
+            raise InvalidRequest("normalisations come from the first rows; take a batch before you ask for it")
         return self._normalisations
 
     def __aiter__(self) -> ActivationStream:
-        """Return the stream itself, which goes on where it is.
-
-        Raises:
-            InvalidRequest: it has ended or was closed.
-        """
+        """Return the stream itself; InvalidRequest once it has ended or was closed."""
         if self._closed:
-            raise InvalidRequest(
-                f"this stream is read once, and has ended or was closed after {self.rows:,} rows; make another with "
-                "activations() for the next epoch"
-            )
+            raise InvalidRequest("a stream is read once, and this one has ended or was closed; make another to read on")
         return self
 
     async def __anext__(self) -> Rows | Labelled:
