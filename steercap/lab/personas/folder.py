@@ -25,7 +25,7 @@ from steercap.lab.personas.settings import (
     PersonaSettings,
     check_samples,
     described,
-    scorer_args_of,
+    resumed,
     stage_hashes,
     stage_settings,
     trait_hashes,
@@ -183,10 +183,10 @@ def open_folder(path: str | Path, model: Mapping[str, str], settings: PersonaSet
     found = RUN.open(path, wanted)
     if found is not None:
         traits = {**found.settings["traits"], **wanted.settings["traits"]}
-        known = {"traits": traits, "scorer_args": scorer_args_of(found.settings, wanted.settings)}
-        wanted = _State(VERSION, found.model, {**wanted.settings, **known}, found.done)
+        known = {**resumed(found.settings, wanted.settings), "traits": traits}
+        wanted = _State(VERSION, found.model, known, found.done)
     RUN.write(path, wanted)
-    plain, model = {**described(settings), "scorer_args": wanted.settings["scorer_args"]}, wanted.model
+    plain, model = {**wanted.settings, "traits": described(settings)["traits"]}, wanted.model
     together, each, digests = stage_hashes(plain, model), trait_hashes(plain, model), dict[str, str]()
     for stage in STAGES:
         own = {f"{stage}/{trait}": digest for trait, digest in each[stage].items()}

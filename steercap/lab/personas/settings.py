@@ -13,7 +13,7 @@ from steercap.core.spec import CaptureSpec
 from steercap.core.values import choices, flag_of, index_of, number_of, parts_of, shown
 from steercap.errors import InvalidSetting, InvalidSpec
 from steercap.lab.directions import METHODS
-from steercap.lab.measures.scores import SCORERS, Trait, make_scorer, traits
+from steercap.lab.measures.scores import Trait, make_scorer, traits
 
 #: Names of the settings that each stage depends on, besides earlier stages; "filter" selects rows, not changing them.
 DEPENDS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -224,19 +224,27 @@ def described(settings: PersonaSettings) -> dict[str, Any]:
     return {**plain, "traits": msgspec.json.decode(msgspec.json.encode(traits))}
 
 
-def scorer_args_of(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the scorer for the digests of a folder: the stored ones, unless scores would differ.
+def resumed(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a call, in the form for the digests of a folder.
+
+    Those that equal the stored ones are in their form (1.0, though 1 was given), as are the arguments of a scorer that
+    would give the same scores.
 
     Args:
         stored, wanted: settings of the folder and of the call, as `described` gives them.
     """
-    effort = SCORERS[wanted["scorer"]].effort if wanted["scorer"] else frozenset()
-    was, now = (
-        (one.get("scorer"), {name: value for name, value in one.get("scorer_args", {}).items() if name not in effort})
-        for one in (stored, wanted)
-    )
-    found: dict[str, Any] = (stored if was == now else wanted).get("scorer_args", {})
-    return found
+    same = {name: value for name, value in stored.items() if name in wanted and value == wanted[name]}
+    if (key := _scorer_key(wanted)) is not None and key == _scorer_key(stored):
+        same["scorer_args"] = stored.get("scorer_args", {})
+    return {**wanted, **same}
+
+
+def _scorer_key(plain: Mapping[str, Any]) -> str | None:
+    """Return a text that is equal for scorers of equal scores; None for no scorer, or one of another version."""
+    try:
+        return make_scorer(plain["scorer"], plain["scorer_args"]).key if plain["scorer"] else None
+    except (KeyError, InvalidSetting):
+        return None
 
 
 def stage_hashes(plain: Mapping[str, Any], model: Mapping[str, str]) -> dict[str, str]:

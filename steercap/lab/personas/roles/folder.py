@@ -27,7 +27,7 @@ from steercap.lab.personas.roles.settings import (
     generation_of,
     settings_from,
 )
-from steercap.lab.personas.settings import check_samples, scorer_args_of
+from steercap.lab.personas.settings import check_samples, resumed
 
 
 class RolesDefinition(RunDefinition, frozen=True):
@@ -116,8 +116,7 @@ def open_folder(path: str | Path, model: Mapping[str, str], settings: RoleSettin
     found = RUN.open(path, wanted)
     if found is not None:
         roles = {**found.settings["roles"]["roles"], **wanted.settings["roles"]["roles"]}
-        known = {**wanted.settings, "roles": {**wanted.settings["roles"], "roles": roles}}
-        known["scorer_args"] = scorer_args_of(found.settings, known)
+        known = {**resumed(found.settings, wanted.settings), "roles": {**wanted.settings["roles"], "roles": roles}}
         wanted = msgspec.structs.replace(wanted, settings=known, model=found.model)
     if found != wanted:  # several processes open a folder at once, and need not write the same
         RUN.write(path, wanted)
