@@ -70,6 +70,7 @@ _LATE: Final = frozenset(
         "TORCHINDUCTOR_CACHE_DIR",
         "VLLM_DISABLE_SHARED_EXPERTS_STREAM",
         "VLLM_SSM_CONV_STATE_LAYOUT",
+        "VLLM_USE_BREAKABLE_CUDAGRAPH",  # what models are imported for, which are not imported before
         # what it binds threads to is read on import, so that these copies are bound to nothing
         _BINDING,
         "VLLM_WORKER_MULTIPROC_METHOD",
