@@ -219,6 +219,7 @@ class _Copy:
     stdin = stdout = stderr = None
 
     def __init__(self, process: ForkServerProcess) -> None:
+        assert process.pid is not None
         self._process = process
         self.pid = process.pid
 
