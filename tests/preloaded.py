@@ -1,4 +1,4 @@
-"""Engines and kernels of notebooks whose processes begin as copies of one that has imported vLLM: each saves 12 s.
+"""Engines, kernels of notebooks and scripts whose processes begin as copies of one that has imported vLLM: each saves 12 s.
 
 Python's own fork server makes an engine core, and that forks its workers. Everything else is as in an engine that is
 spawned, which all of a user's are: tests about starts, ends and faults, and the fixture `tiny`, have those.
@@ -70,6 +70,7 @@ _LATE: Final = frozenset(
         "TORCHINDUCTOR_CACHE_DIR",
         "VLLM_DISABLE_SHARED_EXPERTS_STREAM",
         "VLLM_SSM_CONV_STATE_LAYOUT",
+        "VLLM_USE_BREAKABLE_CUDAGRAPH",  # what models are imported for, which are not imported before
         # what it binds threads to is read on import, so that these copies are bound to nothing
         _BINDING,
         "VLLM_WORKER_MULTIPROC_METHOD",
@@ -151,21 +152,31 @@ class Preloaded:
         finally:
             self._spawning = before
 
-    def launch_kernel(
-        self, cmd: list[str], *, env: dict[str, str], cwd: Path, **options: Any
-    ) -> _Kernel | Popen[bytes]:
+    def launch_kernel(self, cmd: list[str], *, env: dict[str, str], cwd: Path, **options: Any) -> _Copy | Popen[bytes]:
         """Start a kernel as `jupyter_client.launcher.launch_kernel` does, in a session of its own."""
         if not self._possible:
             return launch_kernel(cmd, env=env, cwd=cwd, **options)
+        return self._start(_run_kernel, cmd[cmd.index("ipykernel_launcher") :], cwd, env)
+
+    def launch_script(self, path: Path, *arguments: object) -> _Copy | Popen[bytes]:
+        """Start a script as `python PATH ARGUMENTS` does, in a session of its own."""
+        words = [str(path), *map(str, arguments)]
+        if not self._possible:
+            env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+            return Popen([sys.executable, *words], env=env, start_new_session=True)
+        return self._start(_run_script, words, Path.cwd(), dict(os.environ))
+
+    def _start(
+        self, run: Callable[[list[str]], None], words: list[str], folder: Path, environment: dict[str, str]
+    ) -> _Copy:
         self._run()
-        words = cmd[cmd.index("ipykernel_launcher") :]
         key = getattr(forkserver._forkserver, "_forkserver_authkey", None)
-        process = _Context().Process(target=_run_kernel, args=(words, cwd, key), environment=env)
+        process = _Context().Process(target=_run_apart, args=(run, words, folder, key), environment=environment)
         process.start()
         with contextlib.suppress(ProcessLookupError):  # it has ended, which whoever waits for it is told
             while process.is_alive() and os.getpgid(process.pid) != process.pid:  # the whole group is sent signals
                 time.sleep(0.01)
-        return _Kernel(process)
+        return _Copy(process)
 
     def _run(self) -> None:
         quieten(log=wants_quiet())
@@ -202,20 +213,21 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-class _Kernel:
-    """A notebook's kernel that began as a copy, with the members of a Popen that jupyter_client uses."""
+class _Copy:
+    """A notebook's kernel or a script that began as a copy, with the members of a Popen that jupyter_client uses."""
 
     stdin = stdout = stderr = None
 
     def __init__(self, process: ForkServerProcess) -> None:
+        assert process.pid is not None
         self._process = process
         self.pid = process.pid
 
     def poll(self) -> int | None:
         return self._process.exitcode
 
-    def wait(self) -> int | None:
-        self._process.join()
+    def wait(self, timeout: float | None = None) -> int | None:
+        self._process.join(timeout)
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
@@ -228,23 +240,34 @@ class _Kernel:
         self.send_signal(signal.SIGTERM)
 
 
-def _run_kernel(words: list[str], folder: Path, key: bytes | None) -> None:
-    """Be a kernel, whose engine cores begin as copies of the same fork server's process; it ends with who started it.
+def _run_apart(run: Callable[[list[str]], None], words: list[str], folder: Path, key: bytes | None) -> None:
+    """Run a program whose engine cores begin as copies of the same fork server's process; it ends with who started it.
 
     Args:
-        words: of the kernel's command line.
+        run: the program.
+        words: of its command line.
         folder: its working folder.
         key: which the fork server asks for, since Python 3.14.
     """
-    from ipykernel.kernelapp import launch_new_instance
     from vllm.v1.engine import utils
 
     os.setsid()
     os.chdir(folder)
-    sys.path[0:0] = [""]
     sys.argv = words
     forkserver._forkserver.ensure_running = resource_tracker.ensure_running  # it runs: this process came from it
     forkserver._forkserver._forkserver_authkey = key
     threading.Thread(target=_end_with_parent, daemon=True).start()
     utils.get_mp_context = _Context
+    run(words)
+
+
+def _run_kernel(_words: list[str]) -> None:
+    from ipykernel.kernelapp import launch_new_instance
+
+    sys.path[0:0] = [""]
     launch_new_instance()
+
+
+def _run_script(words: list[str]) -> None:
+    sys.path[0:0] = [str(Path(words[0]).parent)]
+    runpy.run_path(words[0], run_name="__main__")

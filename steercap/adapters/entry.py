@@ -19,6 +19,7 @@ which is read whenever a socket is made. It can go when vLLM passes an environme
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -135,6 +136,9 @@ class ProcessEntry:
         if self._target == WORKER:  # it only logs an error at its start, and ends with success
             worker = getattr(import_module(module), owner)
             worker.__init__ = recorded_error()(worker.__init__)
+        if self._function is None:
+            gc.freeze()  # all that is imported lives as long as the process: collections need not go through it
+            gc.enable()
         with recorded_error():
             function(*args, **kwargs)
 
@@ -143,6 +147,7 @@ def _prepared(target: tuple[str, str, str], log: bool) -> ProcessEntry:
     quieten(log=log)
     if log or os.environ.get("VLLM_LOGGING_LEVEL", "").upper() in {"ERROR", "CRITICAL"}:
         os.environ.setdefault(CPP_LEVEL, "ERROR")  # before torch is imported, and in processes of the engine alone
+    gc.disable()  # until the target function runs: collections are a fifth of the time that vLLM's import takes
     return ProcessEntry(target, log=log)
 
 

@@ -7,6 +7,7 @@ exist. So a release that has moved a name is refused with that name, and any oth
 from __future__ import annotations
 
 import ast
+import gc
 import importlib.util
 import inspect
 import sys
@@ -238,17 +239,24 @@ def require(kind: str, thing: object) -> None:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Convert ImportError of vLLM's modules in the block to UnsupportedRunner.
+    """Convert ImportError of vLLM's modules in the block to UnsupportedRunner; no garbage is collected meanwhile.
+
+    Collections are a fifth of the time that vLLM's import takes.
 
     Raises:
         UnsupportedRunner: vLLM is installed, but a part of it was moved, or is broken.
     """
+    collecting = gc.isenabled()
+    gc.disable()
     try:
         yield
     except ImportError as error:
         if sys.modules.get("vllm") is None or not (error.name or "").startswith("vllm."):
             raise  # vLLM is not installed, or another library is not
         raise UnsupportedRunner(_refusal(f"something that steercap imports is missing: {error}")) from error
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _refusal(reason: str) -> str:

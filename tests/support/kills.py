@@ -46,12 +46,10 @@ _STORM: Final = re.compile(
 
 
 def killed(script: Path, *arguments: object) -> None:
-    """Have a script run until it kills itself; what it started is killed after it."""
-    process = subprocess.Popen(
-        [sys.executable, str(script), *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        start_new_session=True,
-    )
+    """Have a script run until it kills itself; what it started is killed after it, or ends by itself where it is a copy."""
+    from preloaded import PRELOADED
+
+    process = PRELOADED.launch_script(script, *arguments)
     try:
         assert process.wait(timeout=400) == -signal.SIGKILL
     finally:

@@ -28,6 +28,23 @@ warnings.warn("`torch.distributed.reduce_op` is deprecated", FutureWarning)
 print("a result")
 """
 
+#: What a process says of the garbage collector before and in its target function.
+COLLECTS = """
+import gc, pickle, sys
+class Target:
+    run = staticmethod(lambda: print(gc.isenabled(), gc.get_freeze_count() > 0))
+entry = pickle.loads(bytes.fromhex(sys.argv[1]))
+print(gc.isenabled(), gc.get_freeze_count() > 0)
+entry()
+"""
+
+
+def test_no_garbage_is_collected_while_a_process_imports() -> None:
+    """From its entry's unpickling until its function runs, and what was imported then is never looked through."""
+    entry = pickle.dumps(ProcessEntry(("__main__", "Target", "run"))).hex()
+    command = [sys.executable, "-c", COLLECTS, entry]
+    assert subprocess.check_output(command, text=True) == "False False\nTrue True\n"
+
 
 @pytest.mark.parametrize(
     ("chosen", "log", "heard"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import shutil
 import subprocess
@@ -126,6 +127,22 @@ def test_a_module_that_has_moved_is_named(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ModuleNotFoundError, match="'vllm'"), releases.importing():
         raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
+
+
+def test_no_garbage_is_collected_while_a_client_imports() -> None:
+    """Also where one import is within another; it is afterwards, unless the user has switched it off."""
+    with releases.importing():
+        with releases.importing():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with releases.importing():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_a_runner_that_lacks_something_does_not_take_the_other_with_it(monkeypatch) -> None:
