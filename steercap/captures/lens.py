@@ -104,8 +104,7 @@ class TunedLens:
             return rows.float()
         if index not in self.translators:
             raise InvalidRequest(f"this tuned lens has translators for {len(self)} layers, and none for {point}")
-        if names:
-            warn_of_other_model("translator=", self.model, names, tuned=True)
+        warn_of_other_model("translator=", self.model if names else "", names, tuned=True)
         weight, bias = self.translators[index]
         with exact_products():
             return rows.float() + rows.float() @ weight.T + bias
@@ -292,9 +291,7 @@ def _checked_request(engine: Engine, top: int, ids: Sequence[int]) -> tuple[int,
     given = parts_of(ids, "ids")
     found = None if given is None else [index_of(token) for token in given]
     if found is None or not all(token is not None and 0 <= token < vocabulary for token in found):
-        raise InvalidRequest(
-            f"ids={shown(ids)}; give a list of token ids, 0 to {vocabulary - 1}, as model.tokenizer.encode makes them"
-        )
+        raise InvalidRequest(f"ids={shown(ids)}; give a list of token ids, 0 to {vocabulary - 1}")
     return count, tuple(token for token in found if token is not None)
 
 

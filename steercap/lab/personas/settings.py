@@ -205,11 +205,7 @@ def check_fields(
 
 
 def check_samples(settings: Any) -> None:
-    """Check settings of traits or roles: several answers to one question under one prompt must be able to differ.
-
-    Raises:
-        InvalidSetting: the temperature is 0, and `n_samples` more than 1.
-    """
+    """Raise InvalidSetting if several answers to one question are asked for at temperature 0, which would be equal."""
     if settings.temperature == 0 and settings.n_samples > 1:
         raise InvalidSetting(
             f"n_samples={settings.n_samples} at temperature 0 would all be the same text, counted as several answers; "

@@ -258,24 +258,17 @@ class ModelWeights:
         names = [name for name, _ in self._decoder[layer].named_parameters()]
         others = [name for name in names if name.rpartition(".")[0] not in known]
         if others := [name for name in others if not (experts and name.startswith("mlp."))]:
-            raise UnsupportedModel(
-                f"{self.name}: layer {layer} of {self._architecture} has {', '.join(others)}, whose effect steercap "
-                "does not know"
-            )
+            what = f"{', '.join(others)}, whose effect steercap does not know"
+            raise UnsupportedModel(f"{self.name}: layer {layer} of {self._architecture} has {what}")
 
     def _module(self, layer: int, name: str) -> Any:
         module = self._decoder[layer].get_submodule(name)
         return self._files.fill(f"{self._family.layers}.{layer}.{name}", module)
 
     def _norm(self, layer: int, name: str, width: int) -> FrozenNorm | None:
-        if not name:
-            return None
-        if name not in dict(self._decoder[layer].named_modules()):
-            raise UnsupportedModel(
-                f"{self.name}: layer {layer} of {self._architecture} has no {name}; its block reads another norm, "
-                "which steercap does not know"
-            )
-        return FrozenNorm(self._module(layer, name), width)
+        if name and name not in dict(self._decoder[layer].named_modules()):
+            raise UnsupportedModel(f"{self.name}: {self._architecture} has no {name} in layer {layer}")
+        return FrozenNorm(self._module(layer, name), width) if name else None
 
     def _norm_of_heads(self, layer: int, name: str, head_dim: int, outputs: int) -> FrozenNorm | None:
         """Read a norm of queries or keys, over each head or over all `outputs` elements; None for an empty name."""
