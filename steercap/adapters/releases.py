@@ -239,15 +239,13 @@ def require(kind: str, thing: object) -> None:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Convert ImportError of vLLM's modules in the block to UnsupportedRunner; no garbage is collected meanwhile.
-
-    Collections are a fifth of the time that vLLM's import takes.
+    """Convert ImportError of vLLM's modules in the block to UnsupportedRunner.
 
     Raises:
         UnsupportedRunner: vLLM is installed, but a part of it was moved, or is broken.
     """
     collecting = gc.isenabled()
-    gc.disable()
+    gc.disable()  # collections are a fifth of the time that vLLM's import takes
     try:
         yield
     except ImportError as error:
