@@ -253,8 +253,7 @@ def importing() -> Iterator[None]:
             raise  # vLLM is not installed, or another library is not
         raise UnsupportedRunner(_refusal(f"something that steercap imports is missing: {error}")) from error
     finally:
-        if collecting:
-            gc.enable()
+        (gc.enable if collecting else gc.disable)()
 
 
 def _refusal(reason: str) -> str:
@@ -276,8 +275,7 @@ def _has(thing: Any, need: str) -> bool:
 def _takes(function: Any, arguments: list[str]) -> bool:
     names = [name for name in inspect.signature(function).parameters if name != "self"]
     ordered = [name for name in arguments if not name.endswith("=")]
-    keywords = {name[:-1] for name in arguments if name.endswith("=")}
-    return names[: len(ordered)] == ordered and keywords <= {*names}
+    return names[: len(ordered)] == ordered and {name[:-1] for name in arguments if name.endswith("=")} <= {*names}
 
 
 _ABSENT: Final = object()
@@ -292,9 +290,8 @@ def registered() -> Mapping[str, tuple[str, ...]]:
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         return {}
-    source = Path(spec.origin).parent / "model_executor" / "models" / "registry.py"
     found: dict[str, tuple[str, ...]] = {}
-    for node in ast.parse(source.read_text()).body:
+    for node in ast.parse((Path(spec.origin).parent / "model_executor/models/registry.py").read_text()).body:
         named = node.target if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [None])[0]
         table = str(getattr(named, "id", ""))
         if table.endswith("_MODELS") and isinstance(value := getattr(node, "value", None), ast.Dict):
