@@ -271,3 +271,13 @@ def _run_kernel(_words: list[str]) -> None:
 def _run_script(words: list[str]) -> None:
     sys.path[0:0] = [str(Path(words[0]).parent)]
     runpy.run_path(words[0], run_name="__main__")
+
+
+def killed(script: Path, *arguments: object) -> None:
+    """Have a script run until it kills itself; what it started is killed after it, or ends by itself where it is a copy."""
+    process = PRELOADED.launch_script(script, *arguments)
+    try:
+        assert process.wait(timeout=400) == -signal.SIGKILL
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

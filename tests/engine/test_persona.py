@@ -17,7 +17,7 @@ import httpx
 import msgspec
 import pytest
 from persona_run import SETTINGS
-from support.kills import killed
+from preloaded import killed
 
 from steercap.errors import RunDiffers
 from steercap.files.tables import PART_RECORDS, read_table

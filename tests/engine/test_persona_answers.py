@@ -12,8 +12,8 @@ import pytest
 import torch
 from answers_run import PERSONAS, scores_of, write_data
 from conftest import opened
+from preloaded import killed
 from roles_run import checkpoint
-from support.kills import killed
 from support.rows import TINY_ENGINE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import opened
+from preloaded import killed
 from roles_run import ROLES, SETTINGS, checkpoint
-from support.kills import killed
 from support.rows import TINY_ENGINE
 
 from steercap import SteeringSpec, SteerModel

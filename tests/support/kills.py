@@ -45,18 +45,6 @@ _STORM: Final = re.compile(
 )
 
 
-def killed(script: Path, *arguments: object) -> None:
-    """Have a script run until it kills itself; what it started is killed after it, or ends by itself where it is a copy."""
-    from preloaded import PRELOADED
-
-    process = PRELOADED.launch_script(script, *arguments)
-    try:
-        assert process.wait(timeout=400) == -signal.SIGKILL
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-
 @dataclass(frozen=True)
 class Kill:
     """One client's end.
