@@ -157,6 +157,8 @@ def copied(value: Any, levels: int = _LEVELS) -> Any:
         return _copied_vector(value)
     if kind is dict:
         return {name: copied(one, levels - 1) for name, one in value.items()}
+    if kind is list and value and type(value[0]) is int:  # token ids, thousands of them
+        return value.copy()
     return kind(value) if _ATOMS.issuperset(map(type, value)) else kind(copied(one, levels - 1) for one in value)
 
 
