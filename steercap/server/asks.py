@@ -48,6 +48,8 @@ CAPTURE: Final = (
 )
 #: Fields of edits whose values are vectors, or the name of uploaded ones.
 VECTORS: Final = ("vector", "probe", "read", "write", "rows", "encoder", "decoder", "decoder_bias")
+#: Fields of the `steercap` field.
+PARTS: Final = ("capture", "steering", "monitors", "codec", "deliver", "sketches")
 #: `op` of a `LogitBias`; the others are the keys of `EDITS`.
 LOGIT_BIAS: Final = "logit_bias"
 DELIVERIES: Final = get_args(Delivery)
@@ -61,7 +63,7 @@ def parsed_field(body: Any, library: Library, owner: str) -> SteercapField:
     Raises:
         InvalidRequest: the field is invalid; the subclass and message say why.
     """
-    given = _object(body, "steercap", ("capture", "steering", "monitors", "codec", "deliver", "sketches"))
+    given = _object(body, "steercap", PARTS)
     deliver = given.get("deliver", "fetch")
     if deliver not in DELIVERIES:
         raise InvalidSpec(f"steercap.deliver={shown(deliver)}; give {' or '.join(map(repr, DELIVERIES))}")

@@ -9,6 +9,7 @@ import json
 from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
 from contextlib import ExitStack
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -16,7 +17,7 @@ import msgspec
 from steercap.client.connection import ERROR_HEADER
 from steercap.core.values import shown
 from steercap.errors import InvalidRequest, InvalidSpec, SteercapError
-from steercap.server.asks import parsed_field
+from steercap.server.asks import PARTS, parsed_field
 from steercap.server.call import CURRENT, OPTED_OUT, SteercapField, SteercapRequest
 from steercap.server.folder import owner_of
 from steercap.server.library import Library, Presets
@@ -38,6 +39,8 @@ MOST_BODY: Final = 128 << 20
 FIELDS: Final = ("steercap", "store_activations", "selectors")
 #: Error for a body with a lone surrogate that uses steercap: vLLM accepts it, but its engine may fail with status 500.
 NO_TEXT: Final = "steercap: the body holds half of a surrogate pair, which is not text"
+#: Maximum letters of a name that may be a misspelt `steercap`.
+_LETTERS: Final = 12
 _DONE: Final = b"data: [DONE]"
 #: Types of errors in vLLM's answers, by HTTP status.
 _KINDS: Final[Mapping[int, str]] = {
@@ -152,6 +155,8 @@ class SteercapRoute:
         given, is_text = decoded(body)
         if not isinstance(given, dict):
             return body, None  # vLLM reports the error
+        if reason := misplaced(given):
+            raise InvalidSpec(reason)
         steering = self._presets.of(given.get("model"))
         field, store, selectors = (given.pop(name, None) for name in FIELDS)
         if field is None and store is None and selectors is None and steering is None:
@@ -170,6 +175,22 @@ class SteercapRoute:
                 "steercap: vLLM runs each beam of a beam search as a request of its own; leave use_beam_search out"
             )
         return json.dumps(given).encode(), SteercapRequest(asked, owner) if asked else None
+
+
+def misplaced(body: Mapping[str, Any]) -> str:
+    """Return what is wrong with a body whose `steercap` field is misspelt, or not where it belongs; "" if nothing is.
+
+    vLLM ignores fields that it does not know, and would answer unsteered.
+    """
+    given = [name for name, value in body.items() if value is not None]
+    if inside := [name for name in PARTS if name in given]:
+        return f"the body has {inside[0]!r} beside 'steercap'; give {{'steercap': {{{inside[0]!r}: ...}}}}"
+    if isinstance(extra := body.get("extra_body"), Mapping) and "steercap" in extra:
+        return "the body has 'extra_body', which OpenAI's clients replace by its fields; give 'steercap' in its place"
+    for name in given:
+        if name not in FIELDS and len(name) <= _LETTERS and get_close_matches(name.casefold(), FIELDS[:1], cutoff=0.75):
+            return f"the body has an unknown field {name!r}; did you mean 'steercap'?"
+    return ""
 
 
 def _shorthand(field: Any, store: Any, selectors: Any) -> Any:

@@ -24,6 +24,7 @@ from steercap.server.middleware import (
     body_of,
     decoded,
     header,
+    misplaced,
     refuse,
     replayed,
 )
@@ -73,6 +74,9 @@ class PassthroughRoute:
             given = {name.decode(): value.decode("utf-8", "replace") for name, value in fields}
         if asked := [name for name in FIELDS if given.get(name) is not None]:
             await refuse(send, 400, f"{path} does not take {asked[0]!r}; use {' or '.join(self._paths)}")
+            return
+        if reason := misplaced(given):
+            await refuse(send, 400, f"{reason} ({path} does not take it; use {' or '.join(self._paths)})")
             return
         steering = self._presets.of(given.get("model"))
         if steering is not None and (path not in (*STEERED, *AT_REST) or given.get("use_beam_search")):

@@ -48,7 +48,7 @@ from steercap.server.call import CURRENT, described, logits_of
 from steercap.server.folder import CaptureStore, owner_of
 from steercap.server.inspect_routes import InspectRoutes
 from steercap.server.library import OPERATOR, Library
-from steercap.server.middleware import SteercapRoute
+from steercap.server.middleware import SteercapRoute, misplaced
 from steercap.server.passthrough_routes import AT_REST, STEERED, PassthroughRoute, Presets
 from steercap.server.pooling_routes import PoolingRoutes
 from steercap.server.routes import Routes
@@ -530,6 +530,42 @@ async def post(
     app = SteercapRoute(inner, library, presets or Presets([], {}), most)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
         return await client.post("/v1/chat/completions", content=body)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"steering": "calm"}, "'steering' beside 'steercap'; give {'steercap': {'steering': ...}}"),
+        ({"capture": True, "steercap": {}}, "'capture' beside 'steercap'"),
+        ({"extra_body": {"steercap": {"steering": "calm"}}}, "'extra_body', which OpenAI's clients"),
+        ({"steer_cap": {"steering": "calm"}}, "unknown field 'steer_cap'; did you mean 'steercap'?"),
+        ({"Steercap": {"steering": "calm"}}, "unknown field 'Steercap'; did you mean 'steercap'?"),
+        ({"stearcap": {}, "stream": True}, "unknown field 'stearcap'; did you mean 'steercap'?"),
+    ],
+)
+async def test_a_misspelt_or_misplaced_field_is_refused(wrong, said, library) -> None:
+    """vLLM would ignore it and answer unsteered; on routes that take no such field too."""
+    inner = Inner()
+    answer = await post(inner, json.dumps({"model": "m", **wrong}).encode(), library)
+    assert answer.status_code == 400
+    assert said in answer.json()["error"]["message"]
+    app = PassthroughRoute(inner, Presets(["m"], {}))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        refused = await client.post("/v1/responses", json={"model": "m", **wrong})
+    assert refused.status_code == 400
+    assert not inner.seen
+
+
+@pytest.mark.slow  # imports vLLM
+def test_names_of_vllm_pass() -> None:
+    """Every field of vLLM's requests, and names that no field has."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    for kind in (ChatCompletionRequest, CompletionRequest):
+        body = {name: {} for name in [*kind.model_fields, "user_id", "tags", "scope", "steps"]}
+        assert misplaced(body) == ""
+    assert misplaced({"steering": None, "extra_body": {"top_k": 5}}) == ""
 
 
 async def test_a_plain_body_passes_as_it_is(library) -> None:
