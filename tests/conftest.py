@@ -78,6 +78,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         starts_one = on_engines and ("tiny" not in used or used & {"cramped", "smol"})
         if starts_one or item.get_closest_marker("extended"):
             item.add_marker(pytest.mark.slow)
+    if moving := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"names that differ from process to process, which xdist refuses; give ids=: {moving}")
     config.stash[UNEXPECTED] = unexpected(items)
     items[:] = in_order(items)
 

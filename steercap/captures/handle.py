@@ -229,10 +229,8 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
             if (span.role == message if isinstance(message, str) else span.index is not None and span.index == index)
         ]
         if not spans:
-            known = (
-                ", ".join(f"{span.index}: {span.role}" for span in self.messages)
-                or "none, for this handle is not from chat"
-            )
+            called = (span.role if span.index is None else f"{span.index}: {span.role}" for span in self.messages)
+            known = ", ".join(dict.fromkeys(called)) or "none, for this handle is not from chat"
             raise InvalidSpec(f"no message {shown(message)}; messages: {known}")
         missing = [span for span in spans if span.missing]
         if unclear := [span for span in missing if span.missing != LEFT_OUT or len(missing) == len(spans)]:

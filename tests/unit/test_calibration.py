@@ -63,7 +63,7 @@ def test_constants_of_a_handle_cannot_change_those_of_others() -> None:
 @pytest.mark.parametrize(
     "text",
     [None, 5, torch.tensor(5), [1, 2.5], [True], torch.ones(2), [[1]], ["a"], {1}, {}, b"ab", iter([1])],
-    ids=str,
+    ids=lambda text: str(text).partition(" at 0x")[0],
 )
 def test_what_is_no_text_is_refused(text) -> None:
     """Such as each of the ids of one text that were given in place of texts; always by the same error."""

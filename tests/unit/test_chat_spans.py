@@ -349,6 +349,8 @@ def test_a_repeated_or_missing_message_is_asked_for_by_its_index() -> None:
     for missing in (1, -1, "assistant"):
         with pytest.raises(InvalidSpec, match=r"message 1 \(assistant\) is not in the prompt"):
             found.rows_of(missing)
+    with pytest.raises(InvalidSpec, match=r"no message 7; messages: 0: user, 1: assistant$"):
+        handle_of("repeats", talk).rows_of(7)
     same = [{"role": "user", "content": "Why?"}] * 2
     with pytest.raises(InvalidSpec, match=r"message 0 \(user\) cannot be placed"):
         handle_of("drops_repeats", same).rows_of("user")

@@ -368,6 +368,8 @@ def test_a_beginning_that_is_there_is_not_doubled():
 
 def test_long_documents_are_cut_off_or_refused_as_asked():
     """And the error names the document."""
+    with pytest.raises(InvalidSetting, match=r"^long='truncate'; give 'split' or 'cut' or 'refuse'$"):
+        cutting(3, long="truncate")
     (found,) = windows_of(cutting(3, long="cut"), "abcdef")
     assert [window.token_ids.tolist() for window in found] == [tokenizer().encode("abc")]
     with pytest.raises(InvalidPrompt, match="document 1 has 6 tokens"):

@@ -135,7 +135,7 @@ def test_sensible_forms_are_taken() -> None:
     assert params.prompt_logprob_token_ids.tolist() == [[1, 2], [3, 4]]
 
 
-@pytest.mark.parametrize("wrong", WRONG_PROMPTS, ids=lambda wrong: repr(wrong)[:60])
+@pytest.mark.parametrize("wrong", WRONG_PROMPTS, ids=lambda wrong: repr(wrong).partition(" at 0x")[0][:60])
 def test_a_wrong_prompt_dict_says_what_is_wrong(wrong) -> None:
     """Keys that would be ignored, and ids that are not whole numbers, bools among them."""
     with pytest.raises(InvalidPrompt, match=r"give|would be ignored"):

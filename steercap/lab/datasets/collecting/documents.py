@@ -173,9 +173,9 @@ class Cutting:
     template: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.long not in LONG or self.bos not in BOS:
-            known = " or ".join(map(repr, LONG)), " or ".join(map(repr, BOS))
-            raise InvalidSetting(f"long={shown(self.long)}, bos={shown(self.bos)}; give {known[0]}, and {known[1]}")
+        for name, known in (("long", LONG), ("bos", BOS)):
+            if (value := getattr(self, name)) not in known:
+                raise InvalidSetting(f"{name}={shown(value)}; give {' or '.join(map(repr, known))}")
         least = 2 if self.bos == "window" else 1
         count_of(self.context, "context", least, wrong=InvalidSetting)
         if self.bos == "window" and getattr(self.tokenizer, "bos_token_id", None) is None:
