@@ -168,6 +168,15 @@ def test_a_file_is_of_the_split_in_its_own_name(name, tmp_path, monkeypatch) -> 
             open_source(corpus, split="train")
 
 
+def test_a_split_of_another_name_is_a_folder_or_a_part_of_a_file_s_name(tmp_path) -> None:
+    """A usual name in the file does not count where another is asked for."""
+    for name in ("chunk1/train-0", "chunk1/rest", "math/train-0", "more.math"):
+        (path := tmp_path / f"{name}.jsonl").parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"text": name}) + "\n")
+    assert contents(open_source(tmp_path, split="chunk1")) == ["chunk1/rest", "chunk1/train-0"]
+    assert contents(open_source(tmp_path, split="math")) == ["math/train-0", "more.math"]
+
+
 def test_what_a_corpus_does_not_have_is_not_asked_for(tmp_path):
     """A split of one file, or a format of documents: the wrong text would be read, without a word."""
     path = tmp_path / "train.jsonl"

@@ -269,8 +269,9 @@ def _split(files: Sequence[Path], split: str | None, folder: Path, given: str) -
 
 
 def _split_in(names: Sequence[str], asked: str | None) -> str:
-    """Return the split in the first name that has one, `asked` before those of `KNOWN_SPLITS`; "" if there is none."""
-    known = [one for one in (asked, *KNOWN_SPLITS) if one]
+    """Return the split in the first name that has one, or in any if `asked` is not in `KNOWN_SPLITS`; "" if there is none."""
+    custom = asked is not None and asked not in KNOWN_SPLITS
+    known = [asked] if custom else KNOWN_SPLITS
     return next((one for name in names for one in known if re.search(rf"(^|[-_.]){re.escape(one)}([-_.]|$)", name)), "")
 
 
