@@ -269,9 +269,8 @@ def _split(files: Sequence[Path], split: str | None, folder: Path, given: str) -
 
 
 def _split_in(names: Sequence[str], asked: str | None) -> str:
-    """Return the split in the first name that has one, or in any if `asked` is not in `KNOWN_SPLITS`; "" if there is none."""
-    custom = asked is not None and asked not in KNOWN_SPLITS
-    known = [asked] if custom else KNOWN_SPLITS
+    """Return the split in the first name that has one, for `asked` alone if it is no usual one; "" if there is none."""
+    known = KNOWN_SPLITS if asked is None or asked in KNOWN_SPLITS else (asked,)
     return next((one for name in names for one in known if re.search(rf"(^|[-_.]){re.escape(one)}([-_.]|$)", name)), "")
 
 
