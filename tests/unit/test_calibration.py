@@ -7,8 +7,8 @@ import torch
 from workers import known_schemas
 
 from steercap import Calibration, Point
+from steercap.core.prompts import ids_of_text
 from steercap.errors import InvalidSpec, InvalidVector
-from steercap.lab.directions.extraction import ids_of
 from steercap.steering.calibration import compile_calibration
 
 POINT, WIDTH = Point(0, "resid_post"), 4
@@ -68,10 +68,10 @@ def test_constants_of_a_handle_cannot_change_those_of_others() -> None:
 def test_what_is_no_text_is_refused(text) -> None:
     """Such as each of the ids of one text that were given in place of texts; always by the same error."""
     with pytest.raises(InvalidSpec, match="is not a text; give texts in a list"):
-        ids_of(None, [text])
+        ids_of_text(text)
 
 
 @pytest.mark.parametrize("text", [[1, 2], (1, 2), torch.tensor([1, 2]), range(1, 3)], ids=str)
 def test_token_ids_of_any_kind_are_a_text(text) -> None:
     """They become whole numbers; no text is empty ids."""
-    assert ids_of(None, [text, text[:0]]) == [[1, 2], []]
+    assert (ids_of_text(text), ids_of_text(text[:0])) == ([1, 2], [])

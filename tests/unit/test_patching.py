@@ -14,6 +14,7 @@ import torch
 from pyarrow import csv, parquet
 from transformers import AutoTokenizer
 
+from steercap.core.prompts import tokens_of
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
 from steercap.core.tokens import TokenSelection
@@ -103,13 +104,18 @@ def test_what_makes_no_sense_is_refused(make, error, says) -> None:
         make()
 
 
-def test_the_direction_says_which_prompt_is_changed() -> None:
+async def test_the_direction_says_which_prompt_is_changed() -> None:
     """The tokens shown are those of that prompt; prompts of token ids are prompts, and not lists of them."""
-    (clean,) = pairs_of(TOKENIZER, "abc", "axc", direction="noise", align=None)
-    (corrupted,) = pairs_of(TOKENIZER, [A, B, C], "axc", direction="denoise", align=None)
+
+    async def token_ids(text: Any, **_special: Any) -> list[int]:
+        return tokens_of(TOKENIZER, text, special=True)
+
+    model: Any = SimpleNamespace(tokenizer=TOKENIZER, token_ids=token_ids)
+    (clean,) = await pairs_of(model, "abc", "axc", direction="noise", align=None)
+    (corrupted,) = await pairs_of(model, [A, B, C], "axc", direction="denoise", align=None)
     assert (clean.tokens, corrupted.tokens) == (("a", "b", "c"), ("a", "x", "c"))
     assert (corrupted.base, corrupted.source) == (clean.source, clean.base)
-    assert pairs_of(TOKENIZER, "abcd", "cd", direction="denoise", align="end")[0].shift == 2
+    assert (await pairs_of(model, "abcd", "cd", direction="denoise", align="end"))[0].shift == 2
 
 
 # Metrics

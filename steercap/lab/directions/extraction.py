@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 from steercap.concurrency.loops import each_of
 from steercap.core.display import brief
-from steercap.core.prompts import checked_special, repeating, tokens_of, warn_of_doubled
+from steercap.core.prompts import checked_special, repeating, warn_of_doubled
 from steercap.core.protocols import ReadingModel, SketchingModel
 from steercap.core.spec import CaptureSpec, Layers, Reduction
 from steercap.core.tokens import BUT_THE_FIRST, Tokens, TokenSelection
@@ -283,19 +283,9 @@ async def prompts_and_rows(
     ]
 
 
-def ids_of(tokenizer: Any, texts: Sequence[Text], special: bool | None = None) -> list[list[int]]:
-    """Return each text's token ids, of an exchange those of prompt and response; `special` as in `prompts_and_rows`.
-
-    Raises:
-        InvalidSpec: an exchange has an empty response, or an entry is not a text.
-    """
-    parts = [
-        [tokens_of(tokenizer, part, special=first and special is not False) for part, first in _parts_of(text)]
-        for text in texts
-    ]
-    if special is None and (suspects := repeating(_prompts(texts, [first for first, *_ in parts]))):
-        warn_of_doubled(suspects, tokens_of(tokenizer, "", special=True))
-    return [_joined(text, both) for text, both in zip(texts, parts, strict=True)]
+async def ids_of(model: ReadingModel, texts: Sequence[Text], special: bool | None = None) -> list[list[int]]:
+    """Return each text's token ids, of an exchange those of prompt and response; arguments as of `prompts_and_rows`."""
+    return [ids for ids, _ in await prompts_and_rows(model, texts, TokenSelection.parse("all"), special)]
 
 
 def _parts_of(text: Text) -> list[tuple[Any, bool]]:
@@ -353,7 +343,7 @@ async def calibrate(
     check_texts(texts)
     if not texts:
         raise InvalidSpec("no texts to read; give at least one")
-    asked = ids_of(model.tokenizer, texts, checked_special(add_special_tokens))
+    asked = await ids_of(model, texts, checked_special(add_special_tokens))
     finished = 0
 
     async def read(part: Sequence[list[int]]) -> None:

@@ -165,7 +165,7 @@ class _Sweep:
         Returns:
             Columns `COLUMNS`: a row for each run with a vector.
         """
-        ids = [tuple(one) for one in ids_of(model.tokenizer, texts_of(prompts, "prompts"))]
+        ids = [tuple(one) for one in await ids_of(model, texts_of(prompts, "prompts"))]
         pairs = [Pair(number, one, one, decoded(model.tokenizer, one)) for number, one in enumerate(ids)]
         asked = [list(self._asked(pair)) for pair in pairs]
         runs = Runs(model, metric, len(pairs), concurrent, progress)

@@ -133,7 +133,7 @@ async def patch(
         PointNotArmed: the engine has no tap at a point.
         The errors of `SteerModel.generate`, SteeringNotApplied among them.
     """
-    pairs = pairs_of(model.tokenizer, clean, corrupted, direction=direction, align=align)
+    pairs = await pairs_of(model, clean, corrupted, direction=direction, align=align)
     places = places_of(model, points)
     runs = Runs(model, metric, len(pairs), concurrent, progress)
 
@@ -232,8 +232,8 @@ async def ablate(
         raise InvalidSpec(f"to={shown(to)}; give one of {', '.join(map(repr, get_args(Ablation)))}")
     if to == "zero" and reference is not None:
         raise InvalidSpec("reference= is for means, and to='zero' takes none; leave it out, or give to='mean'")
-    ids = _ids(model, prompts, "prompts")
-    others = ids if reference is None else _ids(model, reference, "reference")
+    ids = await _ids(model, prompts, "prompts")
+    others = ids if reference is None else await _ids(model, reference, "reference")
     if by_position := to == "position_mean":
         _check_alike([*ids, *others])
     selection = TokenSelection.parse("all" if by_position else reference_tokens)
@@ -255,8 +255,8 @@ async def ablate(
     return await over_grids(runs, pairs, places, _ablated_positions, given)
 
 
-def _ids(model: SteerModel, texts: Text | Sequence[Text], what: str) -> list[tuple[int, ...]]:
-    return [tuple(ids) for ids in ids_of(model.tokenizer, texts_of(texts, what))]
+async def _ids(model: SteerModel, texts: Text | Sequence[Text], what: str) -> list[tuple[int, ...]]:
+    return [tuple(ids) for ids in await ids_of(model, texts_of(texts, what))]
 
 
 def _ablated_positions(pair: Pair, grid: Grid) -> list[int]:

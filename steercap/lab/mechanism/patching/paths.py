@@ -261,7 +261,7 @@ async def path_patch(
         The errors of `SteerModel.generate`, SteeringNotApplied among them.
     """
     routes = Routes(model, senders, receivers, tokens, through_mlps)
-    pairs = pairs_of(model.tokenizer, clean, corrupted, direction=direction, align=None)
+    pairs = await pairs_of(model, clean, corrupted, direction=direction, align=None)
     runs = Runs(model, metric, len(pairs), concurrent, progress)
     runs.total = len(routes.senders) * len(pairs)
     for pair in pairs:

@@ -55,7 +55,7 @@ class Pair:
         return len(self.source) - len(self.base)
 
 
-def pairs_of(tokenizer: Any, clean: Any, corrupted: Any, *, direction: Any, align: Any) -> list[Pair]:
+async def pairs_of(model: SteerModel, clean: Any, corrupted: Any, *, direction: Any, align: Any) -> list[Pair]:
     """Tokenize clean and corrupted prompts, one each or lists of equal length, and pair them.
 
     Raises:
@@ -69,8 +69,8 @@ def pairs_of(tokenizer: Any, clean: Any, corrupted: Any, *, direction: Any, alig
     cleans, corrupteds = texts_of(clean, "clean"), texts_of(corrupted, "corrupted")
     if len(cleans) != len(corrupteds):
         raise InvalidSpec(f"{len(cleans)} clean prompts and {len(corrupteds)} corrupted ones; give as many of each")
-    found = []
-    ids = [tuple(one) for one in ids_of(tokenizer, [*cleans, *corrupteds])]
+    found, tokenizer = [], model.tokenizer
+    ids = [tuple(one) for one in await ids_of(model, [*cleans, *corrupteds])]
     for number, (one, other) in enumerate(zip(ids[: len(cleans)], ids[len(cleans) :], strict=True)):
         if len(one) != len(other) and align is None:
             raise InvalidPrompt(
