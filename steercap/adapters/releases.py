@@ -32,6 +32,7 @@ TRIED: Final[Mapping[str, str]] = {
 #: Tested releases in words, and as a version specifier of a dependency.
 RANGE: Final = f"{min(TRIED)} to {max(TRIED)}"
 DEPENDENCY: Final = ">=0.29,<0.34"
+_ABSENT: Final = object()
 
 #: Attributes that adapters need, by `require`'s name of the object. Methods list the arguments that adapters read or
 #: pass, in the required order; those passed by name end in "=".
@@ -55,6 +56,7 @@ NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
         "input_processor.process_inputs",
         "output_handler",
         "output_processor.propagate_error",
+        "renderer.default_cmpl_tok_params",
         "renderer.get_tokenizer",
         "renderer.render_cmpl(prompts, skip_mm_cache=)",
         "renderer.render_cmpl_async(prompts, skip_mm_cache=)",
@@ -253,7 +255,8 @@ def importing() -> Iterator[None]:
             raise  # vLLM is not installed, or another library is not
         raise UnsupportedRunner(_refusal(f"something that steercap imports is missing: {error}")) from error
     finally:
-        (gc.enable if collecting else gc.disable)()
+        if collecting:  # a block in another thread that found it off leaves it off to this one
+            gc.enable()
 
 
 def _refusal(reason: str) -> str:
@@ -276,9 +279,6 @@ def _takes(function: Any, arguments: list[str]) -> bool:
     names = [name for name in inspect.signature(function).parameters if name != "self"]
     ordered = [name for name in arguments if not name.endswith("=")]
     return names[: len(ordered)] == ordered and {name[:-1] for name in arguments if name.endswith("=")} <= {*names}
-
-
-_ABSENT: Final = object()
 
 
 @cache

@@ -137,7 +137,10 @@ class Connection:
         if self._home is None:
             self._home, self._starting = OwnerLoop("this connection"), asyncio.Lock()
         self._home.require()
-        async with self._starting:
+        async with (starting := self._starting):
+            if starting is not self._starting:  # the previous holder failed, and another start has begun
+                await self.start()
+                return
             self._require_not_closed()
             self._home = self._home or OwnerLoop("this connection")  # the previous holder of the lock may have failed
             try:

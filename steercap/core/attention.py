@@ -29,12 +29,13 @@ class AttentionRule(msgspec.Struct, frozen=True):
     scale: float
     window: int | None = None
     soft_cap: float | None = None
-    sinks: tuple[float, ...] = ()
+    sinks: tuple[float | None, ...] = ()
     unknown: str = ""
 
     def __post_init__(self) -> None:
         least = -sys.float_info.max
-        msgspec.structs.force_setattr(self, "sinks", tuple(max(sink, least) for sink in self.sinks))
+        known = tuple(least if sink is None else max(sink, least) for sink in self.sinks)  # None in older files
+        msgspec.structs.force_setattr(self, "sinks", known)
 
     def understood(self, layer: int) -> AttentionRule:
         """Return this rule if attention weights can be computed by it.

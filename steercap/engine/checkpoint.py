@@ -35,6 +35,7 @@ TOKENIZERS: Final = (
     "*.tiktoken",
     "tekken.json",
     "chat_template.*",
+    "additional_chat_templates/*",
 )
 
 
@@ -224,7 +225,7 @@ def _first(config: dict[str, Any], *names: str) -> int:
 
 
 def files_loaded(name: str, tokenizer: Any = None) -> str:
-    """Return a fingerprint of the files at a path that an engine loads; "" if it is no path.
+    """Return a fingerprint of the files at paths that an engine loads; "" if there are none.
 
     It covers the weights with their modification times, the configuration, and the contents of the tokenizer's files.
 
@@ -232,9 +233,7 @@ def files_loaded(name: str, tokenizer: Any = None) -> str:
         name: path or name of the model.
         tokenizer: path of a tokenizer elsewhere, or its name; None for the model's own.
     """
-    if not Path(name).exists():
-        return ""
-    found = sha256(weights_digest(name, dated=True).encode())
-    for file in sorted(file for pattern in TOKENIZERS for file in Path(tokenizer or name).glob(pattern)):
-        found.update(file.name.encode() + sha256(file.read_bytes()).digest())
-    return found.hexdigest()
+    parts = [weights_digest(name, dated=True).encode()] if Path(name).exists() else []
+    found = sorted(file for pattern in TOKENIZERS for file in Path(tokenizer or name).glob(pattern))
+    parts += [file.name.encode() + sha256(file.read_bytes()).digest() for file in found if file.is_file()]
+    return sha256(b"".join(parts)).hexdigest() if parts else ""

@@ -185,12 +185,19 @@ def misplaced(body: Mapping[str, Any]) -> str:
     given = [name for name, value in body.items() if value is not None]
     if inside := [name for name in PARTS if name in given]:
         return f"the body has {inside[0]!r} beside 'steercap'; give {{'steercap': {{{inside[0]!r}: ...}}}}"
-    if isinstance(extra := body.get("extra_body"), Mapping) and "steercap" in extra:
+    extra = body.get("extra_body")
+    if isinstance(extra, Mapping) and any(name in FIELDS or name in PARTS or _is_misspelt(name) for name in extra):
         return "the body has 'extra_body', which OpenAI's clients replace by its fields; give 'steercap' in its place"
-    for name in given:
-        if name not in FIELDS and len(name) <= _LETTERS and get_close_matches(name.casefold(), FIELDS[:1], cutoff=0.75):
-            return f"the body has an unknown field {name!r}; did you mean 'steercap'?"
+    if wrong := [name for name in given if _is_misspelt(name)]:
+        return f"the body has an unknown field {wrong[0]!r}; did you mean 'steercap'?"
     return ""
+
+
+def _is_misspelt(name: str) -> bool:
+    """Check if a name is not "steercap", but much like it."""
+    if name in FIELDS or name[:2].casefold() != "st" or len(name) > _LETTERS:
+        return False
+    return bool(get_close_matches(name.casefold(), FIELDS[:1], cutoff=0.75))
 
 
 def _shorthand(field: Any, store: Any, selectors: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -525,3 +526,9 @@ def test_targets_in_files_are_those_of_the_workers(tmp_path) -> None:
             one()
     with pytest.raises(InvalidRequest, match="3 targets of each head and token were kept; give a number up to 3"):
         handle.attention(1, top=4)
+
+
+def test_a_file_of_before_without_a_number_for_a_sink_is_read() -> None:
+    """JSON wrote minus infinity as null, which is the sink that takes nothing."""
+    rule = msgspec.json.decode(b'{"scale": 1.0, "sinks": [null, 0.5]}', type=AttentionRule)
+    assert rule.sinks == (-sys.float_info.max, 0.5)

@@ -397,6 +397,42 @@ async def test_starts_at_once_are_one() -> None:
     listening.close()
 
 
+async def test_a_start_that_is_tried_again_at_once_is_one_with_that_which_waits() -> None:
+    """The first one's failure lets the second begin, and the first one's next try waits for it."""
+    server, opened = Server(), 0
+    listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+
+    class OnceAway(httpx.AsyncHTTPTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            nonlocal opened
+            opened += 1
+            await asyncio.sleep(0)
+            if opened == 1:
+                raise httpx.ConnectError("away")
+            return await super().handle_async_request(request)
+
+    model = RemoteModel(url, transport=OnceAway(verify=False))
+
+    async def patient() -> None:
+        try:
+            await model.start()
+        except ServerFailure:
+            await model.start()
+
+    await asyncio.gather(patient(), patient(), patient())
+    asked = opened - 1
+    await ask(model)
+    await model.aclose()
+    alone = RemoteModel(url, transport=OnceAway(verify=False))
+    opened = 1
+    await alone.start()
+    assert asked == opened - 1
+    await alone.aclose()
+    await until(lambda: not server.open)
+    listening.close()
+
+
 async def test_an_upload_that_the_server_lost_is_replaced_once() -> None:
     """Two use it and are refused; in between a third sends it again, and that one is used from then on."""
     sent: list[str] = []

@@ -136,6 +136,12 @@ def test_no_garbage_is_collected_while_a_client_imports() -> None:
             pass
         assert not gc.isenabled()
     assert gc.isenabled()
+    first, second = releases.importing(), releases.importing()  # of two threads
+    for one in (first, second):
+        one.__enter__()
+    for one in (first, second):
+        one.__exit__(None, None, None)
+    assert gc.isenabled()
     gc.disable()
     try:
         with releases.importing():

@@ -199,6 +199,10 @@ def template(folder: Path, _engines: Engines) -> None:
     (folder / "chat_template.jinja").write_text("{{ messages }}")
 
 
+def template_by_name(folder: Path, _engines: Engines) -> None:
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
+
+
 def tokenize_elsewhere(folder: Path, _engines: Engines) -> None:
     (folder / "words" / "tokenizer.json").write_text("[]")
 
@@ -206,7 +210,7 @@ def tokenize_elsewhere(folder: Path, _engines: Engines) -> None:
 @pytest.mark.parametrize(
     ("change", "arguments"),
     [
-        *((one, {}) for one in (rewrite, remove, commit, tokenize, template)),
+        *((one, {}) for one in (rewrite, remove, commit, tokenize, template, template_by_name)),
         (tokenize_elsewhere, {"tokenizer": "words"}),
     ],
 )
@@ -214,7 +218,8 @@ async def test_an_engine_is_not_started_again_with_other_files(
     engines, folder, change: Callable[[Path, Engines], None], arguments
 ) -> None:
     """Requests that are repeated and rows that are computed again would be another model's."""
-    (folder / "words").mkdir()
+    for name in ("words", "vocab", "additional_chat_templates"):
+        (folder / name).mkdir()
     (folder / "words" / "tokenizer.json").write_text("{}")
     arguments = {name: str(folder / value) for name, value in arguments.items()}
     serving = SteerModel(folder, restart=True, **arguments).serving

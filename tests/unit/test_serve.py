@@ -538,6 +538,8 @@ async def post(
         ({"steering": "calm"}, "'steering' beside 'steercap'; give {'steercap': {'steering': ...}}"),
         ({"capture": True, "steercap": {}}, "'capture' beside 'steercap'"),
         ({"extra_body": {"steercap": {"steering": "calm"}}}, "'extra_body', which OpenAI's clients"),
+        ({"extra_body": {"store_activations": True}}, "'extra_body', which OpenAI's clients"),
+        ({"extra_body": {"steering": "calm"}}, "'extra_body', which OpenAI's clients"),
         ({"steer_cap": {"steering": "calm"}}, "unknown field 'steer_cap'; did you mean 'steercap'?"),
         ({"Steercap": {"steering": "calm"}}, "unknown field 'Steercap'; did you mean 'steercap'?"),
         ({"stearcap": {}, "stream": True}, "unknown field 'stearcap'; did you mean 'steercap'?"),
