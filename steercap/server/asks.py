@@ -68,9 +68,7 @@ def parsed_field(body: Any, library: Library, owner: str) -> SteercapField:
     if deliver not in DELIVERIES:
         raise InvalidSpec(f"steercap.deliver={shown(deliver)}; give {' or '.join(map(repr, DELIVERIES))}")
     if deliver == "folder" and not library.folder:
-        raise InvalidSpec(
-            "steercap.deliver='folder': this server has no folder; `steercap serve --folder` gives it one"
-        )
+        raise InvalidSpec("steercap.deliver='folder': this server has no folder; `serve --folder` gives it one")
     capture = given.get("capture")
     if "deliver" in given and capture is None:
         raise InvalidSpec("steercap.deliver says how rows are handed over; give it beside capture=")
