@@ -230,7 +230,7 @@ def test_a_name_that_means_no_vector_is_told_what_would(place, name, says, libra
         ({"capture": {"reduce": "median"}}, "unknown reduce="),
         ({"codec": "full8"}, "steercap.codec is for rows"),
         ({"deliver": "/etc"}, "give 'fetch' or 'inline' or 'folder'"),
-        ({"deliver": "folder"}, "this server has no folder; `steercap serve --folder` gives it one"),
+        ({"deliver": "folder"}, "this server has no folder; `serve --folder` gives it one"),
         ({"deliver": "inline", "steering": "calm"}, "give it beside capture="),
         (
             {"steering": "nothing"},
