@@ -74,6 +74,7 @@ def here(tmp_path, directions, monkeypatch) -> Path:  # noqa: ARG001 -- makes a 
     (tmp_path / "taken.safetensors").write_text("kept")
     torch.save(torch.ones(4, 8), tmp_path / "layers.pt")
     torch.save({"vectors": {"axis": {"vector": torch.ones(8), "layer": 2}}, "experiments": []}, tmp_path / "capping.pt")
+    torch.save({"pos_3": torch.ones(4, 8)}, tmp_path / "levels.pt")
     (tmp_path / "drawn").mkdir()
     (tmp_path / "drawn" / "demo.png").write_text("kept")
     (tmp_path / "taken.jsonl").write_text("kept")
@@ -81,6 +82,7 @@ def here(tmp_path, directions, monkeypatch) -> Path:  # noqa: ARG001 -- makes a 
 
 
 SERVE = "serve model --port 0 --vectors"
+COMPARE = "compare model model --layer 2 --vectors"
 SWEEP = "sweep --scales 1 --prompts a.txt --out s -m model --vectors"
 
 
@@ -174,6 +176,9 @@ SWEEP = "sweep --scales 1 --prompts a.txt --out s -m model --vectors"
         ("generate hi -m model --steer deep.safetensors --steer-layers 2 --base 1", 2, "--base: deep.safetensors says"),
         (f"{SWEEP} deep.safetensors --layers 2 --base 0", 2, "--base: deep.safetensors says itself which"),
         ("compare model model --vectors deep.safetensors --layer 2 --base 0", 2, "--base: deep.safetensors says"),
+        (f"{COMPARE} deep.safetensors --vectors layers.pt --base 0 --components nothing.pt", 1, "nothing.pt cannot be"),
+        (f"{COMPARE} levels.pt --raw --vectors layers.pt --base 0 --components nothing.pt", 1, "nothing.pt cannot be"),
+        ("compare model model --vectors levels.pt --layer 2 --base 0", 2, "--base: levels.pt says itself which"),
         ("collect a.txt -m model --out x --temperature 0", 2, "--temperature: nothing is generated without --max-tok"),
         ("collect a.txt -m model --out x --seed 1", 2, "--seed: nothing is generated without --max-tokens"),
         ("collect a.txt -m model --out x --sample-seed 1", 2, "--sample-seed: there is no --one-in"),
