@@ -201,6 +201,7 @@ SWEEP = "sweep --scales 1 --prompts a.txt --out s -m model --vectors"
             2,
             "--dtypes: give --dtype, as such or by --engine-arg, or --dtypes, not both",
         ),
+        ("persona answers rows rows --kind role --out x --engine-arg preset=cpu --dtypes half", 1, "rows"),
         ("persona answers rows rows --kind role -m model --out x --api-key k --dtypes half", 2, "engines of its own"),
         ("demo --out a.txt/folder", 2, "cannot be written to"),
     ],
