@@ -75,6 +75,7 @@ def here(tmp_path, directions, monkeypatch) -> Path:  # noqa: ARG001 -- makes a 
     torch.save(torch.ones(4, 8), tmp_path / "layers.pt")
     torch.save({"vectors": {"axis": {"vector": torch.ones(8), "layer": 2}}, "experiments": []}, tmp_path / "capping.pt")
     torch.save({"pos_3": torch.ones(4, 8)}, tmp_path / "levels.pt")
+    (tmp_path / "empty.yaml").touch()
     (tmp_path / "drawn").mkdir()
     (tmp_path / "drawn" / "demo.png").write_text("kept")
     (tmp_path / "taken.jsonl").write_text("kept")
@@ -175,6 +176,7 @@ SWEEP = "sweep --scales 1 --prompts a.txt --out s -m model --vectors"
         ("vectors show capping.pt --base 1", 2, "--base: capping.pt says itself which"),
         ("generate hi -m model --steer deep.safetensors --steer-layers 2 --base 1", 2, "--base: deep.safetensors says"),
         (f"{SWEEP} deep.safetensors --layers 2 --base 0", 2, "--base: deep.safetensors says itself which"),
+        (f"{SWEEP} wide.safetensors --layers 2 empty.yaml", 1, "the vectors have width 16"),
         ("compare model model --vectors deep.safetensors --layer 2 --base 0", 2, "--base: deep.safetensors says"),
         (f"{COMPARE} deep.safetensors --vectors layers.pt --base 0 --components nothing.pt", 1, "nothing.pt cannot be"),
         (f"{COMPARE} levels.pt --raw --vectors layers.pt --base 0 --components nothing.pt", 1, "nothing.pt cannot be"),
