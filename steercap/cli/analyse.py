@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from steercap.cli.command import command
-from steercap.cli.contents import directions_in, group_in, load
+from steercap.cli.contents import FILES, directions_in, group_in, kind_of, load
 from steercap.cli.destinations import Force, folder_ready, may_replace
 from steercap.cli.engines import SMOLLM2, located
 from steercap.cli.parsing import Base, Level, base_of, layers_of, names_of
@@ -141,6 +141,17 @@ def compared(comparison: CheckpointComparison, out: Path, terminal: Terminal) ->
     terminal.show(document, *shown, facts("", {**said, "files": out}))
 
 
+def has_tensor(path: Path) -> bool:
+    """Return whether a file, or one in a folder, is a `.pt` tensor of layers, which --base is for."""
+    import torch
+
+    from steercap.files.base import read_pt
+
+    if path.is_dir():
+        return any(has_tensor(one) for one in path.iterdir() if one.suffix in FILES)
+    return kind_of(path) == "pt" and isinstance(read_pt(path), torch.Tensor)
+
+
 def register_comparison(app: typer.Typer) -> None:
     """Add the command `compare` of two checkpoints to `app`."""
 
@@ -193,6 +204,8 @@ def register_comparison(app: typer.Typer) -> None:
         """
         require("analysis")
         folder_ready(out)
+        if row_base is not None and not any(map(has_tensor, [*vectors, *([] if components is None else [components])])):
+            raise typer.BadParameter(f"{vectors[0]} says itself which layers it has; leave it out", param_hint="--base")
         reading = partial(group_in, layer=layer, base=base_of(row_base), say=terminal.say, level=level, raw=raw)
         groups = {group_name(path): reading(path) for path in vectors}
         if len(groups) < len(vectors):

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from steercap.cli.command import command
 from steercap.cli.destinations import folder_ready
-from steercap.cli.engines import ReachOptions, located, say_why
+from steercap.cli.engines import ReachOptions, located, pairs_of, say_why
 from steercap.cli.parsing import refuse
 from steercap.cli.preflight import reached
 from steercap.cli.tables import facts, titled
@@ -88,7 +88,8 @@ def register(persona: typer.Typer) -> None:
 
         if dtypes is not None and model.url is not None:
             raise typer.BadParameter("a server has one dtype; leave --dtypes out", param_hint="--url")
-        if dtypes is not None and "dtype" in model.said():
+        given_dtype = model.dtype is not None or "dtype" in dict(pairs_of(model.engine_arg or (), "--engine-arg"))
+        if dtypes is not None and given_dtype:  # a preset has one too, in place of which the options may give another
             raise typer.BadParameter(
                 "give --dtype, as such or by --engine-arg, or --dtypes, not both", param_hint="--dtypes"
             )

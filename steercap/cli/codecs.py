@@ -130,7 +130,7 @@ def _check(app: typer.Typer) -> None:
         there = preflight(options, sites=armed)
         there.check_capture(CaptureSpec(layers="all" if wanted is None else wanted, sites=armed))
         if given is not None:
-            there.check_directions(given, wanted)
+            there.check_directions(given, wanted, "--directions")
         known = None if sae is None else SAE.load(sae)
         may_replace(out, terminal, force=force)  # last: it asks
         async with reached(options, terminal, sites=armed) as open_model:

@@ -93,8 +93,8 @@ def _load_pt(path: Path, base: Literal[0, 1] | None, bound: Literal["high", "low
     _refuse_reading(path, bound=bound)
     if base is None:
         raise InvalidSpec(
-            f"{path} does not say which layer its row 0 is; give --base 1 if it is the embeddings, as in persona "
-            "vectors, or --base 0 if it is layer 0"
+            f"{path} does not say which layer its row 0 is; give --base 1 (base: 1 in YAML) if it is "
+            "the embeddings, as in persona vectors, or 0 if it is layer 0"
         )
     return load_layers_pt(path, base=base, name=path.stem)
 
@@ -139,7 +139,8 @@ def group_in(
 ) -> DirectionSet:
     """Return the vectors of one layer in a file or in all files of a folder; persona files are read by `load_personas`.
 
-    `say` is called with a summary of persona files; `reading` are `level` and `raw` of `load_personas`.
+    `base` is for the `.pt` tensors among them. `say` is called with a summary of persona files; `reading` are `level`
+    and `raw` of `load_personas`.
 
     Raises:
         InvalidFile: a folder without vectors, two vectors of one name, or a file without vectors.
@@ -149,15 +150,13 @@ def group_in(
     from steercap.steering.formats import load_personas
 
     files = sorted(one for one in path.iterdir() if one.suffix in FILES) if path.is_dir() else [path]
-    if base is None and {one.suffix for one in files} == {".pt"} and isinstance(read_pt(files[0]), dict):
+    if {one.suffix for one in files} == {".pt"} and isinstance(read_pt(files[0]), dict):
         personas = load_personas(path, layers=[layer], **reading)
         say(f"{path}: {personas}")
         return personas.directions
-    if not any(one.suffix == ".pt" for one in files):
-        _refuse_reading(path, base=base)
     found: dict[str, LayerVectors] = {}
     for file in files:
-        directions = directions_in(load(file, base=base if file.suffix == ".pt" else None), file).at_layers([layer])
+        directions = directions_in(load(file, base=base if kind_of(file) == "pt" else None), file).at_layers([layer])
         if twice := found.keys() & directions.keys():
             raise InvalidFile(f"{file} holds {min(twice)!r}, and so does another file of {path}; rename one")
         found |= directions

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias, cast, get_args
 
 import typer
 
@@ -65,10 +65,13 @@ def folder_ready(path: Path, option: str = "--out") -> None:
     _try(path / "results", option)
 
 
-def may_replace(path: Path, terminal: Terminal, *, force: bool, pattern: str = "") -> None:
+def may_replace(
+    path: Path, terminal: Terminal, *, force: bool, pattern: str = "", option: Literal["--out", "--force"] = "--out"
+) -> None:
     """Check that existing files may be overwritten: `force` allows it; else ask at a terminal, and refuse elsewhere.
 
-    The files are those in the folder `path` that match the glob `pattern`; without a pattern, `path` itself.
+    The files are those in the folder `path` that match the glob `pattern`; without a pattern, `path` itself. `option`,
+    which the error names, is "--force" of a command that takes no other name.
 
     Raises:
         typer.BadParameter: files exist, and there is no terminal to ask on.
@@ -79,7 +82,8 @@ def may_replace(path: Path, terminal: Terminal, *, force: bool, pattern: str = "
         return
     what = f"{path} has {pattern} in it already" if pattern else f"{path} is there already"
     if not (sys.stdin.isatty() and terminal.err.is_terminal):
-        raise typer.BadParameter(f"{what}; give another name, or --force to write over it", param_hint="--out")
+        advice = "--force" if option == "--force" else "another name, or --force"
+        raise typer.BadParameter(f"{what}; give {advice} to write over it", param_hint=option)
     typer.confirm(f"{what}. Write over it?", abort=True, err=True)
 
 

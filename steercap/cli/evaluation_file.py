@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, cast
 
 import msgspec
 
 from steercap.cli.contents import directions_in, load, only
-from steercap.cli.parsing import base_of, tokens_of
+from steercap.cli.parsing import loaded, tokens_of
 from steercap.cli.prompts import questions_of
 from steercap.cli.sweep_file import measure_of, settings_of, yaml_keys
 from steercap.core.values import choices
@@ -41,7 +41,7 @@ class MethodFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     file: str = ""
     name: str | None = None
-    base: int | None = None
+    base: Literal[0, 1] | None = None
     layers: tuple[int, ...] | None = None
     tokens: str | None = None
     doses: tuple[float, ...] = (1.0,)
@@ -76,7 +76,7 @@ class MethodFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         given: dict[str, Any] = {"name": name, "doses": self.doses, "system": self.system}
         if not self.file:
             return Method(**given, layers=self.layers, tokens=self.tokens)
-        content = load(Path(self.file), base=base_of(self.base))
+        content = loaded(Path(self.file), self.base, f"base of method {name!r}")
         if isinstance(content, dict):
             raise InvalidSpec(f"{self.file} holds several experiments; evaluate their specs in Python")
         if isinstance(content, SteeringSpec):

@@ -17,6 +17,7 @@ from steercap.core.display import span
 from steercap.errors import InvalidSpec
 
 if TYPE_CHECKING:
+    from steercap.cli.contents import Content
     from steercap.core.spec import Layers
     from steercap.steering.layers import LayerVectors
     from steercap.steering.spec import SteeringSpec
@@ -219,6 +220,14 @@ class SteerOptions:
 def sites_of(spec: SteeringSpec | None) -> tuple[str, ...]:
     """Return the sites that a spec edits, each once, to arm in the engine; () for None."""
     return tuple(dict.fromkeys(edit.site for edit in spec.of_rows())) if spec is not None else ()
+
+
+def loaded(path: Path, base: Literal[0, 1] | None, option: str) -> Content:
+    """Return the content of a file, as `load` does; `option` is what gave `base`, for errors: --base, or a YAML key."""
+    try:
+        return load(path, base=base)
+    except typer.BadParameter as error:
+        raise typer.BadParameter(error.message, param_hint=option) from error
 
 
 def base_of(base: int | None) -> Literal[0, 1] | None:

@@ -152,8 +152,8 @@ class Preflight:
                 edits_per_point=self.settings.edits_per_point,
             )
 
-    def check_directions(self, directions: DirectionSet, layers: Layers | None) -> None:
-        """Check directions' layers (None: all) if the model's number is known, and width at `HIDDEN_WIDTH_SITES`.
+    def check_directions(self, directions: DirectionSet, layers: Layers | None, what: str) -> None:
+        """Check directions' layers (None: all), if the model's are known, and width; `what` is as for `check_width`.
 
         Raises:
             LayerOutOfRange, PointNotArmed: a layer that the model or the directions do not have.
@@ -166,7 +166,7 @@ class Preflight:
             directions.at_layers(at)
             self.check_layers(at, directions.site)
         if directions.site in HIDDEN_WIDTH_SITES:
-            self.check_width(directions.width, "--directions")
+            self.check_width(directions.width, what)
 
     def check_width(self, width: int, what: str) -> None:
         """Check that vectors of `width` elements are as wide as the residual stream; `what` names them in the error.

@@ -266,7 +266,7 @@ def _register_axis(app: typer.Typer) -> None:
 
         require("plots")
         run = load_run(folder)
-        may_replace(folder, terminal, force=force, pattern=f"*-{how}.*")
+        may_replace(folder, terminal, force=force, pattern=f"*-{how}.*", option="--force")
         found = assistant_axis(run.rows, how)
         place = found.layers[len(found.layers) // 2] if layer is None else layer
         ranked, stable = along(found, run, place), stability(run.rows, over=over, splits=splits)
@@ -316,7 +316,7 @@ def _register_cap(app: typer.Typer) -> None:
         run = load_run(folder)
         found, wanted = assistant_axis(run.rows, how), layers_of(layers)
         there = preflight(model, sites=run.settings.site)
-        there.check_directions(DirectionSet({"axis": found.vectors}), wanted)
+        there.check_directions(DirectionSet({"axis": found.vectors}), wanted, f"the axis of {folder}")
         may_replace(out, terminal, force=force)  # last: it asks
         async with reached(model, terminal, sites=run.settings.site) as open_model:
             places = resolve_layers(wanted, open_model.num_layers)

@@ -97,8 +97,10 @@ class ServeOptions:
         for name, value in asdict(self).items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise typer.BadParameter(f"{value}; give a finite number", param_hint=f"--{name.replace('_', '-')}")
-        if self.folder is None and (self.folder_gib, self.folder_gib_of_a_key) != (64, 16):
-            raise typer.BadParameter("there is no folder to limit; give --folder PATH", param_hint="--folder-gib")
+        for name in ("folder_gib", "folder_gib_of_a_key") if self.folder is None else ():
+            if getattr(self, name) != getattr(ServeOptions, name):
+                option = f"--{name.replace('_', '-')}"
+                raise typer.BadParameter("there is no folder to limit; give --folder PATH", param_hint=option)
         if self.sites != ServeOptions.sites and "sites" in dict(pairs_of(self.engine_arg or (), "--engine-arg")):
             raise typer.BadParameter("--engine-arg gives sites too; leave one out", param_hint="--sites")
         return ServerSettings(

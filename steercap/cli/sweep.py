@@ -166,7 +166,7 @@ def register(app: typer.Typer) -> None:
         folder_ready(out)
         settings = read_settings(config, flags)
         check_sampling(temperature=settings.temperature, max_tokens=settings.max_tokens)
-        asked, chosen = sweep_of(settings), [measure_of(measure) for measure in settings.measures]
+        asked, chosen = sweep_of(settings, flags), [measure_of(measure) for measure in settings.measures]
         site = next(iter(asked.vectors.values())).site
         check(asked, chosen, out, preflight(model, sites=site))
         terminal.say(f"{sum(1 for _ in asked.requests()):,} answers under {len(asked.conditions()):,} conditions")

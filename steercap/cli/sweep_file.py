@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 import typer
 
-from steercap.cli.contents import directions_in, load
-from steercap.cli.parsing import base_of, names_of, tokens_of
+from steercap.cli.contents import directions_in
+from steercap.cli.parsing import loaded, names_of, tokens_of
 from steercap.cli.persona import is_file, trait_of
 from steercap.cli.prompts import Prompt, PromptOptions
 from steercap.errors import InvalidFile
@@ -45,7 +45,7 @@ class SweepFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     scales: tuple[float, ...]
     prompts: str | tuple[str, ...]
     names: tuple[str, ...] | None = None
-    base: int | None = None
+    base: Literal[0, 1] | None = None
     chat: bool = False
     operations: tuple[str, ...] = ("add",)
     tokens: str = "generated"
@@ -115,8 +115,10 @@ def settings_of(
         raise InvalidFile(f"{path or 'the flags'}: {error}; known: {known}{hint}") from error
 
 
-def sweep_of(settings: SweepFile) -> Sweep:
+def sweep_of(settings: SweepFile, flags: Mapping[str, Any] | None = None) -> Sweep:
     """Create the sweep that settings describe; reads its files of vectors and prompts.
+
+    Errors name the flag of a setting that `flags` gives, and the YAML file's key of another.
 
     Raises:
         InvalidFile: vectors or prompts cannot be read.
@@ -124,8 +126,9 @@ def sweep_of(settings: SweepFile) -> Sweep:
     """
     from steercap.lab.studies.sweeps import Sweep
 
+    base, tokens = (f"--{one}" if (flags or {}).get(one) is not None else one for one in ("base", "tokens"))
     path = Path(settings.vectors)
-    directions = directions_in(load(path, base=base_of(settings.base)), path)
+    directions = directions_in(loaded(path, settings.base, base), path)
     if isinstance(settings.prompts, str):
         prompts = PromptOptions(file=settings.prompts, chat=settings.chat).read()
     else:
@@ -136,7 +139,7 @@ def sweep_of(settings: SweepFile) -> Sweep:
         scales=settings.scales,
         prompts=[prompt.content for prompt in prompts],
         operations=settings.operations,
-        tokens=tokens_of(settings.tokens),
+        tokens=tokens_of(settings.tokens, tokens),
         relative=settings.relative,
         random=settings.random,
         negated=settings.negated,

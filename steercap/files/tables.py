@@ -108,11 +108,12 @@ def read_yaml(path: Path) -> Any:
     """Read the value of a YAML file, in plain types; None if it holds none.
 
     Raises:
-        InvalidFile: the file is missing, empty or not YAML, or has a key twice in one mapping.
+        InvalidFile: the file is missing or not YAML, or has a key twice in one mapping.
     """
     with extra("experiments", "evaluation", "personas"):
         import yaml
-    require_file(path)
+    if not path.is_file():  # an empty one holds no value
+        require_file(path)
     try:
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(path.read_bytes())
         root = loader.get_single_node()

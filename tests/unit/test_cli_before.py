@@ -71,9 +71,16 @@ def here(tmp_path, directions, monkeypatch) -> Path:  # noqa: ARG001 -- makes a 
     vectors(width=16).save(tmp_path / "wide.safetensors")
     captured(tmp_path / "rows" / "0000.safetensors")
     shutil.copytree(Path(__file__).parent.parent / "stored" / "roles", tmp_path / "roles")
+    (tmp_path / "roles" / "axis-contrast.safetensors").write_text("kept")
     (tmp_path / "taken.safetensors").write_text("kept")
     torch.save(torch.ones(4, 8), tmp_path / "layers.pt")
     torch.save({"vectors": {"axis": {"vector": torch.ones(8), "layer": 2}}, "experiments": []}, tmp_path / "capping.pt")
+    torch.save({"pos_3": torch.ones(4, 8)}, tmp_path / "levels.pt")
+    (tmp_path / "methods.yaml").write_text("methods: {x: {file: deep.safetensors, base: 1}}\nquestions: [Who?]\n")
+    (tmp_path / "empty.yaml").touch()
+    (tmp_path / "based.yaml").write_text("base: 1")
+    (tmp_path / "far.yaml").write_text("base: 2")
+    (tmp_path / "spoken.yaml").write_text("tokens: nowhere")
     (tmp_path / "drawn").mkdir()
     (tmp_path / "drawn" / "demo.png").write_text("kept")
     (tmp_path / "taken.jsonl").write_text("kept")
@@ -81,6 +88,7 @@ def here(tmp_path, directions, monkeypatch) -> Path:  # noqa: ARG001 -- makes a 
 
 
 SERVE = "serve model --port 0 --vectors"
+COMPARE = "compare model model --layer 2 --vectors"
 SWEEP = "sweep --scales 1 --prompts a.txt --out s -m model --vectors"
 
 
@@ -173,13 +181,22 @@ SWEEP = "sweep --scales 1 --prompts a.txt --out s -m model --vectors"
         ("vectors show capping.pt --base 1", 2, "--base: capping.pt says itself which"),
         ("generate hi -m model --steer deep.safetensors --steer-layers 2 --base 1", 2, "--base: deep.safetensors says"),
         (f"{SWEEP} deep.safetensors --layers 2 --base 0", 2, "--base: deep.safetensors says itself which"),
+        (f"{SWEEP} deep.safetensors --layers 2 based.yaml", 2, "for base: deep.safetensors says itself which"),
+        (f"{SWEEP} deep.safetensors --layers 2 far.yaml", 1, "Invalid enum value 2"),
+        (f"{SWEEP} deep.safetensors --layers 2 spoken.yaml", 2, "for tokens: 'nowhere'"),
+        (f"{SWEEP} deep.safetensors --layers 2 spoken.yaml --tokens no", 2, "for --tokens: 'no'"),
+        (f"{SWEEP} wide.safetensors --layers 2 empty.yaml", 1, "the vectors have width 16"),
+        ("evaluate methods.yaml -m model --out x", 2, "for base of method 'x': deep.safetensors says itself which"),
         ("compare model model --vectors deep.safetensors --layer 2 --base 0", 2, "--base: deep.safetensors says"),
+        (f"{COMPARE} deep.safetensors --vectors layers.pt --base 0 --components nothing.pt", 1, "nothing.pt cannot be"),
+        (f"{COMPARE} levels.pt --raw --vectors layers.pt --base 0 --components nothing.pt", 1, "nothing.pt cannot be"),
+        ("compare model model --vectors levels.pt --layer 2 --base 0", 2, "--base: levels.pt says itself which"),
         ("collect a.txt -m model --out x --temperature 0", 2, "--temperature: nothing is generated without --max-tok"),
         ("collect a.txt -m model --out x --seed 1", 2, "--seed: nothing is generated without --max-tokens"),
         ("collect a.txt -m model --out x --sample-seed 1", 2, "--sample-seed: there is no --one-in"),
         ("collect a.txt -m model --out x --ray 1 --api-key k", 2, "--api-key: actors start engines of their own"),
         ("serve model --folder-gib 1", 2, "--folder-gib: there is no folder to limit; give --folder"),
-        ("up model --folder-gib-of-a-key 1", 2, "there is no folder to limit; give --folder"),
+        ("up model --folder-gib-of-a-key 1", 2, "--folder-gib-of-a-key: there is no folder to limit; give --folder"),
         ("serve model --sites attn_out --engine-arg sites=mlp_out", 2, "--sites: --engine-arg gives sites too"),
         (f"{SERVE} some=deep.safetensors --vectors some=wide.safetensors", 2, "the name 'some' is given twice"),
         ("generate hi -m model --api-key k", 2, "--api-key: no engine is warm that would take it"),
@@ -196,7 +213,10 @@ SWEEP = "sweep --scales 1 --prompts a.txt --out s -m model --vectors"
             2,
             "--dtypes: give --dtype, as such or by --engine-arg, or --dtypes, not both",
         ),
+        ("persona answers rows rows --kind role --out x --engine-arg preset=cpu --dtypes half", 1, "rows"),
         ("persona answers rows rows --kind role -m model --out x --api-key k --dtypes half", 2, "engines of its own"),
+        ("persona cap roles -m model --out x.safetensors --layers 1", 1, "the axis of roles: the vectors have width"),
+        ("persona axis roles", 2, "for --force: roles has *-contrast.* in it already; give --force to write over it"),
         ("demo --out a.txt/folder", 2, "cannot be written to"),
     ],
 )
