@@ -43,6 +43,15 @@ class Value(msgspec.Struct, frozen=True, kw_only=True):
     value: float
 
 
+class JudgeRow(msgspec.Struct, frozen=True):
+    """Judgement of the answer of a number; other fields as in `steercap.lab.measures.scores.judge.Judgement`."""
+
+    number: int
+    score: float | None
+    refused: bool
+    reply: str
+
+
 Row = TypeVar("Row", bound=msgspec.Struct)
 
 
@@ -118,10 +127,12 @@ class StudyFolder(Generic[Row]):
         return Table(self.path / "values" / (before if known else name), Value)
 
     def forget_values(self, numbers: Iterable[int]) -> None:
-        """Remove the values of all measures for answers that are generated now: they are of other texts."""
+        """Remove all values and judgements of answers that are generated now: they are of other texts."""
+        kinds: dict[str, type[Value | JudgeRow]] = {"values": Value, "judgements": JudgeRow}
         missing = set(numbers)
-        for folder in (self.path / "values").glob("*") if missing else ():
-            Table(folder, Value).remove(missing)
+        for name, kind in kinds.items() if missing else ():
+            for folder in (self.path / name).glob("*"):
+                Table(folder, kind).remove(missing)
 
 
 def folder_of(label: str, key: str) -> str:
