@@ -89,9 +89,9 @@ def check_conditions(evaluation: Evaluation, out: Path, planned: Preflight) -> N
         RunDiffers, InvalidFile: the folder holds another evaluation.
         The errors of `SteeringSpec` against a model.
     """
-    from steercap.lab.studies.evaluation.definition import FOLDER
+    from steercap.lab.studies.evaluation.store import check_same
 
-    FOLDER.check_same(out, lambda found: evaluation.definition(found.model))
+    check_same(out, evaluation)
     for condition in evaluation.conditions():
         planned.check_steering(evaluation.spec(condition))
 

@@ -61,12 +61,12 @@ def check(sweep: Sweep, measures: list[str | Measure], out: Path, planned: Prefl
         PointNotArmed, InvalidVector: the vectors do not fit the model.
     """
     from steercap.lab.studies.running import measures_of
-    from steercap.lab.studies.sweeps.grid import SWEEP
+    from steercap.lab.studies.sweeps.running import check_same
     from steercap.lab.studies.sweeps.summaries import Record
 
     require("experiments", "plots")
     measures_of(measures, Record.__struct_fields__)
-    SWEEP.check_same(out, lambda found: sweep.definition(found.model))
+    check_same(out, sweep)
     for name, vectors in sweep.vectors.items():
         planned.check_width(vectors.width, f"{name!r}")
         planned.check_layers({layer for layers in sweep.groups for layer in layers}, vectors.site)

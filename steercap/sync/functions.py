@@ -464,7 +464,8 @@ def evaluate(
         MissingExtra: the extra "evaluation" is not installed.
         RunDiffers: the folder has answers to other questions, of another model, or with other sampling.
         InvalidRequest: another call writes to the folder.
-        InvalidSpec: two measures or tasks have one label, or an edit cannot apply to a text of a task.
+        InvalidSpec: two measures or tasks have one label, an edit cannot apply to a text of a task, or several samples
+            at `top_k` 1 would all be the same text, in a new folder.
         The errors of `SteerModel.generate`; with a task, before any answer if an edit does not fit the engine.
     """
     from steercap.lab.studies.evaluation import evaluate as there
@@ -1052,6 +1053,7 @@ def run_sweep(
         RunDiffers: the folder has another sweep, or a sweep of another model: one with other weights, whatever its
             name.
         InvalidRequest: another call writes to the folder.
+        InvalidSpec: several samples at `top_k` 1, which would all be the same text; of a new sweep.
         PointNotArmed, InvalidVector: the vectors do not fit the engine; raised before anything runs.
         The errors of `SteerModel.generate`; answers generated until then stay in the folder.
     """

@@ -320,6 +320,19 @@ def test_a_state_is_of_its_rows_alone(folder, tmp_path) -> None:
         assert len(rows) == len(data)
         with pytest.raises(InvalidSetting, match="batches of other rows"):
             rows.batches(10).load_state_dict(state)
+    halves = [
+        ActivationDataset(folder, at=POST, keep=keep)
+        for keep in (
+            lambda index: np.arange(len(index)) < 2,
+            lambda index: np.arange(len(index)) >= len(index) - 2,
+            lambda index: ~(np.arange(len(index)) > 1),
+        )
+    ]
+    assert len({len(half) for half in halves}) == 1
+    keeping = json.loads(json.dumps(halves[0].batches(10).state_dict()))
+    with pytest.raises(InvalidSetting, match=r"of other rows.* and keep="):
+        halves[1].batches(10).load_state_dict(keeping)
+    halves[2].batches(10).load_state_dict(keeping)
     ActivationDataset(folder, at=POST, without_tokens=(2, 1)).batches(10).load_state_dict(state)
     del state["data"]
     ActivationDataset(folder, at=POST).batches(10).load_state_dict(state)

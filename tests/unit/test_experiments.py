@@ -31,7 +31,7 @@ from steercap.lab.mechanism.views.heatmap import colour, contrast, ink
 from steercap.lab.studies import StudyFolder, Table, Value
 from steercap.lab.studies.running import measures_of
 from steercap.lab.studies.sweeps import MEASURES, OPERATIONS, Answered, Condition, Sweep, SweepResults
-from steercap.lab.studies.sweeps.running import _answer, mean_of, open_folder
+from steercap.lab.studies.sweeps.running import _answer, check_same, mean_of, open_folder, run_sweep
 from steercap.lab.studies.sweeps.summaries import Mean, Record, _figure
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.steering.edits.inputs import alike, marks_of
@@ -218,7 +218,6 @@ def test_requests_of_one_condition_are_together_and_their_seeds_agree() -> None:
         ({"sampling": {"n": 2}}, "samples="),
         ({"samples": 0}, "samples=0"),
         ({"samples": 2, "sampling": {"temperature": 0.0}}, "temperature 0"),
-        ({"samples": 2, "sampling": {"top_k": 1}}, "top_k 1 would all be the same text"),
     ],
 )
 def test_a_sweep_that_means_nothing_is_refused(changed, says) -> None:
@@ -407,6 +406,17 @@ def test_another_sweep_in_the_folder_is_refused(changed, names, tmp_path) -> Non
     assert len(re.findall(r"\bwas\b", str(raised.value))) == len(changed) + 1  # and "the sweep it was begun with"
     with pytest.raises(RunDiffers, match=r"model\.weights was 'one', is 'other'; give"):
         open_folder(tmp_path, sweep().definition(MODEL | {"weights": "other"}))
+
+
+async def test_samples_that_would_be_equal_are_not_begun(tmp_path) -> None:
+    """A new folder has none that count as several; one of before is resumed."""
+    one = sweep(samples=2, sampling={"top_k": 1})
+    points = {Point(layer, "resid_post"): SimpleNamespace(width=vectors(layer).width) for layer in (1, 3)}
+    model = SimpleNamespace(points=points, identity=lambda: MODEL)
+    with pytest.raises(InvalidSpec, match="samples=2 at top_k 1 would all be the same text"):
+        await run_sweep(model, one, out=tmp_path)
+    open_folder(tmp_path, one.definition(MODEL))
+    check_same(tmp_path, one)
 
 
 def test_vectors_in_another_order_are_another_sweep(tmp_path) -> None:

@@ -71,10 +71,10 @@ from steercap.lab.personas.roles import (
 )
 from steercap.lab.personas.roles.axis import axes, directions
 from steercap.lab.personas.roles.folder import RUN, RolesDefinition, check_same, open_folder
-from steercap.lab.personas.roles.pipeline import _finish
+from steercap.lab.personas.roles.pipeline import _finish, _is_read
 from steercap.lab.personas.roles.role import trait_of
 from steercap.lab.personas.roles.rows import load_part
-from steercap.lab.personas.roles.settings import described, digests_of, requests_of, share_of
+from steercap.lab.personas.roles.settings import RoleOutcome, described, digests_of, requests_of, share_of
 from steercap.lab.personas.roles.stages import _write, kept_of
 from steercap.steering import LayerVectors
 from steercap.steering.formats import load_capping
@@ -460,8 +460,8 @@ class Letters:
         """Nothing is left to fetch."""
 
 
-async def read_by(model: Any, folder: Path) -> tuple[int, list[float]]:
-    """Finish a role whose answers are written in a folder; return its number of answers kept and its mean rows."""
+async def read_by(model: Any, folder: Path, tokens: int = 1) -> tuple[int, list[float]]:
+    """Finish a role whose answers, of equal tokens, are written in a folder; return its number of answers kept and its mean rows."""
     settings = RoleSettings(roles=PAIR, min_kept=1, read_together=1)
     role = open_folder(folder, {"name": "m"}, settings).roles["poet"]
     if not role.is_done("generate"):
@@ -472,7 +472,7 @@ async def read_by(model: Any, folder: Path) -> tuple[int, list[float]]:
                 RoleResponse(
                     **msgspec.structs.asdict(one),
                     answer="a",
-                    token_ids=(100 * one.question + one.prompt,),
+                    token_ids=tuple(100 * one.question + one.prompt + 10 * place for place in range(tokens)),
                     finish="stop",
                 )
                 for one in asked
@@ -497,6 +497,29 @@ async def test_a_longer_context_has_room_for_answers_that_are_read_then(fails, t
     assert longer.reads == {99: 6, 3: 4}[fails]
     assert await read_by(longer, tmp_path) == (6, [0.5, 100.5, 200.5])
     assert longer.reads == {99: 6, 3: 4}[fails]
+
+
+async def test_answers_that_were_cut_are_read_again_where_there_is_room_for_more_of_them(tmp_path) -> None:
+    """The number of answers with room is the same."""
+    whole, again = Letters(99), Letters(99)
+    wanted = await read_by(whole, tmp_path / "whole", 5)
+    short = Letters(28)
+    cut = await read_by(short, tmp_path / "parts", 5)
+    assert cut[0] == wanted[0] == 6
+    assert cut[1] != wanted[1]
+    assert await read_by(again, tmp_path / "parts", 5) == wanted
+    assert again.reads == 6
+    assert await read_by(again, tmp_path / "parts", 5) == wanted
+    assert again.reads == 6
+    assert await read_by(Letters(28), tmp_path / "parts", 5) == wanted, "rows of all tokens are the better ones"
+
+
+def test_a_finished_role_of_an_older_folder_is_not_read_again_for_want_of_a_number(tmp_path) -> None:
+    """Its outcome has no number of tokens."""
+    role = open_folder(tmp_path, {"name": "m"}, RoleSettings(roles=PAIR, min_kept=1)).roles["poet"]
+    role.finish("read", outcome=RoleOutcome(6, 6, 0, None))
+    assert _is_read(role, dict.fromkeys("abcdef", 5))
+    assert not _is_read(role, dict.fromkeys("abcde", 5))
 
 
 # The axis

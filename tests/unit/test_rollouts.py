@@ -9,6 +9,7 @@ import json
 import math
 import random
 import re
+import shutil
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -420,6 +421,30 @@ async def test_judgements_of_other_vectors_do_not_stay_beside_new_answers(judged
     with pytest.raises(Stopped) if judged else contextlib.nullcontext():
         await run_rollouts(FakeModel(), [data_set(seed=5)], out=tmp_path, judge=again)
     assert not list(folder.glob("judge_*"))
+
+
+async def test_answers_that_are_generated_again_are_judged_again(tmp_path) -> None:
+    """Where `answers/` was lost in whole or in part, by every judge; others are not."""
+
+    class Other(FakeModel):
+        async def run(self, prompt: Any, sampling: dict[str, Any], *, steering: SteeringSpec | None) -> Any:
+            return await super().run(f"{prompt}!", sampling, steering=steering)
+
+    folder, one = tmp_path / "warm", data_set()
+    for rubric in (RUBRIC, RUBRIC + "!"):
+        await run_rollouts(FakeModel(), [data_set(rubric=rubric)], out=tmp_path, judge=judge())
+    (file,) = (folder / "answers").glob("*.parquet")
+    table = parquet.read_table(file)
+    parquet.write_table(table.slice(30), file)
+    await run_rollouts(Other(), [one], out=tmp_path, judge=judge())
+    assert len(FakeJudge.asked) == 30
+    for row in rows_of(folder / "judge_scores.parquet"):
+        assert row["judge_response"] == replied(row["response"])
+    shutil.rmtree(folder / "answers")
+    await run_rollouts(FakeModel(), [one], out=tmp_path)
+    for rubric in (RUBRIC, RUBRIC + "!"):
+        await run_rollouts(FakeModel(calls=0), [data_set(rubric=rubric)], out=tmp_path, judge=judge())
+        assert len(FakeJudge.asked) == 42
 
 
 async def test_data_sets_are_taken_as_others_are_finished(tmp_path) -> None:

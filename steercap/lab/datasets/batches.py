@@ -235,8 +235,8 @@ class ActivationBatches(IterableDataset["Rows | Labelled"]):
             raise InvalidSetting(f"{shown(state)} is not a state of batches; give the result of state_dict()")
         if state.get("data", wanted["data"]) != wanted["data"]:
             raise InvalidSetting(
-                "this is the state of batches of other rows; load it with the same data set, positions= and "
-                "without_tokens="
+                "this is the state of batches of other rows; load it with the same data set, positions=, "
+                "without_tokens= and keep="
             )
         if any(state[name] != wanted[name] for name in ("order", "rows", "blocks")):
             raise InvalidSetting(

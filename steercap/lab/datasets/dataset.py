@@ -117,6 +117,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         self.normalisations = self._normalisations(normalise)
         self._mapped = MAPPED_REMOTE if self._is_remote else MAPPED
         self._prepare()
+        self._kept = list[str]()
         counts = [self._count(number) for number in range(len(self._receipts))]
         self._edges = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
@@ -249,9 +250,9 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
 
     @cached_property
     def identity(self) -> str:
-        """SHA-256, in hexadecimal, of all receipts, `positions` and `without_tokens`: of which row has which index."""
+        """SHA-256, in hexadecimal, of all receipts and of the choice of rows: of which row has which index."""
         receipts, chosen = DatasetFolder.sum_of(self._receipts).sha256, self._tokens
-        said = (receipts, chosen.first, chosen.end, chosen.step, sorted(chosen.without))
+        said = (receipts, chosen.first, chosen.end, chosen.step, sorted(chosen.without), *self._kept)
         return hashlib.sha256(repr(said).encode()).hexdigest()
 
     def foresee(self, start: int, stop: int) -> None:
@@ -290,7 +291,11 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         return OpenShard(self.folder.storage, self._receipts[number], self._formats, self._tokens)
 
     def _count(self, number: int) -> int:
-        return self._receipts[number].rows if self._tokens.all else len(self._opened(number))
+        """Return the number of selected rows of a shard; with `keep`, note the SHA-256 of their offsets."""
+        shard = self._opened(number)
+        if self._tokens.keep is not None and shard.offsets is not None:
+            self._kept.append(hashlib.sha256(shard.offsets.tobytes()).hexdigest())
+        return len(shard)
 
     def _statistics(self, formats: Sequence[PointFormat]) -> dict[Point, PointStatistics]:
         points = [known.point for known in formats]

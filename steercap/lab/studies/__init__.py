@@ -43,6 +43,15 @@ class Value(msgspec.Struct, frozen=True, kw_only=True):
     value: float
 
 
+class JudgeRow(msgspec.Struct, frozen=True):
+    """Judgement of the answer of a number; other fields as in `steercap.lab.measures.scores.judge.Judgement`."""
+
+    number: int
+    score: float | None
+    refused: bool
+    reply: str
+
+
 Row = TypeVar("Row", bound=msgspec.Struct)
 
 
@@ -118,10 +127,12 @@ class StudyFolder(Generic[Row]):
         return Table(self.path / "values" / (before if known else name), Value)
 
     def forget_values(self, numbers: Iterable[int]) -> None:
-        """Remove the values of all measures for answers that are generated now: they are of other texts."""
+        """Remove all values and judgements of answers that are generated now: they are of other texts."""
+        kinds: dict[str, type[Value | JudgeRow]] = {"values": Value, "judgements": JudgeRow}
         missing = set(numbers)
-        for folder in (self.path / "values").glob("*") if missing else ():
-            Table(folder, Value).remove(missing)
+        for name, kind in kinds.items() if missing else ():
+            for folder in (self.path / name).glob("*"):
+                Table(folder, kind).remove(missing)
 
 
 def folder_of(label: str, key: str) -> str:
@@ -144,7 +155,7 @@ def settle(study: Any, *, whole: Sequence[str], flags: Sequence[str]) -> None:
 
     Raises:
         InvalidSpec: a field is of another type, `samples` is below 1, the sampling sets `n` or `seed`, or all samples
-            would be the same text.
+            would be the same text, at temperature 0.
     """
     said = type(study).__name__
     kinds: list[tuple[Sequence[str], Callable[[Any], Any], str]] = [
@@ -164,11 +175,19 @@ def settle(study: Any, *, whole: Sequence[str], flags: Sequence[str]) -> None:
     object.__setattr__(study, "sampling", dict(study.sampling))
     if study.samples < 1:
         raise InvalidSpec(f"{said}: samples={study.samples}; give 1 or more")
-    greedy = [name for name, value in (("temperature", 0), ("top_k", 1)) if study.sampling.get(name) == value]
-    if study.samples > 1 and greedy:
+    check_samples(study, "temperature", 0)
+
+
+def check_samples(study: Any, parameter: str = "top_k", greedy: int = 1) -> None:
+    """Check that samples of a study can differ; by default that `top_k` is not 1, only for a folder that is begun.
+
+    Raises:
+        InvalidSpec: there are several, and a sampling parameter has the value at which all are the same text.
+    """
+    if study.samples > 1 and study.sampling.get(parameter) == greedy:
         raise InvalidSpec(
-            f"{said}: samples={study.samples} at {greedy[0]} {study.sampling[greedy[0]]} would all be the same text; "
-            "raise it, or set samples=1"
+            f"{type(study).__name__}: samples={study.samples} at {parameter} {study.sampling[parameter]} would all be "
+            "the same text; raise it, or set samples=1"
         )
 
 

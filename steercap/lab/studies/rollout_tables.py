@@ -14,6 +14,7 @@ import torch
 from steercap.files.base import write_whole
 from steercap.files.tables import read_table, write_table
 from steercap.lab.measures.statistics import cluster_means, estimate
+from steercap.lab.studies import JudgeRow
 from steercap.lab.studies.evaluation.results import EvaluationResults
 from steercap.steering.edits.add import Add
 from steercap.steering.spec import SteeringSpec
@@ -27,15 +28,6 @@ class Verdict(NamedTuple):
 
     score: float | None
     refused: bool
-
-
-class JudgeRow(msgspec.Struct, frozen=True):
-    """Judgement of the answer of a number; other fields as in `steercap.lab.measures.scores.judge.Judgement`."""
-
-    number: int
-    score: float | None
-    refused: bool
-    reply: str
 
 
 class JudgeScore(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,12 +26,11 @@ from steercap.lab.measures.score import Classifier
 from steercap.lab.measures.scores import PLACES, Scored
 from steercap.lab.measures.scores.judge import Judge
 from steercap.lab.measures.scores.minilm import encoder_folder
-from steercap.lab.studies import Table, folder_of
+from steercap.lab.studies import JudgeRow, Table, folder_of
 from steercap.lab.studies.evaluation import Evaluation, evaluate
 from steercap.lab.studies.evaluation.methods import rollout_methods, scaled_name
 from steercap.lab.studies.evaluation.results import EvaluationResults
 from steercap.lab.studies.rollout_tables import (
-    JudgeRow,
     RolloutSummary,
     VariantScore,
     Verdict,
@@ -207,7 +206,7 @@ class _Rollouts:
         """Return the judgement of each answer in order; the judge is asked for missing ones, which are stored."""
         known = (judge.base_url, judge.model, judge.logprobs, rollouts.rubric)
         kept = Table(self.out / rollouts.name / "judgements" / folder_of("judge", repr(known)), JudgeRow)
-        # Under one number an evaluation has one answer for good: its digest is of steering, and its seed is its own.
+        # These are of the answers' own texts: `evaluate` removes those of answers that it generates again.
         missing = [answer for answer in results.answers if answer.number not in kept.rows]
         done = len(results.answers) - len(missing)
         try:

@@ -140,16 +140,18 @@ def load_run(out: str | Path) -> RoleRun:
 async def _finish(model: SteerModel, settings: RoleSettings, role: RoleFolder, count: Count) -> None:
     """Score and read the answers of a role, and mark it as done, with rows, or as left out if too few are kept.
 
-    A finished role is read again if the model's context has room for other answers than when it was read.
+    A finished role is read again if the model's context has room for other answers, or for more or fewer of their
+    tokens, than when it was read.
     """
-    before = -1 if role.outcome is None else role.outcome.kept
     responses = answers_of(role)
     scores = await score(settings, role, responses)
-    kept, room = kept_of(settings, responses, scores), dict[str, int]()
-    if len(kept) != before:  # not all were read; which ones fit takes long to find out
+    kept = kept_of(settings, responses, scores)
+    room = {response.id: len(response.token_ids) for response in kept}
+    if not _is_read(role, room):  # not all were read to their ends; how many tokens fit takes long to find out
         room = room_of(model.tokenizer, model.max_model_len, settings, kept)
         kept = [response for response in kept if room[response.id]]
-    if len(kept) == before:
+        room = {response.id: room[response.id] for response in kept}
+    if _is_read(role, room):
         count.add(len(responses))
         return
     count.add(len(responses) - len(kept))
@@ -160,7 +162,16 @@ async def _finish(model: SteerModel, settings: RoleSettings, role: RoleFolder, c
         count.add(len(kept))
     else:
         await read(model, settings, role, kept, room=room, count=count)
-    role.finish("read", outcome=outcome_of(responses, scores, len(kept), why))
+    role.finish("read", outcome=outcome_of(responses, scores, len(kept), why, sum(room.values())))
+
+
+def _is_read(role: RoleFolder, room: Mapping[str, int]) -> bool:
+    """Return True if a role is finished with as many answers, and as many of their tokens, as `room` has.
+
+    Equal sums are equal numbers of each: with the context, all grow or none.
+    """
+    outcome = role.outcome
+    return outcome is not None and outcome.kept == len(room) and outcome.tokens in {None, sum(room.values())}
 
 
 def _too_few(settings: RoleSettings, responses: Sequence[RoleResponse], kept: int) -> str:

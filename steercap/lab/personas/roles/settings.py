@@ -154,6 +154,8 @@ class RoleOutcome(msgspec.Struct, frozen=True):
         unscored: number of answers that the scorer could not score.
         mean_score: mean over the answers with a score, 0 to 100; None if there is none, as without a scorer.
         left_out: reason why the role has no vector, "" if it has one.
+        tokens: number of tokens of the used answers for which the model's context has room; None if the folder was
+            written by an older version.
     """
 
     responses: int
@@ -161,6 +163,7 @@ class RoleOutcome(msgspec.Struct, frozen=True):
     unscored: int
     mean_score: float | None
     left_out: str = ""
+    tokens: int | None = None
 
 
 def requests_of(settings: RoleSettings, name: str) -> Iterator[RoleRequest]:
@@ -191,7 +194,7 @@ def share_of(settings: RoleSettings, shard: tuple[int, int]) -> tuple[str, ...]:
 
 
 def outcome_of(
-    responses: Sequence[RoleResponse], scores: Sequence[float | None] | None, kept: int, left_out: str
+    responses: Sequence[RoleResponse], scores: Sequence[float | None] | None, kept: int, left_out: str, tokens: int
 ) -> RoleOutcome:
     """Return the outcome of a role.
 
@@ -200,11 +203,12 @@ def outcome_of(
         scores: their scores, in the same order; None if nothing was scored.
         kept: number of answers used.
         left_out: reason why the role has no vector, or "".
+        tokens: number of their tokens with room.
     """
     known = [score for score in scores or () if score is not None]
     mean = math.fsum(known) / len(known) if known else None
     unscored = len(responses) - len(known) if scores is not None else 0
-    return RoleOutcome(len(responses), kept, unscored, mean, left_out)
+    return RoleOutcome(len(responses), kept, unscored, mean, left_out, tokens)
 
 
 class Case(msgspec.Struct, frozen=True):

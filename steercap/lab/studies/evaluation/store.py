@@ -10,7 +10,7 @@ import msgspec
 from steercap.core.values import shown
 from steercap.errors import InvalidFile
 from steercap.lab.measures import Answered, Measure
-from steercap.lab.studies import Row, StudyFolder, Table, Value, folder_of
+from steercap.lab.studies import Row, StudyFolder, Table, Value, check_samples, folder_of
 from steercap.lab.studies.evaluation.definition import FOLDER, Condition, Evaluation
 from steercap.lab.studies.evaluation.tasks import Task
 
@@ -46,11 +46,14 @@ class Folder(StudyFolder[Answer]):
     Raises:
         RunDiffers: it holds answers to other questions, of another model or sampled otherwise.
         InvalidFile: its evaluation.json cannot be read, or lacks a method or dose that may not be written.
+        InvalidSpec: as for `check_same`.
     """
 
     def __init__(self, path: str | Path, evaluation: Evaluation, model: dict[str, str], *, write: bool = True) -> None:
         wanted = evaluation.definition(model)
         found = FOLDER.open(path, wanted) if write else FOLDER.check_same(path, lambda _: wanted)
+        if found is None:
+            check_samples(evaluation)
         known = list(found.conditions) if found else []
         digests = [one.digest for one in known]
         for condition, one in zip(evaluation.conditions(), wanted.conditions, strict=True):
@@ -121,3 +124,14 @@ class Folder(StudyFolder[Answer]):
     @staticmethod
     def _lacking(path: str | Path, what: object) -> InvalidFile:
         return InvalidFile(f"{path} lacks a part of {shown(what)}; call `evaluate` again to compute it")
+
+
+def check_same(path: str | Path, evaluation: Evaluation) -> None:
+    """Check that a folder, which need not exist, has no other evaluation; the model is not compared.
+
+    Raises:
+        RunDiffers, InvalidFile: as for `Folder`.
+        InvalidSpec: the folder has no evaluation yet, and all samples would be the same text; see `check_samples`.
+    """
+    if FOLDER.check_same(path, lambda found: evaluation.definition(found.model)) is None:
+        check_samples(evaluation)  # folders of before are resumed
