@@ -458,6 +458,21 @@ async def test_a_message_without_a_text_is_refused(message) -> None:
             await served(Server(source), talk, {}, spans=spans)
 
 
+@pytest.mark.parametrize("key", ["text", "message", "messages", "set", "type", "last", "id"])
+def test_a_word_of_a_template_is_no_key_of_a_message(key) -> None:
+    """Nor is a key of parts or tools: only what is read where "role" is."""
+    source = (
+        "{% set ns = namespace(last=messages[0]) %}{% for message in messages %}{{ '<' ~ message['role'] ~ '>' }}"
+        "{% for item in message['content'] or [] %}{% if item['type'] == 'text' %}{{ item.text }}{% endif %}{% endfor %}"
+        "{{ message.tools[0].id if message.tools else '' }}{{ message.get('said') or '' }}{% set ns.last = message %}"
+        "{% endfor %}{{ ns.last.role ~ ns.last.extra }}"
+    )
+    for known in ("said", "extra", "tools"):
+        templated(real(), [{"role": "user", known: []}], {"chat_template": source}, spans=False)
+    with pytest.raises(InvalidPrompt, match=r"message 0 has 'role', .*, and no 'content'"):
+        templated(real(), [{"role": "user", key: "hi"}], {"chat_template": source}, spans=False)
+
+
 @pytest.mark.parametrize("message", [{"content": None}, {"content": []}, {"said": "hi"}, {"tool_calls": []}])
 def test_a_message_may_have_what_its_template_reads_in_place_of_a_text(message) -> None:
     source = "{% for m in messages %}{{ '<' ~ m.role ~ '>' ~ (m.said or '') }}{% endfor %}"
