@@ -416,7 +416,7 @@ def tokenizer_over(flags: Sequence[str], own: Any) -> tuple[Any, Any]:
     plain = AutoTokenizer.from_pretrained(name)
     there = {"name": name, "revision": "", "digest": tokenizer_digest(plain), "template": template_digest(plain)}
     chats = server.chat_template(server.read_flags(name, flags), own)
-    return tokenizer_here({**there, "chats": chats}, "http://there"), plain
+    return tokenizer_here(there if chats is None else {**there, "chats": chats}, "http://there"), plain
 
 
 @pytest.mark.parametrize(
@@ -449,6 +449,13 @@ def test_clients_render_no_chats_by_a_template_that_they_do_not_know(flags) -> N
     with pytest.raises(InvalidRequest, match="clients do not know the chat template of this server; give token ids"):
         tokens_of(found, CHAT, special=False)
     assert tokens_of(found, "Hi", special=True) == tokens_of(plain, "Hi", special=True)
+
+
+@pytest.mark.parametrize("own", [OWN, {"default": OWN}, None])
+def test_clients_render_by_their_own_template_where_a_server_names_no_other(own) -> None:
+    """Whatever form it gives contents."""
+    found, plain = tokenizer_over(["--chat-template-content-format", "string"], own)
+    assert found.chat_template == plain.chat_template
 
 
 def test_adapters_are_known_by_what_is_loaded_of_them(tmp_path) -> None:
