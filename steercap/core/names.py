@@ -35,7 +35,9 @@ _BESIDE_CONTENT: Final = (
     "refusal",
 )
 #: Arguments of `apply_chat_template` that are always taken.
-_ALWAYS: Final = frozenset({"add_generation_prompt", "continue_final_message", "tools", "documents", "chat_template"})
+_ALWAYS: Final = frozenset({"add_generation_prompt", "continue_final_message", "chat_template"})
+#: Further ones, which have no effect where they are empty.
+_IF_EMPTY: Final = ("tools", "documents")
 #: Site with equal rows, by TransformerLens's name within a block.
 TRANSFORMER_LENS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -199,13 +201,14 @@ def require_variables(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
         InvalidRequest: it does not read one, which would have no effect.
     """
     module = type(tokenizer).apply_chat_template.__module__
-    if not set(kwargs) - _ALWAYS or module != "transformers.tokenization_utils_base":
+    given = [name for name, value in kwargs.items() if name not in _IF_EMPTY or value]
+    if not set(given) - _ALWAYS or module != "transformers.tokenization_utils_base":
         return
     known = [*map(_variables, template_sources(tokenizer, kwargs))]
     if not known or None in known:
         return
     read = _ALWAYS.union(*(names or () for names in known))
-    if wrong := [name for name in kwargs if name not in read]:
+    if wrong := [name for name in given if name not in read]:
         raise InvalidRequest(
             f"chat_template_kwargs has {wrong[0]!r}, which the chat template does not read; {choices(wrong[0], read)}"
         )

@@ -494,12 +494,15 @@ def test_an_argument_that_the_template_does_not_read_is_refused() -> None:
         ids, _ = templated(real(), talk, {"chat_template": source, **kwargs}, spans=False)
         return real().decode(ids)
 
-    assert text_of() == text_of(thinking=False, style="!", tools=None) == "hi"
+    assert text_of() == text_of(thinking=False, style="!", tools=None, documents=[]) == "hi"
     assert text_of(thinking=True, style="!") == "hi!"
     with pytest.raises(
         InvalidRequest, match=r"'thinkng', which the chat template does not read; did you mean 'thinking'"
     ):
         text_of(thinkng=True)
+    for name in ("tools", "documents"):
+        with pytest.raises(InvalidRequest, match=f"{name!r}, which the chat template does not read"):
+            text_of(**{name: [{"title": "a"}]})
     for name in ("tokenize", "return_dict", "truncation", "add_special_tokens"):
         with pytest.raises(InvalidRequest, match=f"{name!r}, which is no variable of a template"):
             template_arguments({name: True})
