@@ -136,14 +136,18 @@ def chat_flags(flags: argparse.Namespace) -> str:
     return json.dumps(found, sort_keys=True) if found else ""
 
 
-def chat_template(flags: argparse.Namespace, own: Any) -> str:
+def chat_template(flags: argparse.Namespace, own: Any) -> str | None:
     """Return the text of the template by which the server renders conversations, with the flags' default arguments.
+
+    None if the flags name neither: conversations are rendered by the tokenizer's own.
 
     Args:
         flags: result of `read_flags`.
         own: template of the model's tokenizer.
     """
     text, given = own, flags.chat_template
+    if given is None and not flags.default_chat_template_kwargs:
+        return None
     if given is not None:
         is_file = os.path.isfile(given)  # noqa: PTH113 -- it may be the template itself
         text = Path(given).read_text() if is_file else given if {*given} & {*"{}\n"} else None  # a name of vLLM's own

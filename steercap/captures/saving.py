@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -29,6 +29,7 @@ from steercap.captures.manifest import (
     request_of,
 )
 from steercap.captures.stacking import flat
+from steercap.core.values import shown
 from steercap.errors import InvalidRequest
 from steercap.files.base import check_extension
 from steercap.files.journal import Journal
@@ -140,17 +141,29 @@ class CaptureRun:
         paths = {self._path(self._next(further)): handle for further, handle in enumerate(handles)}
         return self._add(paths, answer_id, time)
 
-    def discard(self, names: Collection[str]) -> None:
-        """Remove entries and their files, so that the captures can be added again; a kill leaves all or none."""
+    def discard(self, names: Iterable[str]) -> None:
+        """Remove entries and their files, so that the captures can be added again; a kill leaves all entries or none.
+
+        Raises:
+            InvalidRequest: a name is not listed, or the run is closed.
+        """
+        if not self._journal.locked:
+            raise InvalidRequest(f"this run is closed; open {self.folder} again with CaptureRun")
+        gone = set(names)
+        if wrong := gone - self._requests.keys():
+            raise InvalidRequest(f"{self.folder} lists no {shown(wrong.pop())}; give names of `requests`")
         whole = self.manifest.document
-        kept = tuple(request for request in whole.requests if request.file not in names)
+        kept = tuple(request for request in whole.requests if request.file not in gone)
+        for name in gone:  # one that is no sound capture now: after a kill, `add` would not write over it
+            if not files.is_of(self.folder / name, self._document.model):
+                (self.folder / name).unlink(missing_ok=True)
         CAPTURES.write(self.folder, whole, self._mode)
         self._journal.begin(0)  # one that goes on after more entries than the manifest has could not be read
         self._document, self._new = msgspec.structs.replace(whole, requests=kept), []
         CAPTURES.write(self.folder, self._document, self._mode)
         self._journal.begin(self._document.entries)
         self._requests = {request.file: request for request in kept}
-        for name in names:
+        for name in gone:
             (self.folder / name).unlink(missing_ok=True)
 
     def _add(
@@ -185,8 +198,7 @@ class CaptureRun:
         """Return the path of a new file; a name of None stands for the next number.
 
         Raises:
-            InvalidRequest: the name is listed already or of a file that is no capture of this model, or the run is
-                closed.
+            InvalidRequest: the run is closed, or the name is listed, or of a file that is no capture of this model.
             InvalidFile: the name has another extension than .safetensors.
         """
         if not self._journal.locked:
@@ -203,12 +215,7 @@ class CaptureRun:
         return path
 
     def _own(self, handle: CaptureHandle) -> files.Saved:
-        """Return the content of a handle's file.
-
-        Raises:
-            InvalidRequest: the handle is of another model.
-            CaptureNotFetched: before `fetch()`.
-        """
+        """Return the content of a handle's file; InvalidRequest if it is another model's, or as `as_saved` raises."""
         saved = handle.as_saved()
         if saved.header.model != self._document.model:
             raise InvalidRequest(

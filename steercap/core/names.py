@@ -35,7 +35,9 @@ _BESIDE_CONTENT: Final = (
     "refusal",
 )
 #: Arguments of `apply_chat_template` that are always taken.
-_ALWAYS: Final = frozenset({"add_generation_prompt", "continue_final_message", "tools", "documents", "chat_template"})
+_ALWAYS: Final = frozenset({"add_generation_prompt", "continue_final_message", "chat_template"})
+#: Further ones, which have no effect where they are empty.
+_IF_EMPTY: Final = ("tools", "documents")
 #: Site with equal rows, by TransformerLens's name within a block.
 TRANSFORMER_LENS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -161,28 +163,35 @@ def _number(digits: str, name: str) -> int:
     return int(digits)
 
 
-def require_contents(conversation: Sequence[Mapping[str, Any]], template: str = "") -> None:
+def require_contents(conversation: Sequence[Mapping[str, Any]], templates: Sequence[str] = ()) -> None:
     """Check that the content of every message is text, parts or None, and left out only beside what a template reads.
 
     Args:
         conversation: {"role", "content"} dicts.
-        template: source of the chat template, whose names messages may have too; "" if unknown.
+        templates: sources of the chat templates, whose keys of messages may be there instead; () if unknown.
 
     Raises:
         InvalidPrompt: a content is something else, or a message has none.
     """
+    read = frozenset(_BESIDE_CONTENT).union(*map(_keys, templates)) - {"role", "name"}
     for index, message in enumerate(conversation):
         content = message.get("content")
         if not (content is None or isinstance(content, (str, list, tuple))):
             raise InvalidPrompt(f"message {index} has content={shown(content)}; give text, or a list of parts")
-        others = [str(name) for name in message if name not in ("role", "name")]
-        if "content" not in message and not any(
-            name in _BESIDE_CONTENT or re.search(rf"\b{re.escape(name)}\b", template) for name in others
-        ):
+        if "content" not in message and not read.intersection(message):
             raise InvalidPrompt(
                 f"message {index} has {', '.join(map(repr, message))}, and no 'content', so that its text would be "
                 "left out; give {'role': ..., 'content': ...}"
             )
+
+
+def template_sources(tokenizer: Any, kwargs: Mapping[str, Any]) -> list[str]:
+    """Return the sources of the chat templates that `apply_chat_template` may choose from; [] if none is known."""
+    own = getattr(tokenizer, "chat_template", None)
+    given = kwargs.get("chat_template") or own
+    if isinstance(own, Mapping):  # templates by name
+        given = own.get(given, given) if isinstance(given, str) else given
+    return [one for one in (given.values() if isinstance(given, Mapping) else [given]) if isinstance(one, str)]
 
 
 def require_variables(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
@@ -191,18 +200,15 @@ def require_variables(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
     Raises:
         InvalidRequest: it does not read one, which would have no effect.
     """
-    method, own = type(tokenizer).apply_chat_template, getattr(tokenizer, "chat_template", None)
-    if not set(kwargs) - _ALWAYS or method.__module__ != "transformers.tokenization_utils_base":
+    module = type(tokenizer).apply_chat_template.__module__
+    given = [name for name, value in kwargs.items() if name not in _IF_EMPTY or value]
+    if not set(given) - _ALWAYS or module != "transformers.tokenization_utils_base":
         return
-    given = kwargs.get("chat_template") or own
-    if isinstance(own, Mapping):  # templates by name
-        given = own.get(given, given) if isinstance(given, str) else given
-    sources = given.values() if isinstance(given, Mapping) else [given]
-    known = [_variables(source) if isinstance(source, str) else None for source in sources]
-    if None in known:
+    known = [*map(_variables, template_sources(tokenizer, kwargs))]
+    if not known or None in known:
         return
     read = _ALWAYS.union(*(names or () for names in known))
-    if wrong := [name for name in kwargs if name not in read]:
+    if wrong := [name for name in given if name not in read]:
         raise InvalidRequest(
             f"chat_template_kwargs has {wrong[0]!r}, which the chat template does not read; {choices(wrong[0], read)}"
         )
@@ -211,11 +217,37 @@ def require_variables(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
 @functools.lru_cache(maxsize=8)
 def _variables(source: str) -> frozenset[str] | None:
     """Return the names of the variables that a chat template reads; None if it is not plain Jinja."""
-    from jinja2 import Environment, TemplateError, meta
+    from jinja2 import meta
+
+    parsed = _parsed(source)
+    return frozenset(meta.find_undeclared_variables(parsed)) - {"messages"} if parsed else None
+
+
+@functools.lru_cache(maxsize=8)
+def _keys(source: str) -> frozenset[Any]:
+    """Return the keys that a chat template reads of messages: of whatever it reads "role" of."""
+    from jinja2 import nodes
+
+    found: list[tuple[str, Any]] = []
+    parsed = _parsed(source)
+    for one in parsed.find_all((nodes.Getattr, nodes.Getitem, nodes.Call)) if parsed else ():
+        match one:
+            case (
+                nodes.Getattr(node=holder, attr=key)
+                | nodes.Getitem(node=holder, arg=nodes.Const(value=key))
+                | nodes.Call(node=nodes.Getattr(node=holder, attr="get"), args=[nodes.Const(value=key), *_])
+            ):
+                found.append((repr(holder), key))
+    messages = {holder for holder, key in found if key == "role"}
+    return frozenset(key for holder, key in found if holder in messages)
+
+
+def _parsed(source: str) -> Any:
+    """Return a chat template as Jinja parses it; None if it is not plain Jinja."""
+    from jinja2 import Environment, TemplateError
 
     plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", source)  # a tag of transformers, without variables
     try:
-        parsed = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True).parse(plain)
+        return Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True).parse(plain)
     except TemplateError:
         return None
-    return frozenset(meta.find_undeclared_variables(parsed)) - {"messages"}

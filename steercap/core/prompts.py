@@ -21,7 +21,7 @@ from steercap.core.chat import (
     token_span,
 )
 from steercap.core.extras import extra
-from steercap.core.names import require_contents, require_variables
+from steercap.core.names import require_contents, require_variables, template_sources
 from steercap.core.spec import CaptureSpec, Layers
 from steercap.core.values import index_of, shown, truth_of, warn
 from steercap.errors import InvalidPrompt, InvalidRequest, InvalidSpec
@@ -478,7 +478,7 @@ def templated(
         InvalidPrompt: the template reads only text, and a part of a message is none; or a content is neither text nor
             parts, or is missing.
     """
-    require_contents(conversation, str(kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None) or ""))
+    require_contents(conversation, template_sources(tokenizer, kwargs))
     require_variables(tokenizer, kwargs)
 
     def applied(messages: Sequence[Mapping[str, Any]], *, invite: bool = True, **how: Any) -> Any:

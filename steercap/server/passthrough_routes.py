@@ -39,12 +39,17 @@ STEERED: Final = (
 )
 #: Routes that do not run the model, where a preset's name stands for the model itself.
 AT_REST: Final = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
-#: Name and beginning of the value of a field of a multipart form, as the speech routes take them; bounded, so that a
-#: body is searched in linear time.
+#: Name and beginning of the value of a field of a multipart form, as the speech routes take them; of a part's beginning
+#: alone, since a search through whole bodies takes seconds, in which no other request is served.
 _FORM_FIELD: Final = re.compile(
-    rb"""(?i)content-disposition:[ \t]{0,9}form-data;[ \t]{0,9}name=["']?(\w{1,40})["']?[^\r\n]{0,200}"""
-    rb"""(?:\r\n[^\r\n]{1,200}){0,8}\r\n\r\n([^\r\n]{0,400})"""
+    rb"""(?i)(?:\r\n[^\r\n]{1,200}+){0,8}?\r\n"""
+    rb"""content-disposition:[ \t]{0,9}form-data;[ \t]{0,9}name=["']?(\w{1,40}+)["']?[^\r\n]{0,200}+"""
+    rb"""(?:\r\n[^\r\n]{1,200}+){0,8}+\r\n\r\n([^\r\n]{0,400})"""
 )
+#: What separates the parts of a form, as its Content-Type says.
+_BOUNDARY: Final = re.compile(r'(?i);[ \t]*boundary="?([^";]+)')
+#: Number of parts of a form that are read; Starlette refuses forms with more than 1,000 fields or 1,000 files.
+_MOST_PARTS: Final = 2000
 
 
 class PassthroughRoute:
@@ -69,9 +74,8 @@ class PassthroughRoute:
             return
         given, is_text = decoded(body)
         given = given if isinstance(given, dict) else {}
-        if header(scope, b"content-type").lower().startswith("multipart/"):
-            fields = _FORM_FIELD.findall(body)
-            given = {name.decode(): value.decode("utf-8", "replace") for name, value in fields}
+        if (kind := header(scope, b"content-type")).lower().startswith("multipart/"):
+            given = _form(kind, body)
         if asked := [name for name in FIELDS if given.get(name) is not None]:
             await refuse(send, 400, f"{path} does not take {asked[0]!r}; use {' or '.join(self._paths)}")
             return
@@ -97,3 +101,13 @@ class PassthroughRoute:
             await refuse(send, 400, "the body is nested too deeply")
         finally:
             CURRENT.reset(token)
+
+
+def _form(kind: str, body: bytes) -> dict[str, str]:
+    """Return the fields of a multipart form by name; `kind` is the request's Content-Type."""
+    boundary = _BOUNDARY.search(kind)
+    if boundary is None:  # vLLM's route refuses it
+        return {}
+    parts = (b"\r\n" + body).split(b"\r\n--" + boundary[1].strip().encode("latin-1"), _MOST_PARTS + 1)
+    fields = [found for part in parts if (found := _FORM_FIELD.match(part))]
+    return {field[1].decode(): field[2].decode("utf-8", "replace") for field in fields}

@@ -192,9 +192,9 @@ async def application(
     if chats := server.chat_flags(flags):
         identity["chat_flags"] = chats
     description = await asyncio.to_thread(engine_description, model.serving.here())
-    if chats and description["tokenizer"]:
-        own = getattr(model.tokenizer, "chat_template", None)
-        description["tokenizer"]["chats"] = server.chat_template(flags, own)
+    if described := description["tokenizer"]:
+        template = server.chat_template(flags, getattr(model.tokenizer, "chat_template", None))
+        description["tokenizer"] = described if template is None else {**described, "chats": template}
     description["variants"] = {**presets.variants, **await asyncio.to_thread(server.adapters, flags)}
     routes = Routes(model, captures, library, presets.aliases, folder, identity=identity, description=description)
     app.router.routes.extend(routes.routes)

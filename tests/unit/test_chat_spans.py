@@ -458,6 +458,21 @@ async def test_a_message_without_a_text_is_refused(message) -> None:
             await served(Server(source), talk, {}, spans=spans)
 
 
+@pytest.mark.parametrize("key", ["text", "message", "messages", "set", "type", "last", "id"])
+def test_a_word_of_a_template_is_no_key_of_a_message(key) -> None:
+    """Nor is a key of parts or tools: only what is read where "role" is."""
+    source = (
+        "{% set ns = namespace(last=messages[0]) %}{% for message in messages %}{{ '<' ~ message['role'] ~ '>' }}"
+        "{% for item in message['content'] or [] %}{% if item['type'] == 'text' %}{{ item.text }}{% endif %}{% endfor %}"
+        "{{ message.tools[0].id if message.tools else '' }}{{ message.get('said') or '' }}{% set ns.last = message %}"
+        "{% endfor %}{{ ns.last.role ~ ns.last.extra }}"
+    )
+    for known in ("said", "extra", "tools"):
+        templated(real(), [{"role": "user", known: []}], {"chat_template": source}, spans=False)
+    with pytest.raises(InvalidPrompt, match=r"message 0 has 'role', .*, and no 'content'"):
+        templated(real(), [{"role": "user", key: "hi"}], {"chat_template": source}, spans=False)
+
+
 @pytest.mark.parametrize("message", [{"content": None}, {"content": []}, {"said": "hi"}, {"tool_calls": []}])
 def test_a_message_may_have_what_its_template_reads_in_place_of_a_text(message) -> None:
     source = "{% for m in messages %}{{ '<' ~ m.role ~ '>' ~ (m.said or '') }}{% endfor %}"
@@ -479,12 +494,15 @@ def test_an_argument_that_the_template_does_not_read_is_refused() -> None:
         ids, _ = templated(real(), talk, {"chat_template": source, **kwargs}, spans=False)
         return real().decode(ids)
 
-    assert text_of() == text_of(thinking=False, style="!", tools=None) == "hi"
+    assert text_of() == text_of(thinking=False, style="!", tools=None, documents=[]) == "hi"
     assert text_of(thinking=True, style="!") == "hi!"
     with pytest.raises(
         InvalidRequest, match=r"'thinkng', which the chat template does not read; did you mean 'thinking'"
     ):
         text_of(thinkng=True)
+    for name in ("tools", "documents"):
+        with pytest.raises(InvalidRequest, match=f"{name!r}, which the chat template does not read"):
+            text_of(**{name: [{"title": "a"}]})
     for name in ("tokenize", "return_dict", "truncation", "add_special_tokens"):
         with pytest.raises(InvalidRequest, match=f"{name!r}, which is no variable of a template"):
             template_arguments({name: True})

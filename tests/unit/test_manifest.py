@@ -624,6 +624,47 @@ def test_a_listed_file_that_is_lost_or_of_another_run_is_added_again(tmp_path) -
     assert sorted(path.name for path in own.glob("*.safetensors")) == [first.file, names[0], names[2]]
 
 
+def test_what_is_not_listed_is_not_discarded(tmp_path) -> None:
+    """Nor is anything outside of the folder; a closed run discards nothing."""
+    precious, notes = tmp_path / "precious.txt", tmp_path / "run" / "notes.txt"
+    precious.write_text("mine")
+    with CaptureRun(notes.parent, model="m") as run:
+        notes.write_text("mine")
+        for name in ("a.safetensors", "b.safetensors"):
+            run.add(a_handle(), name)
+        for names in (["../precious.txt"], ["a.safetensors", "notes.txt"], "a.safetensors", [str(precious)]):
+            with pytest.raises(InvalidRequest, match=r"lists no .*; give names of `requests`"):
+                run.discard(names)
+        assert [*run.requests] == ["a.safetensors", "b.safetensors"]
+        run.discard(name for name in ["b.safetensors"])
+    assert sorted(path.name for path in notes.parent.glob("*s")) == ["a.safetensors"]
+    assert precious.read_text() == notes.read_text() == "mine"
+    with pytest.raises(InvalidRequest, match="this run is closed"):
+        run.discard(["a.safetensors"])
+
+
+@pytest.mark.parametrize("writes", [1, 2])
+def test_a_capture_cut_off_is_added_again_after_a_kill_while_it_is_discarded(writes, tmp_path, monkeypatch) -> None:
+    """Before the entries are gone, and after."""
+    names = ["a.safetensors", "b.safetensors"]
+    with CaptureRun(tmp_path, model="m") as run:
+        for name in names:
+            run.add(a_handle(), name)
+        cut = tmp_path / names[0]
+        cut.write_bytes(cut.read_bytes()[:9])
+        kills = iter([False] * (writes - 1) + [True])
+        monkeypatch.setattr(run._journal, "begin", lambda _: next(kills) and sys.exit("killed"))
+        with pytest.raises(SystemExit):
+            run.discard(names)
+        assert (tmp_path / names[1]).exists()
+    with CaptureRun(tmp_path, model="m") as run:
+        assert [*run.requests] == (names if writes == 1 else [])
+        run.discard([*run.requests])
+        for name in names:
+            run.add(a_handle(), name)
+    assert len([*Manifest.load(tmp_path).handles()]) == 2
+
+
 def test_a_file_that_is_no_capture_is_not_written_over(tmp_path) -> None:
     """Nor removed when the call fails; a capture that a killed process wrote and did not list is written again."""
     other = LayerVectors({1: torch.ones(2)}).save(tmp_path / "vectors.safetensors")

@@ -11,6 +11,7 @@ import pickle
 import re
 import shutil
 import socket
+import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -415,7 +416,7 @@ def tokenizer_over(flags: Sequence[str], own: Any) -> tuple[Any, Any]:
     plain = AutoTokenizer.from_pretrained(name)
     there = {"name": name, "revision": "", "digest": tokenizer_digest(plain), "template": template_digest(plain)}
     chats = server.chat_template(server.read_flags(name, flags), own)
-    return tokenizer_here({**there, "chats": chats}, "http://there"), plain
+    return tokenizer_here(there if chats is None else {**there, "chats": chats}, "http://there"), plain
 
 
 @pytest.mark.parametrize(
@@ -448,6 +449,13 @@ def test_clients_render_no_chats_by_a_template_that_they_do_not_know(flags) -> N
     with pytest.raises(InvalidRequest, match="clients do not know the chat template of this server; give token ids"):
         tokens_of(found, CHAT, special=False)
     assert tokens_of(found, "Hi", special=True) == tokens_of(plain, "Hi", special=True)
+
+
+@pytest.mark.parametrize("own", [OWN, {"default": OWN}, None])
+def test_clients_render_by_their_own_template_where_a_server_names_no_other(own) -> None:
+    """Whatever form it gives contents."""
+    found, plain = tokenizer_over(["--chat-template-content-format", "string"], own)
+    assert found.chat_template == plain.chat_template
 
 
 def test_adapters_are_known_by_what_is_loaded_of_them(tmp_path) -> None:
@@ -842,6 +850,36 @@ async def test_forms_are_read_for_presets_and_fields_of_ours(library) -> None:
         assert (await client.post("/v1/audio/transcriptions", files=typed)).status_code == 400
     (body,) = seen
     assert sound["file"][1] in body
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"Content-Disposition: form-data; name=a\r\n",
+        b"\r\n--0" + (b"\r\nContent-Disposition: form-data; name=" + b"a" * 190) * 9,
+        b"\r\n--0\r\n",
+        b"\r\n-",
+    ],
+)
+async def test_a_form_is_read_in_a_moment_whatever_it_holds(line) -> None:
+    """Other requests wait meanwhile: a search for fields through this body took 30 s."""
+    passed: list[bytes] = []
+
+    async def inner(_scope: Any, receive: Any, send: Any) -> None:
+        passed.append((await receive())["body"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    app = PassthroughRoute(inner, Presets(["m"], {}))
+    body = b'--0\r\ncontent-disposition: form-data; name="file"\r\n\r\n' + line * ((25 << 20) // len(line))
+    kinds = {"content-type": 'Multipart/form-data; charset=utf-8; boundary="0"'}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        begun = time.process_time()
+        assert (await client.post("/v1/audio/transcriptions", content=body, headers=kinds)).status_code == 200
+        assert time.process_time() - begun < 3
+        asked = body[:60] + b"\r\n--0\r\nX: y\r\ncontent-disposition: form-data; name=steercap\r\n\r\n{}"
+        assert (await client.post("/v1/audio/transcriptions", content=asked, headers=kinds)).status_code == 400
+    assert passed == [body]
 
 
 async def test_a_body_that_a_route_cannot_unfold_is_the_clients_doing() -> None:
