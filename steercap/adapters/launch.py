@@ -180,6 +180,9 @@ def _end_all() -> None:
         launch.give_up()
         launch.end()
     deadline, importing = time.monotonic() + EXIT_SECONDS, [launch for launch in _LAUNCHES if launch.is_starting]
+    printing = sys.unraisablehook
+    # A SystemExit that meets a `__del__` ends nothing and would be printed; the next one ends the thread.
+    sys.unraisablehook = lambda found: None if found.exc_type is SystemExit else printing(found)
     for launch in importing:
         launch.stop_importing(deadline)
     if getattr(sys, "last_type", None) is KeyboardInterrupt and not hasattr(sys, "ps1"):  # a notebook's is long past

@@ -101,3 +101,29 @@ def test_warnings_that_no_user_can_act_on_are_left_out(monkeypatch, caplog) -> N
         logging.getLogger("vllm").setLevel(before)
         for one in (logger, other):
             one.removeHandler(caplog.handler)
+
+
+#: A client that ends while its start runs code in which nearly every moment is a finaliser's, as some imports do.
+FINALISING = """
+import threading, time
+from steercap.adapters.launch import Launch
+
+class Slow:
+    def __del__(self):
+        sum(range(20_000))
+
+def importing():
+    launch._thread = threading.current_thread()
+    while True:
+        Slow()
+
+launch = Launch()
+threading.Thread(target=importing, daemon=True).start()
+time.sleep(0.2)
+"""
+
+
+def test_a_start_that_is_stopped_within_a_finaliser_says_nothing() -> None:
+    """Python prints what a finaliser raises; a start is stopped by an exception, in whatever it does."""
+    done = subprocess.run([sys.executable, "-c", FINALISING], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == ""
