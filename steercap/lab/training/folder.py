@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 import torch
 
 from steercap.errors import InvalidFile, InvalidSpec
@@ -28,10 +27,8 @@ from steercap.steering.spec import SteeringSpec
 STATE: Final = "state.safetensors"
 #: Names of settings that are real numbers.
 _REAL: Final = frozenset({"norm_penalty", "sparsity_penalty", "max_grad_norm", "gate_width"})
-#: Text of a number of NumPy's: its type and the number's own text.
-_NUMPY: Final = re.compile(r"np\.(float16|float32|float64|u?int\d+)\(([^()]*)\)")
-#: Text of a whole number with a decimal point, whose digits are its group.
-_WHOLE: Final = re.compile(r"(?<![\w.])(\d+)\.0(?![\w.])")
+#: Text of a number of NumPy's, whose own text is its group.
+_NUMPY: Final = re.compile(r"np\.\w+\((.*)\)\Z")
 
 
 @dataclass(frozen=True)
@@ -139,8 +136,7 @@ class TrainingDefinition(msgspec.Struct, frozen=True):
         held_out: SHA-256 of each trait's held-out tokens, by its name.
         world: number of processes that share the examples of a step.
 
-    Equal numbers have one text, whatever their type: 1 and NumPy's 1.0 are "1.0" of a real setting, and "1" as an
-    argument of the objective, the optimiser or the scheduler.
+    Equal numbers in `settings` have one text, whatever their type: 1 and NumPy's 1.0 are "1.0" of a real setting.
     """
 
     model: dict[str, str]
@@ -152,15 +148,9 @@ class TrainingDefinition(msgspec.Struct, frozen=True):
     world: int
 
     def __post_init__(self) -> None:
-        found = {name: _plain(text) for name, text in self.settings.items()}
+        found = {name: _NUMPY.sub(r"\1", text) for name, text in self.settings.items()}
         found |= {name: repr(float(found[name])) for name in _REAL & found.keys() if found[name] != "None"}
-        msgspec.structs.force_setattr(self, "objective", _plain(self.objective))
         msgspec.structs.force_setattr(self, "settings", {name: found[name] for name in self.settings})
-
-
-def _plain(text: str) -> str:
-    """Return the text of a value with its numbers as Python's, whole ones without a decimal point."""
-    return _WHOLE.sub(r"\1", _NUMPY.sub(lambda found: repr(getattr(np, found[1])(found[2]).item()), text))
 
 
 #: Kind of folder that holds a training run: its definition's file and type.
