@@ -326,4 +326,4 @@ async def test_rows_are_looked_at_by_their_key_alone(app) -> None:
     assert found.status_code == 400
     assert "not the rows" in found.json()["error"]["message"]
     long = await client(app).post(f"{address}/scores", content=b" " * ((1 << 20) + 1))
-    assert long.status_code == 400
+    assert long.status_code == 413

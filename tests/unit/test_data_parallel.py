@@ -20,6 +20,7 @@ from steercap.config import Settings
 from steercap.core.messages import Listen, Listening, Owner, Read, Wanted, decode_call, encode
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import SteeringPlan, identity
+from steercap.core.prompts import tokens_of
 from steercap.core.receipt import check_edits
 from steercap.core.schema import RAW
 from steercap.core.spec import Point
@@ -100,6 +101,9 @@ class Cluster:
         if self.ended:
             raise ModelClosed("the engine was shut down")
         return TOKENIZER
+
+    def text_ids(self, text: str, special: bool | None) -> list[int]:
+        return tokens_of(self.tokenizer, text, special=special is not False)
 
     def sampling(self, params: Any) -> Any:
         self.asked_params.append({**(params or {})})

@@ -709,7 +709,7 @@ def test_rows_of_a_message_are_asked_for_by_index_or_role() -> None:
         assert made.rows_of(index).tolist() == [False, True, True, False, False]
     assert made.rows_of("assistant").tolist() == [False, True, True, False, True]
     for nonsense in (True, None, 2, -3, 1.0, "system", torch.tensor(True)):
-        with pytest.raises(InvalidSpec, match="0: user, 1: assistant, None: assistant"):
+        with pytest.raises(InvalidSpec, match="0: user, 1: assistant, assistant"):
             made.rows_of(nonsense)
 
 

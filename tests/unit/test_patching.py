@@ -176,6 +176,9 @@ class Fake:
     tokenizer, num_layers, settings = TOKENIZER, 2, SimpleNamespace(steering_slots=4)
     points: ClassVar = {Point(layer, site): PointSchema((2, 8), "float32") for layer in range(2) for site in "zq"}
 
+    async def token_ids(self, text: Any, **_special: Any) -> list[int]:
+        return tokens_of(TOKENIZER, text, special=True)
+
     async def run(self, prompt, _sampling, *, capture=None, steering=None) -> Any:
         length = len(prompt["prompt_token_ids"])
         rows = {point: torch.zeros(length, 2, 8) for point in self.points} if capture else {}

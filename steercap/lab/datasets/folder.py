@@ -15,7 +15,7 @@ from safetensors.torch import load
 
 from steercap.core.spec import Point
 from steercap.errors import InvalidFile, InvalidRequest, RunDiffers
-from steercap.files.tensors import encoded, metadata_of
+from steercap.files.tensors import Buffer, encoded, metadata_of
 from steercap.lab.datasets import definition as definitions
 from steercap.lab.datasets.definition import DATASET, VERSION, DatasetDefinition
 from steercap.lab.datasets.remote import storage_of
@@ -238,7 +238,8 @@ class DatasetFolder:
         if self.definition.statistics_every:
             tensors = {name: [tensor] for name, tensor in self._merged(receipts).items()}
             header = header_of(self.definition.digest, shards=totals.sha256)
-            self.storage.write(MERGED, encoded(tensors, {"steercap": header}))
+            if not self._holds(MERGED, encoded(tensors, {"steercap": header_of(self.definition.digest)})):
+                self.storage.write(MERGED, encoded(tensors, {"steercap": header}))
         self.storage.write(POINTS, [encoded_points(self.definition.points)])
         with self._completing:
             self._without_totals = False
@@ -324,6 +325,13 @@ class DatasetFolder:
     def _of_shard(self, receipt: Receipt, points: Iterable[Point]) -> dict[Point, PointStatistics]:
         name = name_of(receipt.number, STATISTICS)
         return self._chosen(self._tensors(read_checked(self.storage, receipt, STATISTICS), name), name, points)
+
+    def _holds(self, name: str, content: Iterable[Buffer]) -> bool:
+        """Return True if a file has this content, such as that of an older version."""
+        try:
+            return self.storage.read(name) == b"".join(content)
+        except (InvalidFile, OSError):
+            return False
 
     def _check_merged(self, content: bytes, totals: Totals) -> None:
         """Raise InvalidFile for merged statistics of another data set; older files name their definition alone."""

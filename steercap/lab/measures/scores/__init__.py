@@ -18,6 +18,7 @@ import msgspec
 from steercap.core.registry import Registry
 from steercap.core.values import choices, shown
 from steercap.errors import InvalidFile, InvalidSetting
+from steercap.files.base import require_file
 from steercap.files.tables import read_yaml
 
 #: Placeholders that a trait's rubric must contain.
@@ -96,6 +97,8 @@ def load_trait(path: str | Path) -> Trait:
         InvalidFile: the file is missing or not YAML, or a field is missing, unknown, there twice or not valid.
     """
     found = read_yaml(Path(path))
+    if found is None:
+        require_file(Path(path))  # says that it is empty
     try:
         return msgspec.convert(found, Trait)
     except msgspec.ValidationError as error:
