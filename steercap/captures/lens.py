@@ -104,7 +104,7 @@ class TunedLens:
             return rows.float()
         if index not in self.translators:
             raise InvalidRequest(f"this tuned lens has translators for {len(self)} layers, and none for {point}")
-        warn_of_other_model("translator=", self.model if names else "", names, tuned=True)
+        warn_of_other_model("translator=", self.model, names, tuned=True)
         weight, bias = self.translators[index]
         with exact_products():
             return rows.float() + rows.float() @ weight.T + bias

@@ -86,12 +86,12 @@ def check_conditions(evaluation: Evaluation, out: Path, planned: Preflight) -> N
     """Check that `out` has no other evaluation, and that the edits of all conditions fit the model.
 
     Raises:
-        RunDiffers, InvalidFile: the folder holds another evaluation.
-        The errors of `SteeringSpec` against a model.
+        The errors of `studies.check_same`, and those of `SteeringSpec` against a model.
     """
-    from steercap.lab.studies.evaluation.store import check_same
+    from steercap.lab.studies import check_same
+    from steercap.lab.studies.evaluation.definition import FOLDER
 
-    check_same(out, evaluation)
+    check_same(FOLDER, out, evaluation)
     for condition in evaluation.conditions():
         planned.check_steering(evaluation.spec(condition))
 

@@ -60,13 +60,14 @@ def check(sweep: Sweep, measures: list[str | Measure], out: Path, planned: Prefl
         RunDiffers, InvalidFile: the folder holds another sweep.
         PointNotArmed, InvalidVector: the vectors do not fit the model.
     """
+    from steercap.lab.studies import check_same
     from steercap.lab.studies.running import measures_of
-    from steercap.lab.studies.sweeps.running import check_same
+    from steercap.lab.studies.sweeps.grid import SWEEP
     from steercap.lab.studies.sweeps.summaries import Record
 
     require("experiments", "plots")
     measures_of(measures, Record.__struct_fields__)
-    check_same(out, sweep)
+    check_same(SWEEP, out, sweep)
     for name, vectors in sweep.vectors.items():
         planned.check_width(vectors.width, f"{name!r}")
         planned.check_layers({layer for layers in sweep.groups for layer in layers}, vectors.site)

@@ -15,13 +15,12 @@ from steercap.client.connection import BY_SOCKET, Connection, RemoteServing
 from steercap.client.uploads import VECTORS, Uploads, encoded
 from steercap.core.display import layers_by_site
 from steercap.core.extras import extra
-from steercap.core.names import UPLOAD_NAME
+from steercap.core.names import require_upload_name
 from steercap.core.prompts import checked_special, ids_of_text, is_chat, require_text
 from steercap.core.protocols import NonCopyable
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Point
-from steercap.core.values import shown
-from steercap.errors import InvalidSpec, ModelClosed
+from steercap.errors import ModelClosed
 from steercap.requests.calls import Calls
 from steercap.requests.context import steered
 from steercap.requests.stats import Stats
@@ -197,7 +196,7 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
             InvalidSpec: `name` is not such a name, or `content` is of another type.
             CaptureMemoryFull: the server has no more room for uploads of this API key.
         """
-        _check_name(name)
+        require_upload_name(name)
         data = encoded(content)
         found: Mapping[str, Any] = await self.connection.run(lambda: self._uploads.put(name, data))
         return found
@@ -218,7 +217,7 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
             InvalidSpec: `name` is not such a name.
             InvalidRequest: this API key has no upload of that name.
         """
-        _check_name(name)
+        require_upload_name(name)
         await self.connection.run(lambda: self.connection.ask("DELETE", f"{VECTORS}/{name}"))
 
     def check_capture(self, spec: CaptureSpec) -> tuple[Point, ...]:
@@ -329,8 +328,3 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
             return f"RemoteModel({self.url}, {'closed' if 'closed' in str(error) else 'not started'})"
         size = f"{known.num_layers} layers × {known.hidden_size}, {known.origin.get('dtype', '')}"
         return f"RemoteModel({self.url}, {known.name!r}, open: {size}; taps at {layers_by_site(known.points)})"
-
-
-def _check_name(name: Any) -> None:
-    if not isinstance(name, str) or not UPLOAD_NAME.fullmatch(name):
-        raise InvalidSpec(f"name={shown(name)}; give letters, digits, dots, dashes and underscores, 64 at most")

@@ -20,10 +20,10 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from steercap.core.values import choices, shown
-from steercap.errors import InvalidPrompt, InvalidRequest, UnknownName
+from steercap.errors import InvalidPrompt, InvalidRequest, InvalidSpec, UnknownName
 
-#: Pattern of the names of uploads, which are used in URLs and, behind "+", in names of models.
-UPLOAD_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+#: Pattern of the names of uploads, presets and SAEs, which are used in URLs and, behind "+", in names of models.
+_UPLOAD_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 #: Keys of messages that need no content.
 _BESIDE_CONTENT: Final = (
     "tool_calls",
@@ -161,6 +161,17 @@ def _number(digits: str, name: str) -> int:
     if len(digits) > _DIGITS:
         raise UnknownName(f"{shown(name)}: no model has so many layers; they count from 0, or from -1 backwards")
     return int(digits)
+
+
+def require_upload_name(name: Any, what: str = "") -> None:
+    """Check the name of an upload, a preset or an SAE; `what` says in the error which of them, "" for an argument.
+
+    Raises:
+        InvalidSpec: it is no text of 1 to 64 letters, digits, dots, dashes and underscores, or begins with a mark.
+    """
+    if not isinstance(name, str) or not _UPLOAD_NAME.fullmatch(name):
+        said = f"{what} {shown(name)}:" if what else f"name={shown(name)};"
+        raise InvalidSpec(f"{said} give letters, digits, dots, dashes and underscores, 64 at most")
 
 
 def require_contents(conversation: Sequence[Mapping[str, Any]], templates: Sequence[str] = ()) -> None:

@@ -113,7 +113,13 @@ _AROUND: Final = (1, 2)
 _BYTES: Final = (bytes, bytearray, memoryview)
 #: Arguments of `apply_chat_template` that are no variables of a template.
 _NO_VARIABLES: Final = (
-    *("add_special_tokens", "max_length", "padding", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs"),
+    "add_special_tokens",
+    "max_length",
+    "padding",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+    "tokenizer_kwargs",
     "truncation",
 )
 #: Tokenizers of Mistral's own formats, of vLLM and of transformers: they never read a control token such as [INST] from

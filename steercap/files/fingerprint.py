@@ -236,15 +236,16 @@ def warn_of_other_model(what: str, label: str, names: Collection[str], *, tuned:
     Args:
         what: name of the object, for the message.
         label: model that the object was made for: path, hub name or transformers' `model_type`; "" if unknown.
-        names: names of the open model; "" is ignored.
+        names: names of the open model; "" is ignored, and nothing is compared if there is no other.
         tuned: True if a base model and its instruct model count as the same.
     """
 
     def called(name: str) -> str:
         return re.sub(r"-(base|chat|it|instruct)$", "", short_name(name)) if tuned else short_name(name)
 
-    if label and called(label) not in {called(name) for name in names if name}:
-        here = " or ".join(map(repr, dict.fromkeys(filter(None, names))))
+    known = dict.fromkeys(filter(None, names))
+    if label and known and called(label) not in map(called, known):
+        here = " or ".join(map(repr, known))
         warn(
             f"{what} says that it was made for model {label!r}, and this one is {here}: layers and directions of one "
             "model mean nothing in another; if it is meant, or both are one, give dataclasses.replace(it, model=...)"

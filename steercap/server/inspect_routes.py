@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from steercap.captures.handle import CaptureHandle
 from steercap.client.uploads import encoded
-from steercap.core.names import UPLOAD_NAME
+from steercap.core.names import require_upload_name
 from steercap.core.prompts import texts_of
 from steercap.core.values import choices, index_of, shown
 from steercap.errors import InvalidRequest, InvalidSpec
@@ -115,8 +115,7 @@ class InspectRoutes:
         name, owner = request.path_params["name"], owner_of(request.headers.get("authorization", ""))
         given = await read_body(request, ("more", "less"))
         more, less = _texts("more", given.get("more")), _texts("less", given.get("less"))
-        if not UPLOAD_NAME.fullmatch(name):
-            raise InvalidSpec(f"name={name[:80]!r}; give letters, digits, dots, dashes and underscores, 64 at most")
+        require_upload_name(name)
         made = await extract(self._model, more, less, name=name, held_out=0.0)
         content = await asyncio.to_thread(encoded, made[name])
         return JSONResponse(self._library.add(name, owner, content).described(), 201)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from steercap.core.names import UPLOAD_NAME
+from steercap.core.names import require_upload_name
 from steercap.core.values import choices, shown
 from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidSpec, SteercapError
 from steercap.files import native
@@ -44,7 +44,7 @@ class Named:
     """Uploaded content with its name.
 
     Args:
-        name: name, which matches `UPLOAD_NAME`.
+        name: name, which `require_upload_name` accepts.
         owner: digest of the uploader's API key, or `OPERATOR`.
         content: vectors, directions or steering.
         size: bytes of its file.
@@ -129,8 +129,7 @@ class Library:
             InvalidSpec: an invalid name.
             CaptureMemoryFull: a limit of the owner or the server leaves no room; the yielded function raises it too.
         """
-        if not UPLOAD_NAME.fullmatch(name):
-            raise InvalidSpec(f"name={name[:80]!r}; give letters, digits, dots, dashes and underscores, 64 at most")
+        require_upload_name(name)
         this = object()
 
         def came(length: int) -> None:

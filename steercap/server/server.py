@@ -23,8 +23,8 @@ from steercap.client.compiling import engine_description
 from steercap.concurrency.heartbeat import watching
 from steercap.core.display import span
 from steercap.core.extras import extra
-from steercap.core.names import UPLOAD_NAME
-from steercap.errors import EngineDied, InvalidFile, InvalidSetting, InvalidSpec
+from steercap.core.names import require_upload_name
+from steercap.errors import EngineDied, InvalidFile, InvalidSetting
 from steercap.files.fingerprint import files_of, nearest_path, surroundings, weights_digest
 from steercap.files.warm import WarmEngine, announced, code, identified, socket_of, write
 from steercap.model import SteerModel
@@ -110,8 +110,7 @@ class Names:
                 reason = error.strerror if isinstance(error, OSError) else error
                 raise InvalidFile(f"vectors {name}={path}: {reason}{nearest_path(path)}") from error
         for name in settings.presets:
-            if not UPLOAD_NAME.fullmatch(name):
-                raise InvalidSpec(f"preset {name!r}: give letters, digits, dots, dashes and underscores")
+            require_upload_name(name, "preset")
         presets = {name: steering_of(asked, library, OPERATOR) for name, asked in settings.presets.items()}
         for name, spec in presets.items():
             layers = sorted({edit.layer for edit in spec.edits if isinstance(edit, Add) and edit.layer is not None})

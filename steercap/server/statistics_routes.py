@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from steercap.captures.sketch import Sketch
-from steercap.core.names import UPLOAD_NAME
+from steercap.core.names import require_upload_name
 from steercap.core.spec import Point
 from steercap.core.values import choices, shown
 from steercap.errors import InvalidSpec
@@ -142,8 +142,7 @@ def loaded(folders: Mapping[str, Path]) -> dict[str, SAE]:
         InvalidSpec, InvalidFile: an invalid name, or a folder that does not contain an SAE.
     """
     for name in folders:
-        if not UPLOAD_NAME.fullmatch(name):
-            raise InvalidSpec(f"SAE {name!r}: give letters, digits, dots, dashes and underscores")
+        require_upload_name(name, "SAE")
     return {name: SAE.load(folder) for name, folder in folders.items()}
 
 

@@ -26,7 +26,7 @@ from steercap.lab.measures.score import Classifier, Score
 from steercap.lab.measures.scores.judge import Judge
 from steercap.lab.measures.statistics import cluster_means, difference, estimate, sign_flip, slope
 from steercap.lab.measures.texts import Length, Matches, Perplexity, Refusal
-from steercap.lab.studies import Value, folder_of
+from steercap.lab.studies import Value, check_same, folder_of
 from steercap.lab.studies.evaluation import (
     TASKS,
     Choice,
@@ -46,7 +46,7 @@ from steercap.lab.studies.evaluation.definition import FOLDER
 from steercap.lab.studies.evaluation.methods import _dealt, shuffled
 from steercap.lab.studies.evaluation.plots import _figure
 from steercap.lab.studies.evaluation.running import tasks_of
-from steercap.lab.studies.evaluation.store import Answer, Folder, check_same
+from steercap.lab.studies.evaluation.store import Answer, Folder
 from steercap.lab.studies.evaluation.tables import Cell, compared_markdown, interval, matched_markdown
 from steercap.lab.studies.evaluation.tasks import Item, tokenized
 from steercap.lab.studies.sweeps.operations import dosed, over_read, random_spec
@@ -412,11 +412,11 @@ def test_a_folder_takes_further_methods(tmp_path) -> None:
 def test_samples_that_would_be_equal_are_not_begun(tmp_path) -> None:
     """A new folder has none that count as several; one of before is resumed and read."""
     one = evaluation(samples=2, sampling={"top_k": 1})
-    for begin in (lambda: check_same(tmp_path / "a", one), lambda: Folder(tmp_path / "a", one, MODEL)):
+    for begin in (lambda: check_same(FOLDER, tmp_path / "a", one), lambda: Folder(tmp_path / "a", one, MODEL)):
         with pytest.raises(InvalidSpec, match="samples=2 at top_k 1 would all be the same text"):
             begin()
     FOLDER.write(tmp_path, one.definition(MODEL))
-    check_same(tmp_path, one)
+    check_same(FOLDER, tmp_path, one)
     for write in (True, False):
         assert len(Folder(tmp_path, one, MODEL, write=write).places) == len(one.conditions())
 

@@ -28,10 +28,11 @@ from steercap.lab.measures import Measure
 from steercap.lab.measures.texts import Length, Perplexity, Repetition, _perplexity, prompt_logprobs_of
 from steercap.lab.mechanism.views import TokenHeatmap, heatmap_of, heatmap_of_layers
 from steercap.lab.mechanism.views.heatmap import colour, contrast, ink
-from steercap.lab.studies import StudyFolder, Table, Value
+from steercap.lab.studies import StudyFolder, Table, Value, check_same
 from steercap.lab.studies.running import measures_of
 from steercap.lab.studies.sweeps import MEASURES, OPERATIONS, Answered, Condition, Sweep, SweepResults
-from steercap.lab.studies.sweeps.running import _answer, check_same, mean_of, open_folder, run_sweep
+from steercap.lab.studies.sweeps.grid import SWEEP
+from steercap.lab.studies.sweeps.running import _answer, mean_of, open_folder, run_sweep
 from steercap.lab.studies.sweeps.summaries import Mean, Record, _figure
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.steering.edits.inputs import alike, marks_of
@@ -416,7 +417,7 @@ async def test_samples_that_would_be_equal_are_not_begun(tmp_path) -> None:
     with pytest.raises(InvalidSpec, match="samples=2 at top_k 1 would all be the same text"):
         await run_sweep(model, one, out=tmp_path)
     open_folder(tmp_path, one.definition(MODEL))
-    check_same(tmp_path, one)
+    check_same(SWEEP, tmp_path, one)
 
 
 def test_vectors_in_another_order_are_another_sweep(tmp_path) -> None:

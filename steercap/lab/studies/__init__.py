@@ -22,6 +22,7 @@ import msgspec
 
 from steercap.core.values import flag_of, index_of, shown
 from steercap.errors import InvalidSpec
+from steercap.files.folder import FolderKind
 from steercap.files.tables import TableWriter
 from steercap.lab.measures import Measure
 
@@ -203,3 +204,14 @@ def as_stored(study: Any, definition: Definition) -> Definition:
         raise InvalidSpec(
             f"{type(study).__name__}: prompts or sampling hold a value that JSON cannot represent: {error}"
         ) from error
+
+
+def check_same(kind: FolderKind[Any], path: str | Path, study: Any) -> None:
+    """Check that a folder of a kind, which need not exist, has no other study; the model is not compared.
+
+    Raises:
+        RunDiffers, InvalidFile: as for `FolderKind.check_same`.
+        InvalidSpec: the folder has no study yet, and all samples would be the same text; see `check_samples`.
+    """
+    if kind.check_same(path, lambda found: study.definition(found.model)) is None:
+        check_samples(study)  # folders of before are resumed

@@ -150,7 +150,7 @@ class TrainingDefinition(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         found = {name: _NUMPY.sub(r"\1", text) for name, text in self.settings.items()}
         found |= {name: repr(float(found[name])) for name in _REAL & found.keys() if found[name] != "None"}
-        msgspec.structs.force_setattr(self, "settings", {name: found[name] for name in self.settings})
+        msgspec.structs.force_setattr(self, "settings", found)
 
 
 #: Kind of folder that holds a training run: its definition's file and type.

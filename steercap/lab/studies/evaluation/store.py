@@ -46,7 +46,7 @@ class Folder(StudyFolder[Answer]):
     Raises:
         RunDiffers: it holds answers to other questions, of another model or sampled otherwise.
         InvalidFile: its evaluation.json cannot be read, or lacks a method or dose that may not be written.
-        InvalidSpec: as for `check_same`.
+        InvalidSpec: as for `studies.check_same`.
     """
 
     def __init__(self, path: str | Path, evaluation: Evaluation, model: dict[str, str], *, write: bool = True) -> None:
@@ -124,14 +124,3 @@ class Folder(StudyFolder[Answer]):
     @staticmethod
     def _lacking(path: str | Path, what: object) -> InvalidFile:
         return InvalidFile(f"{path} lacks a part of {shown(what)}; call `evaluate` again to compute it")
-
-
-def check_same(path: str | Path, evaluation: Evaluation) -> None:
-    """Check that a folder, which need not exist, has no other evaluation; the model is not compared.
-
-    Raises:
-        RunDiffers, InvalidFile: as for `Folder`.
-        InvalidSpec: the folder has no evaluation yet, and all samples would be the same text; see `check_samples`.
-    """
-    if FOLDER.check_same(path, lambda found: evaluation.definition(found.model)) is None:
-        check_samples(evaluation)  # folders of before are resumed

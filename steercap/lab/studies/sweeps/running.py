@@ -20,7 +20,7 @@ from steercap.files.folder import locked
 from steercap.files.tables import save_table, table_of
 from steercap.lab.measures import Measure
 from steercap.lab.measures.statistics import cluster_means
-from steercap.lab.studies import StudyFolder, check_samples
+from steercap.lab.studies import StudyFolder, check_same
 from steercap.lab.studies.running import CONCURRENT, ask, fill, measured, measures_of, steered
 from steercap.lab.studies.sweeps.grid import SWEEP, Condition, Sweep, SweepDefinition, SweepRequest
 from steercap.lab.studies.sweeps.operations import OPERATIONS
@@ -201,7 +201,7 @@ async def run_sweep(
     chosen = measures_of(measures, Record.__struct_fields__)
     _check(model, sweep)
     with locked(out):
-        check_same(out, sweep)
+        check_same(SWEEP, out, sweep)
         folder = open_folder(out, sweep.definition(model.identity()))
         await _answer(model, sweep, folder, concurrent, progress or (lambda _done, _all: None))
         records = [folder.answers.rows[request.number] for request in sweep.requests()]
@@ -209,17 +209,6 @@ async def run_sweep(
         results = SweepResults(sweep, records, values, {measure.label: measure for measure in chosen})
         results.save(folder.path / "results.parquet")
         return results
-
-
-def check_same(path: str | Path, sweep: Sweep) -> None:
-    """Check that a folder, which need not exist, has no other sweep; the model is not compared.
-
-    Raises:
-        RunDiffers, InvalidFile: as for `open_folder`.
-        InvalidSpec: the folder has no sweep yet, and all samples would be the same text; see `check_samples`.
-    """
-    if SWEEP.check_same(path, lambda found: sweep.definition(found.model)) is None:
-        check_samples(sweep)  # folders of before are resumed
 
 
 def open_folder(path: str | Path, definition: SweepDefinition) -> StudyFolder[Record]:
