@@ -41,6 +41,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from steercap.lab.demo import smollm2
 from steercap.lab.personas.roles import shipped_roles
 
+os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # vLLM's attention on CUDA in float32, else in TF32
 ROOT = Path(__file__).parent.parent
 #: Tokens of an answer, least and most; greatest error of a mean, over the norm of its row.
 LENGTHS, BOUND = (30, 120), 1e-4

@@ -221,13 +221,13 @@ def test_the_page_has_the_table_of_what_was_measured() -> None:
 
 
 def test_the_readme_claims_no_less_than_what_was_measured() -> None:
-    """Its range of captures holds the median of every workload with all layers captured."""
+    """It names the greatest median of all workloads of 8B with all layers captured, and a range that holds those of 0.6B."""
     readme = (docs_speed.PAGE.parent.parent / "README.md").read_text()
-    low, high = map(float, re.findall(r"adds \[([\d.]+) to ([\d.]+) %\]\(docs/speed\.md\)", readme)[0])
+    most = float(re.findall(r"adds \[at most ([\d.]+) %\]\(docs/speed\.md\)", readme)[0])
     entries = json.loads(docs_speed.KEPT.read_text())
     medians = {name: round(one["modes"]["capture-all"][0], 1) for name, one in entries.items()}
     large = {name: median for name, median in medians.items() if "qwen3-8b" in name}
-    assert all(low <= median <= high for median in large.values()), medians
+    assert max(large.values()) == most, medians
     low, high = map(int, re.findall(r"and (\d+) to (\d+) % to that of a model of 0\.6B", readme)[0])
     small = [
         entries[name]["modes"][mode][0] for name in medians if "0.6b" in name for mode in ("capture-all", "steer-1")
