@@ -385,7 +385,7 @@ def carried(request: Any) -> Mapping[str, Any]:
 def sample_of(request_id: str) -> int:
     """Return a request's sample index in a worker, where vLLM names samples of `n > 1` `<index>_<id>-<suffix>`.
 
-    steercap's request ids contain no underscore, so an underscore can only come from vLLM.
+    steercap's request ids contain no underscore; those of others may, and have no index before it.
     """
     index, separator, _ = request_id.partition("_")
-    return int(index) if separator else 0
+    return int(index) if separator and index.isdecimal() else 0

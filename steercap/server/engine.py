@@ -15,6 +15,7 @@ import msgspec
 
 from steercap.captures import files
 from steercap.captures.handle import CaptureHandle
+from steercap.core.plan import EXTRA_ARGS_KEY
 from steercap.core.receipt import SteeringReceipt
 from steercap.errors import InvalidRequest, SteercapError
 from steercap.requests.job import (
@@ -94,7 +95,17 @@ class ServedEngine:
     def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Run one request; return the generator of vLLM's outputs. See `AsyncLLM.generate`."""
+        """Run one request; return the generator of vLLM's outputs. See `AsyncLLM.generate`.
+
+        Raises:
+            The translated InvalidRequest: `extra_args`, the body's `vllm_xargs`, has the key of steercap's plans.
+        """
+        if EXTRA_ARGS_KEY in (sampling_params.extra_args or {}):  # the workers would take it for a plan
+            raise self._translated(
+                InvalidRequest(
+                    f"vllm_xargs[{EXTRA_ARGS_KEY!r}] belongs to steercap; give {EXTRA_ARGS_KEY!r} in the body"
+                )
+            )
         call = CURRENT.get()
         recorded = self._recorder is not None and self._recorder.wants()
         if call is not None:

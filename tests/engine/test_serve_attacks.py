@@ -77,6 +77,19 @@ async def test_a_preset_steers_wherever_vllm_generates(http: httpx.AsyncClient, 
     assert texts[0] != texts[1]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+async def test_what_the_workers_would_take_for_a_plan_is_refused(http: httpx.AsyncClient, path: str) -> None:
+    """The engine goes on, and the answer is no plain text; vLLM takes the header for the request's id."""
+    talk = [{"role": "user", "content": "Hi"}]
+    body = {"completions": {"prompt": "Hi"}, "responses": {"input": talk}}.get(path.split("/")[2], {"messages": talk})
+    body |= {"model": "tiny", "max_tokens": 2, "vllm_xargs": {"steercap": "{}"}}
+    answer = await http.post(path, json=body, headers={"X-Request-Id": "req_7"})
+    assert answer.status_code == 400
+    assert "vllm_xargs['steercap'] belongs to steercap" in answer.text
+    del body["vllm_xargs"]
+    assert (await http.post(path, json=body, headers={"X-Request-Id": "req_7"})).status_code == 200
+
+
 @pytest.mark.parametrize("after", [0, 2])
 async def test_a_steered_request_that_is_left_leaves_no_records(tiny: SteerModel, after: int) -> None:
     """It captures nothing, and the workers hold a record of its edits until they are told to let go."""

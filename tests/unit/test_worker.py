@@ -281,9 +281,25 @@ async def test_a_pass_that_fails_or_is_short_spoils_its_rows(kind) -> None:
         second.failure
         == {
             "host": "tap 2 saw a tensor of shape (3, 8); expected 4 tokens × 8",
-            "cuda": "1 of 4 tokens of a pass were not copied exactly once at each point",
+            "cuda": "a tap saw a tensor of shape (3, 8); expected 4 tokens × 8",
         }[kind]
     )
+
+
+@pytest.mark.parametrize("parts", [[slice(1, None)], [slice(1, None), slice(0, 1)]])
+async def test_a_module_that_sees_a_part_of_a_batch_spoils_its_rows(kind, parts) -> None:
+    """Here the prompt's tokens behind another request's: each would be labelled as the one before it."""
+    bench = Bench()
+    bench.plan("r1", ranges=[Range(0, 4)])
+    layout = [30, 0], [1, 10], np.arange(11), np.array([30, *range(10)])
+    bench.runtime.begin_step(batch(kind, ["other", "r1"], *layout))
+    rows = torch.arange(11.0)[:, None].expand(-1, WIDTH).contiguous().to(device_of(kind))
+    for point in range(POINTS):
+        for part in parts if point == 1 else [slice(None)]:
+            tap(bench.runtime, rows[part].clone(), None, point)
+    bench.runtime.end_step()
+    (share,) = bench.ask(Collect((Wanted(Owner("r1", 0), 10),))).shares
+    assert "expected 11 tokens × 8" in share.failure
 
 
 async def test_positions_that_are_not_those_scheduled_spoil_the_rows(kind) -> None:

@@ -232,7 +232,7 @@ class CudaTaps(Taps):
         done, self._open, self.open_step = self._open, None, None
         if done is None:
             return
-        done.failure = failure
+        done.failure = failure = failure or done.failure
         drains = self.arena is not None and done.pattern.drains and done.large is None
         if drains:
             self._lines.hold(done.line, done.pattern.lines, done)
@@ -424,6 +424,8 @@ class CudaTaps(Taps):
     def _check(self, hidden: torch.Tensor, residual: torch.Tensor | None, kind: int) -> None:
         """Check that a tap's tensors have the width of its `kind` (see `Tap`), contiguous rows, and not too many.
 
+        Too few rows, such as those of the prompts in a batch alone, are other tokens' rows: the open pass fails.
+
         Raises:
             ValueError: they do not.
         """
@@ -432,6 +434,10 @@ class CudaTaps(Taps):
             raise ValueError(f"a tap saw {tuple(hidden.shape)}, rows are {width} wide, {len(self._tokens)} at most")
         if residual is not None and residual.shape != hidden.shape:
             raise ValueError(f"a tap saw {tuple(hidden.shape)} and a residual of {tuple(residual.shape)}")
+        if self._open is not None and len(hidden) < (tokens := len(self._open.pattern.table)):
+            self._open.failure = (
+                f"a tap saw a tensor of shape {tuple(hidden.shape)}; expected {tokens} tokens × {width}"
+            )
 
     def _too_many(self, lines: int) -> str:
         """Return the error message for a pass whose rows do not fit the ring."""
