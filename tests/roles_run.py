@@ -23,7 +23,7 @@ ROLES = RoleSet(
     ("", "be helpful"),
 )
 #: 72 answers of eight tokens, in parts that hold a few of them each.
-SETTINGS = RoleSettings.small(ROLES, n_questions=6, max_tokens=8, min_kept=2, max_in_flight=16)
+SETTINGS = RoleSettings.small(ROLES, n_questions=6, max_tokens=8, min_kept=2, concurrency=16)
 
 
 def checkpoint(folder: Path) -> Path:

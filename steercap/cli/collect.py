@@ -305,7 +305,7 @@ def register(app: typer.Typer) -> None:
         ] = None,
         concurrency: Annotated[
             int | None,
-            typer.Option(min=1, help="Concurrent windows; 1 gives bit-identical results."),
+            typer.Option(min=1, help="Maximum concurrent windows; 1 gives bit-identical results."),
         ] = None,
         verify: Annotated[
             bool, typer.Option("--verify", help="Check existing shards by SHA-256, and rewrite damaged ones.")

@@ -104,6 +104,7 @@ class AnswerOptions:
     max_tokens: Annotated[int | None, size_option(min=1, help="Maximum tokens to generate.")] = None
     temperature: Annotated[float | None, size_option(min=0.0, help="Sampling temperature.")] = None
     seed: Annotated[int | None, size_option(help="Seed of sampling.")] = None
+    concurrency: Annotated[int | None, size_option(min=1, help="Maximum concurrent requests (default 256).")] = None
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ async def test_an_evaluation_that_was_stopped_goes_on_and_takes_further_methods(
             raise Stopped
 
     with pytest.raises(Stopped):
-        await evaluate(smol, small(), out=tmp_path / "stopped", tasks=TASKS, concurrent=2, progress=stop)
+        await evaluate(smol, small(), out=tmp_path / "stopped", tasks=TASKS, concurrency=2, progress=stop)
     again: list[tuple[str, int]] = []
     measures = ["length", "repetition"]
     later = await evaluate(

@@ -112,7 +112,7 @@ async def test_a_sweep_that_was_stopped_goes_on(smol, tmp_path) -> None:
             raise Stopped
 
     with pytest.raises(Stopped):
-        await run_sweep(smol, sweep, out=tmp_path / "stopped", concurrent=3, progress=stop)
+        await run_sweep(smol, sweep, out=tmp_path / "stopped", concurrency=3, progress=stop)
     assert 7 <= len(calls) <= 9  # others that were under way may have come to their end
     again: list[int] = []
     later = await run_sweep(smol, sweep, out=tmp_path / "stopped", progress=lambda done, _total: again.append(done))
@@ -196,7 +196,7 @@ async def test_a_request_that_fails_keeps_the_others(smol, tmp_path) -> None:
     """The error is its own, not a group's; what was answered before is there the next time."""
     sweep = small(prompts=["The capital of France is", "word " * 2000], random=0)
     with pytest.raises(InvalidPrompt):
-        await run_sweep(smol, sweep, out=tmp_path, concurrent=1)
+        await run_sweep(smol, sweep, out=tmp_path, concurrency=1)
     assert len(list((tmp_path / "answers").glob("*.parquet"))) == 1
 
 

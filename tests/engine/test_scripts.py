@@ -151,7 +151,7 @@ async def test_bench_sweep(model) -> None:
 
 async def test_bench_patching(model) -> None:
     """Patches make a difference, and it is that of transformers with hooks."""
-    options = argparse.Namespace(layers=1, pairs=1, tokens=16, alone=8, check=1, concurrent=64)
+    options = argparse.Namespace(layers=1, pairs=1, tokens=16, alone=8, check=1, concurrency=64)
     found: dict[str, Any] = await bench_patching.measure(model, options)
     assert found["runs"] == 2 * 16
     assert found["against hooks, worst value"] < 1e-2 < found["against hooks, greatest difference that a patch made"]

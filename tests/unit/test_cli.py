@@ -734,6 +734,8 @@ def test_a_sweep_is_what_its_file_and_flags_say(directions, tmp_path, monkeypatc
     for chat, first in ((False, "-"), (True, [{"role": "user", "content": "-"}])):
         told = read_settings(file, {"scales": (1.0,), "chat": chat, "prompts": ("-", "two")})
         assert (next(iter(sweep_of(told).prompts)), len(sweep_of(told).prompts)) == (first, 2)
+    given = {"scales": (1.0,), "concurrency": 2}
+    assert (read_settings(file, given).concurrency, read_settings(file, {}).concurrency) == (2, 512)
     file.write_text("vectors: a\nscale: 3\nlayers: [1]\nscales: [1]\nprompts: [a]\n")
     with pytest.raises(InvalidFile, match="unknown field `scale`; known: vectors, layers"):
         read_settings(file, {})
@@ -760,9 +762,11 @@ def test_a_run_is_what_its_flags_say(tmp_path) -> None:
     plain = settings_of(["poetic"], SizeOptions(), ScoreOptions(), site="attn_out")
     assert plain == PersonaSettings(traits=("poetic",), site="attn_out")
     small = settings_of(
-        ["poetic"], SizeOptions(small=True, n_questions=3), ScoreOptions(scorer="keywords", paired=True)
+        ["poetic"],
+        SizeOptions(small=True, n_questions=3, concurrency=5),
+        ScoreOptions(scorer="keywords", paired=True),
     )
-    assert small == PersonaSettings.small("poetic", n_questions=3, scorer="keywords", paired=True)
+    assert small == PersonaSettings.small("poetic", n_questions=3, concurrency=5, scorer="keywords", paired=True)
     own = tmp_path / "mine.yaml"
     own.write_bytes(msgspec.yaml.encode(msgspec.structs.replace(traits()["poetic"], name="mine")))
     found = settings_of(

@@ -69,6 +69,7 @@ def test_an_evaluation_is_what_its_file_and_flags_say(here) -> None:
     assert (edit.layer, edit.scale, str(edit.selection)) == (1, 2, "'all'")
     assert settings.all_measures() == ["length", Matches("greets", "^dear")]
     assert sites_in(one) == ("resid_post", "mlp_out")
+    assert read_evaluation(Path("below/evaluation.yaml"), {"concurrency": 2}).concurrency == 2
 
 
 def test_questions_may_be_lines_of_a_file(here) -> None:

@@ -542,7 +542,7 @@ AFTER = {
         ({"layers": (1, 2)}, "capture"),
         ({"read_system": False}, "capture"),
         ({"method": "probe"}, "vectors"),
-        ({"max_in_flight": 7}, ""),
+        ({"concurrency": 7}, ""),
     ],
 )
 def test_a_setting_changes_the_stages_that_depend_on_it(changes, stage) -> None:
@@ -570,7 +570,7 @@ def test_how_hard_a_judge_tries_does_no_stage_again(tmp_path) -> None:
 def test_every_setting_belongs_to_a_stage() -> None:
     """None but the number in flight may change without a stage being done again."""
     known = {name.split(".")[0] for stage in STAGES for name in DEPENDS[stage]}
-    assert known == set(PersonaSettings.__struct_fields__) - {"max_in_flight"}
+    assert known == set(PersonaSettings.__struct_encode_fields__) - {"max_in_flight"}
     parts = {name.split(".")[1] for stage in STAGES for name in DEPENDS[stage] if "." in name}
     assert parts == set(type(traits()["formal"]).__struct_fields__)
 
@@ -751,7 +751,7 @@ def test_a_weak_trait_is_left_out_with_the_counts() -> None:
 
 async def test_answers_that_were_written_are_not_asked_for_again(tmp_path) -> None:
     """After an error what came lies in parts; the next run asks for the others, and finishes each group once."""
-    settings, asked, finished = made(traits=("formal", "poetic"), max_in_flight=3), [], []
+    settings, asked, finished = made(traits=("formal", "poetic"), concurrency=3), [], []
     wanted = list(all_requests(settings))
 
     async def run(_messages: Any, params: Any, *, steering: Any) -> Any:

@@ -326,7 +326,7 @@ def test_only_what_a_stage_depends_on_changes_it() -> None:
 
     before = digests()
     assert {name for name, value in digests(threshold=60).items() if value != before[name]} == {"read"}
-    assert digests(max_in_flight=3) == before
+    assert digests(concurrency=3) == before
     other = msgspec.structs.replace(PAIR, roles=(PAIR.roles[0], Role("poet", ("Rhyme.",))))
     assert digests(roles=other) == before
     assert {name for name, value in digests(seed=1).items() if value != before[name]} == {"generate", "score", "read"}

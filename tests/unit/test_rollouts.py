@@ -320,7 +320,7 @@ async def test_any_data_sets_add_up(tmp_path) -> None:
         evaluation = Evaluation(methods=methods, questions=questions, samples=samples, sampling={"temperature": 1.0})
         sets.append(data_set(f"set-{at}.x", evaluation=evaluation))
     model = FakeModel()
-    found = await run_rollouts(model, sets, out=tmp_path, judge=judge(), at_once=3, concurrent=2)
+    found = await run_rollouts(model, sets, out=tmp_path, judge=judge(), sets_at_once=3, concurrency=2)
     assert model.most <= 3 * 2
     assert [one.name for one in found] == [one.name for one in sets]
     for one in sets:
@@ -361,7 +361,7 @@ async def test_a_stopped_run_resumes_to_the_same_files(tmp_path) -> None:
     while True:
         model, tries, STOP["judge"] = FakeModel(calls=10), tries + 1, len(asking.asked) + 70
         try:
-            await run_rollouts(model, sets, out=tmp_path / "parts", judge=asking, at_once=1, concurrent=2)
+            await run_rollouts(model, sets, out=tmp_path / "parts", judge=asking, sets_at_once=1, concurrency=2)
         except Stopped:
             calls += model.calls
             continue
@@ -461,7 +461,7 @@ async def test_data_sets_are_taken_as_others_are_finished(tmp_path) -> None:
             yield one
             del one
 
-    found = await run_rollouts(FakeModel(), made(), out=tmp_path, at_once=2)
+    found = await run_rollouts(FakeModel(), made(), out=tmp_path, sets_at_once=2)
     assert len(found) == 12
     assert most <= 5  # those in progress, the first two, and the one that was just finished
 
@@ -514,7 +514,7 @@ async def test_wrong_calls_ask_nothing(tmp_path) -> None:
     ]:
         with pytest.raises(InvalidSpec, match=says):
             await run_rollouts(model, sets, out=tmp_path, judge=judged)
-    for given in ({"at_once": 0}, {"at_once": "2"}, {"concurrent": 1.5}):
+    for given in ({"sets_at_once": 0}, {"sets_at_once": "2"}, {"concurrency": 1.5}):
         with pytest.raises((InvalidSpec, InvalidSetting), match=next(iter(given))):
             await run_rollouts(model, [data_set()], out=tmp_path, **given)
     assert list(tmp_path.iterdir()) == []
@@ -597,6 +597,7 @@ async def test_a_file_of_rollouts_is_what_the_call_is(here) -> None:
         ("{answer}", "", r"lacks \{answer\}"),
         ("scales: [100, -100]", "judge: {model: m}", "needs base_url"),
         ("samples: 2", "samples: two", "Expected `int`"),
+        ("samples: 2", "concurrency: 0", "Expected `int` >= 1"),
         ("texts/neg.txt", "texts/none.txt", "none.txt"),
     ],
 )

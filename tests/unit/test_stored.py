@@ -1148,6 +1148,7 @@ def test_a_stored_run_over_roles_is_read(tmp_path) -> None:
         atol=1e-3,
     )
     assert roles_settings.described(found.settings) == roles_settings.described(ROLES)
+    assert said.settings["max_in_flight"] == found.settings.concurrency  # the name in files is that of before
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ class RunSettings(Protocol):
         """Share of the probability mass to sample from, in (0, 1]."""
 
     @property
-    def max_in_flight(self) -> int:
+    def concurrency(self) -> int:
         """Maximum concurrent requests."""
 
     @property

@@ -42,13 +42,14 @@ _AFTER: Final[Mapping[str, tuple[str, ...]]] = {
     "capture": ("generate",),
     "vectors": ("filter", "capture"),
 }
+STORED: Final = {"concurrency": "max_in_flight"}  # fields that have another name in files
 #: Stages whose results are of all traits together; results of the other stages are of one trait each.
 JOINT: Final = ("filter", "vectors")
 #: The stages, in their order.
 STAGES: Final = tuple(DEPENDS)
 
 
-class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename=STORED):
     """Settings of a run over traits, see `run`.
 
     The defaults are the sizes and thresholds of Chen et al., Persona Vectors. In the paper a large model judges,
@@ -62,7 +63,7 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             takes all.
         max_tokens: maximum tokens of an answer.
         temperature, top_p: sampling parameters.
-        max_in_flight: maximum concurrent requests.
+        concurrency: maximum concurrent requests.
         scorer: name in `steercap.lab.measures.scores.SCORERS` of the scorer of answers.
         scorer_args: arguments of the scorer; no API keys, since they are written to the run folder.
         threshold_high, threshold_low: minimum score of kept answers under a positive prompt, and maximum under a
@@ -87,7 +88,7 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     max_tokens: int = 256
     temperature: float = 1.0
     top_p: float = 1.0
-    max_in_flight: int = 256
+    concurrency: int = 256
     scorer: str = "minilm"
     scorer_args: dict[str, Any] = {}
     threshold_high: float = 50.0
@@ -101,7 +102,7 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     held_out: float = 0.25
 
     def __post_init__(self) -> None:
-        least = {"n_samples": 1, "n_questions": 2, "n_prompts": 1, "max_tokens": 1, "max_in_flight": 1, "min_kept": 2}
+        least = {"n_samples": 1, "n_questions": 2, "n_prompts": 1, "max_tokens": 1, "concurrency": 1, "min_kept": 2}
         numbers = ("temperature", "top_p", "threshold_high", "threshold_low", "held_out")
         check_fields(self, least, numbers, ("paired", "read_system"), ("scorer", "site", "method"))
         several = isinstance(self.traits, (list, tuple))
@@ -143,7 +144,7 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             traits: names of shipped traits, or `Trait`s.
             changes: settings by name, in place of these or the defaults.
         """
-        sizes = {"n_samples": 1, "n_questions": 12, "max_tokens": 40, "temperature": 0.7, "max_in_flight": 64}
+        sizes = {"n_samples": 1, "n_questions": 12, "max_tokens": 40, "temperature": 0.7, "concurrency": 64}
         return cls(traits=traits, **{**sizes, **changes})
 
     def resolved(self) -> tuple[Trait, ...]:

@@ -108,7 +108,7 @@ Result = TypeVar("Result")
 RowsAt = Mapping[Point, Float[torch.Tensor, "positions width"]]
 
 #: Default concurrent runs: a batch with vLLM's defaults and a queue for the next; each occupies a steering slot.
-CONCURRENT: Final = 256
+CONCURRENCY: Final = 256
 #: Pairs that are processed concurrently, with their rows in memory.
 PAIRS: Final = 4
 
@@ -140,12 +140,12 @@ class Runs:
         model: an open model.
         metric: metric of a run.
         pairs: number of pairs.
-        concurrent: maximum concurrent patched runs; at most as many as the model has steering slots.
+        concurrency: maximum concurrent patched runs; at most as many as the model has steering slots.
         progress: function called after each patched run with the number finished and `total`, which the caller sets.
 
     Raises:
         InvalidSpec: `metric` is not a Metric, or does not fit the pairs.
-        InvalidSetting: `concurrent` is not above 0.
+        InvalidSetting: `concurrency` is not above 0.
     """
 
     def __init__(
@@ -153,12 +153,12 @@ class Runs:
         model: SteerModel,
         metric: Metric,
         pairs: int,
-        concurrent: int = CONCURRENT,
+        concurrency: int = CONCURRENCY,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         if not isinstance(metric, Metric):
             raise InvalidSpec(f"metric={shown(metric)}; give a Metric, such as LogitDifference((' Mary', ' John'))")
-        limit = count_of(concurrent, "concurrent", wrong=InvalidSetting)
+        limit = count_of(concurrency, "concurrency", wrong=InvalidSetting)
         self.model = model
         self.total = 0
         self._asked: list[MetricRequest] = metric.asked(model.tokenizer, pairs)
