@@ -427,7 +427,7 @@ async def steering(model: Any, out: Path) -> dict[str, Any]:
         scales=(SCALE,),
         prompts=[asked(question) for question in QUESTIONS],
         tokens="generated",
-        sampling={"max_tokens": 32, "temperature": 0.0},
+        sampling_params={"max_tokens": 32, "temperature": 0.0},
         random=4,
         negated=False,
     )

@@ -61,7 +61,7 @@ async def run(out: Path, *, choose: bool) -> dict[str, Any]:
             vectors=directions,
             prompts=[asked(question) for question in questions],
             tokens="generated",
-            sampling={"max_tokens": 32, "temperature": 0.0},
+            sampling_params={"max_tokens": 32, "temperature": 0.0},
             **(TRIED if choose else CHOSEN),
         )
         results = await run_sweep(model, sweep, out=out, measures=[Score(trait), "perplexity", "repetition"])

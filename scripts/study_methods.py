@@ -73,7 +73,7 @@ async def run(out: Path, folder: Path, names: list[str], *, draw: bool) -> dict[
             print(f"{time.monotonic() - begun:6.0f} s  {what}: {done} of {total}", flush=True)
 
     asked = {
-        name: Evaluation(methods=methods_of(traits()[name], folder), questions=QUESTIONS, sampling=SAMPLING)
+        name: Evaluation(methods=methods_of(traits()[name], folder), questions=QUESTIONS, sampling_params=SAMPLING)
         for name in names
     }
     tasks = [Passages(first=6), Choices(first=12)]

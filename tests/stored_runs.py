@@ -237,7 +237,7 @@ def sweep() -> Sweep:
         random=1,
         prompts=["One two", [{"role": "user", "content": "Hello"}]],
         tokens=["last_prompt", "generated"],
-        sampling=dict(GREEDY),
+        sampling_params=dict(GREEDY),
     )
 
 
@@ -256,7 +256,7 @@ def evaluation() -> Evaluation:
             Method(name="prompt", system="Be calm."),
         ],
         questions=["Name one.", ["What is it?", "And that?"]],
-        sampling=dict(GREEDY),
+        sampling_params=dict(GREEDY),
     )
 
 

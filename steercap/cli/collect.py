@@ -348,7 +348,7 @@ def register(app: typer.Typer) -> None:
                     capture=wanted,
                     tokens=sample,
                     **cutting,
-                    params=params,
+                    sampling_params=params,
                     seed=answers.seed or 0,
                     steering=spec,
                     shard_bytes=shard_mb << 20,

@@ -140,7 +140,7 @@ class EvaluationFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         return Evaluation(
             methods=methods,
             questions=questions_of(self.questions),
-            sampling={"max_tokens": self.max_tokens, "temperature": self.temperature},
+            sampling_params={"max_tokens": self.max_tokens, "temperature": self.temperature},
             samples=self.samples,
             chat=self.chat,
             seed=self.seed,
@@ -243,7 +243,7 @@ class RolloutFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             evaluation = Evaluation(
                 methods=methods,
                 questions=questions_of(told.get("questions") or self.questions),
-                sampling={"max_tokens": self.max_tokens, "temperature": self.temperature},
+                sampling_params={"max_tokens": self.max_tokens, "temperature": self.temperature},
                 samples=self.samples,
                 chat=self.chat,
                 seed=self.seed,

@@ -146,7 +146,7 @@ def sweep_of(settings: SweepFile, flags: Mapping[str, Any] | None = None) -> Swe
         random=settings.random,
         negated=settings.negated,
         seed=settings.seed,
-        sampling={"max_tokens": settings.max_tokens, "temperature": settings.temperature},
+        sampling_params={"max_tokens": settings.max_tokens, "temperature": settings.temperature},
         samples=settings.samples,
     )
 

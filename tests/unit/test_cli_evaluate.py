@@ -64,7 +64,7 @@ def test_an_evaluation_is_what_its_file_and_flags_say(here) -> None:
         ("random, as praise 01", (1.0, 2.0)),
     ]
     assert one.questions == (("one",), ("two", "and then"))
-    assert one.sampling == {"max_tokens": 3, "temperature": 0.0}
+    assert one.sampling_params == {"max_tokens": 3, "temperature": 0.0}
     (edit,) = one.method("praise").spec(2).flat()
     assert (edit.layer, edit.scale, str(edit.selection)) == (1, 2, "'all'")
     assert settings.all_measures() == ["length", Matches("greets", "^dear")]

@@ -188,7 +188,7 @@ class Runs:
         """Run a prompt, token ids of pair `pair`, with the edits of `change`, None for none; return its metric."""
         asked = self._asked[pair]
         prompt = {"prompt_token_ids": list(ids)}
-        return asked.read((await self.model.run(prompt, asked.sampling, steering=change)).output)
+        return asked.read((await self.model.run(prompt, asked.sampling_params, steering=change)).output)
 
     async def read(
         self, pair: int, ids: Sequence[int], spec: CaptureSpec, change: SteeringSpec | None = None
@@ -196,7 +196,7 @@ class Runs:
         """Run a prompt as `value` does; return its metric and captured rows. `spec` is raw, without `reduce`."""
         asked = self._asked[pair]
         prompt = {"prompt_token_ids": list(ids)}
-        found = await self.model.run(prompt, asked.sampling, capture=spec, steering=change)
+        found = await self.model.run(prompt, asked.sampling_params, capture=spec, steering=change)
         async with found.handle as handle:
             rows = {point: rows.flatten(1) for point, rows in handle.captures.items()}
             return asked.read(found.output), PatchSource(rows, tuple(handle.positions.tolist()))
