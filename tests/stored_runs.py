@@ -195,7 +195,7 @@ def trained(model: Path, out: Path, progress: Any = None) -> Any:
     """Two steps, each looked at."""
     examples = [Example(f"Say {word}. ", f"{word} {word}", source=word) for word in ("wind", "moon", "sea")]
     edit = Add(wide() / 8, layer=1, tokens="generated")
-    how: dict[str, Any] = {"steps": 2, "batch_size": 1, "evaluate_every": 1, "validation": 0.34}
+    how: dict[str, Any] = {"steps": 2, "batch_size": 1, "evaluate_every": 1, "held_out": 0.34}
     return train(model, examples, edit=edit, out=out, name="calm", progress=progress, **how)
 
 
