@@ -14,7 +14,7 @@ from steercap.lab.personas import PersonaSettings, Progress, run
 #: One trait, four questions, eight tokens, every answer kept: forty requests. What is kept says nothing of the trait.
 SETTINGS = PersonaSettings(
     traits=("poetic",),
-    n_samples=1,
+    samples=1,
     n_questions=4,
     max_tokens=8,
     concurrency=12,

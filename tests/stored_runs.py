@@ -279,7 +279,7 @@ TRAIT: Final = Trait(
 )
 #: Whatever is said counts as both: what is kept says nothing of the trait.
 PERSONA: Final = PersonaSettings(
-    traits=(TRAIT,), n_samples=1, max_tokens=48, scorer="keywords", threshold_high=0.0, threshold_low=100.0, min_kept=2
+    traits=(TRAIT,), samples=1, max_tokens=48, scorer="keywords", threshold_high=0.0, threshold_low=100.0, min_kept=2
 )
 
 

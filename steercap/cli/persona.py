@@ -94,7 +94,7 @@ class SizeOptions(roles.AnswerOptions):
     n_questions: Annotated[int | None, roles.size_option(min=2, help="Number of questions of each trait.")] = None
     n_prompts: Annotated[
         int | None,
-        roles.size_option("--system-prompts", min=1, help="Number of pairs of system prompts of each trait."),
+        roles.size_option(min=1, help="Number of pairs of system prompts of each trait."),
     ] = None
 
 

@@ -100,7 +100,7 @@ class AnswerOptions:
     """Options for generating answers, of traits and of roles; defaults are the paper's, or with --small a laptop's."""
 
     small: Annotated[bool, size_option("--small", help="Sizes for a small model on a CPU: minutes, not hours.")] = False
-    n_samples: Annotated[int | None, size_option("--samples", min=1, help="Number of answers per question.")] = None
+    samples: Annotated[int | None, size_option(min=1, help="Number of answers per question.")] = None
     max_tokens: Annotated[int | None, size_option(min=1, help="Maximum tokens to generate.")] = None
     temperature: Annotated[float | None, size_option(min=0.0, help="Sampling temperature.")] = None
     seed: Annotated[int | None, size_option(help="Seed of sampling.")] = None
@@ -116,9 +116,7 @@ class RoleOptions(AnswerOptions):
     ] = None
     role: Annotated[list[str] | None, typer.Option(help="Name of a role; repeatable (default: all).")] = None
     n_questions: Annotated[int | None, size_option("--n-questions", min=2, help="Number of questions to ask.")] = None
-    n_prompts: Annotated[
-        int | None, size_option("--system-prompts", min=1, help="Number of system prompts of each role.")
-    ] = None
+    n_prompts: Annotated[int | None, size_option(min=1, help="Number of system prompts of each role.")] = None
     scorer: Annotated[
         str | None,
         scoring_option(

@@ -426,7 +426,7 @@ def test_every_scorer_is_documented() -> None:
 
 def made(**changes) -> PersonaSettings:
     """Settings of two traits with two prompts, three questions, two samples: 48 requests."""
-    sizes = {"n_prompts": 2, "n_questions": 3, "n_samples": 2, "min_kept": 2}
+    sizes = {"n_prompts": 2, "n_questions": 3, "samples": 2, "min_kept": 2}
     return PersonaSettings(**{"traits": ("formal", "poetic"), **sizes, **changes})
 
 
@@ -436,7 +436,7 @@ def made(**changes) -> PersonaSettings:
         ({"traits": ("formal", "formel")}, InvalidSetting, r"unknown traits \['formel'\].*'formal'"),
         ({"traits": ()}, InvalidSetting, "at least one"),
         ({"traits": ("formal", traits()["formal"])}, InvalidSetting, "each once"),
-        ({"n_samples": 0}, InvalidSetting, "n_samples=0; give 1"),
+        ({"samples": 0}, InvalidSetting, "samples=0; give 1"),
         ({"n_questions": 1}, InvalidSetting, "n_questions=1; give 2"),
         ({"held_out": 0.0}, InvalidSetting, "held_out=0.0"),
         ({"method": "guess"}, UnknownName, "'guess'"),
@@ -584,6 +584,8 @@ def test_a_folder_of_another_run_is_refused(tmp_path) -> None:
     open_folder(tmp_path, MODEL, made(method="probe", scorer="keywords"))
     with pytest.raises(RunDiffers, match=r"seed was 0, is 1"):
         open_folder(tmp_path, MODEL, made(seed=1, method="pca"))
+    with pytest.raises(RunDiffers, match=r"\bsamples was 2, is 3"):
+        open_folder(tmp_path, MODEL, made(samples=3))
     with pytest.raises(RunDiffers, match=r"model\.name was 'm', is 'other'"):
         open_folder(tmp_path, MODEL | {"name": "other"}, made())
     changed = msgspec.structs.replace(traits()["formal"], questions=("What?", "Why?"))
@@ -888,10 +890,10 @@ def test_answers_that_would_be_equal_are_not_begun(tmp_path) -> None:
     """A new folder has none that count as several; one of before is resumed."""
     settings = PersonaSettings(traits=("formal",), temperature=0)
     for begin in (lambda: check_same(tmp_path / "a", settings), lambda: open_folder(tmp_path / "a", MODEL, settings)):
-        with pytest.raises(InvalidSetting, match="n_samples=10 at temperature 0 would all be the same text"):
+        with pytest.raises(InvalidSetting, match="samples=10 at temperature 0 would all be the same text"):
             begin()
     assert not (tmp_path / "a").exists()
-    open_folder(tmp_path / "a", MODEL, PersonaSettings(traits=("formal",), temperature=0, n_samples=1))
+    open_folder(tmp_path / "a", MODEL, PersonaSettings(traits=("formal",), temperature=0, samples=1))
     RUN.write(tmp_path, RUN.type(1, MODEL, described(settings)))
     check_same(tmp_path, settings)
     open_folder(tmp_path, MODEL, settings)
@@ -956,7 +958,7 @@ def test_levels_of_a_run_whose_answers_are_all_kept(tmp_path) -> None:
 
 def test_levels_that_need_answers_not_kept_are_absent(tmp_path) -> None:
     """With thresholds of 50, pos_neg_50 and pos_70 are whole; pos_neg and pos_40_70 would be of kept answers alone."""
-    settings = made(n_samples=6)
+    settings = made(samples=6)
     kept = lambda one: one.score >= 50 if "/positive/" in one.id else one.score <= 50  # noqa: E731
     found = finished(tmp_path / "run", settings, kept=kept)
     written = write_levels(tmp_path / "run", tmp_path / "vectors")

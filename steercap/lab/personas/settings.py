@@ -42,7 +42,7 @@ _AFTER: Final[Mapping[str, tuple[str, ...]]] = {
     "capture": ("generate",),
     "vectors": ("filter", "capture"),
 }
-STORED: Final = {"concurrency": "max_in_flight"}  # fields that have another name in files
+STORED: Final = {"samples": "n_samples", "concurrency": "max_in_flight"}  # fields that have another name in files
 #: Stages whose results are of all traits together; results of the other stages are of one trait each.
 JOINT: Final = ("filter", "vectors")
 #: The stages, in their order.
@@ -58,7 +58,7 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     Args:
         traits: names of shipped traits, or `Trait`s; one at least.
         seed: seed of all draws.
-        n_samples: number of answers to each question under each system prompt; 1 at temperature 0.
+        samples: number of answers to each question under each system prompt; 1 at temperature 0.
         n_questions, n_prompts: number of a trait's questions and pairs of system prompts to use, from the first; None
             takes all.
         max_tokens: maximum tokens of an answer.
@@ -82,7 +82,7 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     traits: tuple[str | Trait, ...]
     seed: int = 0
-    n_samples: int = 10
+    samples: int = 10
     n_questions: int | None = None
     n_prompts: int | None = None
     max_tokens: int = 256
@@ -102,7 +102,7 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     held_out: float = 0.25
 
     def __post_init__(self) -> None:
-        least = {"n_samples": 1, "n_questions": 2, "n_prompts": 1, "max_tokens": 1, "concurrency": 1, "min_kept": 2}
+        least = {"samples": 1, "n_questions": 2, "n_prompts": 1, "max_tokens": 1, "concurrency": 1, "min_kept": 2}
         numbers = ("temperature", "top_p", "threshold_high", "threshold_low", "held_out")
         check_fields(self, least, numbers, ("paired", "read_system"), ("scorer", "site", "method"))
         several = isinstance(self.traits, (list, tuple))
@@ -127,10 +127,10 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
                 "out whole questions"
             )
         prompts = min(len(trait.positive[: self.n_prompts]), len(trait.negative[: self.n_prompts]))
-        if (asked := questions * prompts * self.n_samples) < self.min_kept:
+        if (asked := questions * prompts * self.samples) < self.min_kept:
             raise InvalidSetting(
                 f"min_kept={self.min_kept}, but {trait.name} is asked for {asked} answers of a kind: {questions} "
-                f"questions, {prompts} system prompts, {self.n_samples} samples; ask more or lower min_kept"
+                f"questions, {prompts} system prompts, {self.samples} samples; ask more or lower min_kept"
             )
 
     @classmethod
@@ -144,7 +144,7 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             traits: names of shipped traits, or `Trait`s.
             changes: settings by name, in place of these or the defaults.
         """
-        sizes = {"n_samples": 1, "n_questions": 12, "max_tokens": 40, "temperature": 0.7, "concurrency": 64}
+        sizes = {"samples": 1, "n_questions": 12, "max_tokens": 40, "temperature": 0.7, "concurrency": 64}
         return cls(traits=traits, **{**sizes, **changes})
 
     def resolved(self) -> tuple[Trait, ...]:
@@ -207,10 +207,10 @@ def check_fields(
 
 def check_samples(settings: Any) -> None:
     """Raise InvalidSetting if several answers to one question are asked for at temperature 0, which would be equal."""
-    if settings.temperature == 0 and settings.n_samples > 1:
+    if settings.temperature == 0 and settings.samples > 1:
         raise InvalidSetting(
-            f"n_samples={settings.n_samples} at temperature 0 would all be the same text, counted as several answers; "
-            "give n_samples=1, or raise the temperature"
+            f"samples={settings.samples} at temperature 0 would all be the same text, counted as several answers; "
+            "give samples=1, or raise the temperature"
         )
 
 

@@ -21,7 +21,7 @@ _DEPENDS: Final[Mapping[str, tuple[str, ...]]] = {
     "score": ("scorer", "scorer_args"),
     "read": ("threshold", "min_kept", "layers", "site", "read_system", "read_together"),
 }
-_SIZES: Final = ("n_samples", "n_questions", "n_prompts", "max_tokens", "concurrency", "min_kept", "read_together")
+_SIZES: Final = ("samples", "n_questions", "n_prompts", "max_tokens", "concurrency", "min_kept", "read_together")
 _LEAST: Final = {**dict.fromkeys(_SIZES, 1), "n_questions": 2}
 
 
@@ -31,7 +31,7 @@ class RoleSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     Args:
         roles: roles, their questions and the assistant's prompts.
         seed: seed of all draws.
-        n_samples: number of answers to each question under each system prompt; 1 at temperature 0.
+        samples: number of answers to each question under each system prompt; 1 at temperature 0.
         n_questions, n_prompts: number of questions and of each role's system prompts to use, from the first; None takes
             all.
         max_tokens: maximum tokens of an answer.
@@ -52,7 +52,7 @@ class RoleSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     roles: RoleSet
     seed: int = 0
-    n_samples: int = 1
+    samples: int = 1
     n_questions: int | None = None
     n_prompts: int | None = None
     max_tokens: int = 512
@@ -90,7 +90,7 @@ class RoleSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     def answers_of(self, name: str) -> int:
         """Return the number of answers requested of the role of this name, or of the "assistant"."""
         prompts = len(self.roles.prompts_of(name)[: self.n_prompts])
-        return len(self.roles.questions[: self.n_questions]) * prompts * self.n_samples
+        return len(self.roles.questions[: self.n_questions]) * prompts * self.samples
 
     @classmethod
     def small(cls, roles: RoleSet, **changes: Any) -> RoleSettings:
@@ -171,7 +171,7 @@ def requests_of(settings: RoleSettings, name: str) -> Iterator[RoleRequest]:
     prompts = settings.roles.prompts_of(name)[: settings.n_prompts]
     for prompt, words in enumerate(prompts):
         for question, text in enumerate(settings.roles.questions[: settings.n_questions]):
-            for sample in range(settings.n_samples):
+            for sample in range(settings.samples):
                 key = f"{name}/{prompt}/{question}/{sample}"
                 yield RoleRequest(key, name, prompt, question, sample, seed_of(settings.seed, key), words, text)
 
