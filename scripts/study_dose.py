@@ -43,10 +43,10 @@ async def run(out: Path, *, choose: bool) -> dict[str, Any]:
     from steercap.lab.demo import smollm2
     from steercap.lab.directions import Exchange, extract
     from steercap.lab.measures.score import Score
-    from steercap.lab.personas import traits
+    from steercap.lab.personas import shipped_traits
     from steercap.lab.studies.sweeps import Sweep, run_sweep
 
-    trait = traits()["optimistic"]
+    trait = shipped_traits()["optimistic"]
     before = asked("What do you think?")
     questions = trait.questions[-6:] if choose else QUESTIONS
     async with SteerModel(smollm2(), preset="cpu", use_tqdm_on_load=False) as model:

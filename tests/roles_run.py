@@ -13,7 +13,7 @@ from support.rows import TINY_ENGINE
 
 from steercap import SteerModel
 from steercap.lab.personas import Progress
-from steercap.lab.personas.roles import Role, RoleSet, RoleSettings, run
+from steercap.lab.personas.roles import Role, RoleSet, RoleSettings, run_roles
 from steercap.testing import tiny_checkpoint
 
 TEMPLATE = "{% for one in messages %}{{ one.role[0] }}:{{ one.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
@@ -43,7 +43,7 @@ async def main(path: str, folder: str, stage: str, done: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     async with engine(path) as model:
-        await run(model, SETTINGS, folder, progress=kill)
+        await run_roles(model, SETTINGS, folder, progress=kill)
 
 
 if __name__ == "__main__":

@@ -44,10 +44,8 @@ from steercap.lab.datasets.collecting import OneIn, collect
 from steercap.lab.datasets.definition import DATASET
 from steercap.lab.measures.scores import Examples
 from steercap.lab.measures.texts import Repetition
-from steercap.lab.personas import PersonaSettings, Trait
-from steercap.lab.personas import run as run_personas
-from steercap.lab.personas.roles import AssistantAxis, Role, RoleSet, RoleSettings
-from steercap.lab.personas.roles import run as run_roles
+from steercap.lab.personas import PersonaSettings, Trait, run_persona
+from steercap.lab.personas.roles import AssistantAxis, Role, RoleSet, RoleSettings, run_roles
 from steercap.lab.personas.roles.settings import digests_of
 from steercap.lab.personas.settings import stage_hashes, trait_hashes
 from steercap.lab.studies.evaluation import Choice, Choices, Evaluation, Method, Passages, evaluate
@@ -284,7 +282,7 @@ PERSONA: Final = PersonaSettings(
 
 
 async def personas(model: SteerModel, out: Path, **more: Any) -> Any:
-    return await run_personas(model, PERSONA, out, **more)
+    return await run_persona(model, PERSONA, out, **more)
 
 
 ROLES: Final = RoleSettings.small(

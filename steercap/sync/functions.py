@@ -273,7 +273,7 @@ def calibrated_capping(
 
     Args:
         model: an open model, the same as the run's.
-        run: run, as returned by `load_run`.
+        run: run, as returned by `load_roles_run`.
         vectors: the axis, or other vectors, such as random ones to compare with.
         layers: layers to cap; None for all.
         percentile, tokens: arguments as for `capping`.
@@ -925,7 +925,7 @@ def run_persona(
         TooFewKept: for every trait, too few answers show it or its opposite.
         The errors of `SteerModel.run`, and of the scorer.
     """
-    from steercap.lab.personas import run as there
+    from steercap.lab.personas import run_persona as there
 
     return forward(there, model, settings, out, progress=progress)
 
@@ -954,7 +954,7 @@ def run_roles(model: SteerModel, settings: RoleSettings, out: str | Path, *, pro
         TooFewKept: too few answers of the assistant, or of all roles but one.
         The errors of `SteerModel.run`, and of the scorer.
     """
-    from steercap.lab.personas.roles import run as there
+    from steercap.lab.personas.roles import run_roles as there
 
     return forward(there, model, settings, out, progress=progress)
 
@@ -1005,7 +1005,7 @@ def run_rollouts(
     )
 
 
-def run_share(
+def run_roles_share(
     model: SteerModel,
     settings: RoleSettings,
     out: str | Path,
@@ -1016,14 +1016,14 @@ def run_share(
     """Run all stages for a share of the roles, so that several processes, each with an engine, can share a folder.
 
     Args:
-        model, settings, out, progress: arguments as for `run`; the same for all shares.
+        model, settings, out, progress: arguments as for `run_roles`; the same for all shares.
         shard: (index of the share, from 0, number of shares n): role i is in share i mod n; role 0 is the assistant.
 
     Raises:
         InvalidSetting: there is no such share.
-        The errors of `run`, except TooFewKept.
+        The errors of `run_roles`, except TooFewKept.
     """
-    from steercap.lab.personas.roles import run_share as there
+    from steercap.lab.personas.roles import run_roles_share as there
 
     forward(there, model, settings, out, shard=shard, progress=progress)
 

@@ -19,7 +19,7 @@ from steercap.lab.directions import Exchange, extract
 from steercap.lab.measures.score import Score
 from steercap.lab.measures.texts import Perplexity
 from steercap.lab.mechanism.views import heatmap_of
-from steercap.lab.personas import traits
+from steercap.lab.personas import shipped_traits
 from steercap.lab.studies.sweeps import Answered, Sweep, run_sweep
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.testing import Reference
@@ -158,7 +158,7 @@ async def test_a_dose_moves_a_trait_as_no_random_vector_does(smol, tmp_path, rec
     """Down with -2, up with 2, each well outside what random vectors of the same norm do at the same place; and the texts
     stay likely to the model without steering.
     """
-    trait, before = traits()["optimistic"], asked("What do you think?")
+    trait, before = shipped_traits()["optimistic"], asked("What do you think?")
     positive, negative = (
         [Exchange(before, text) for text in texts] for texts in (trait.examples.positive, trait.examples.negative)
     )

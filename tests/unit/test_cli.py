@@ -53,7 +53,7 @@ from steercap.errors import InvalidFile, InvalidSetting, InvalidSpec, UnknownNam
 from steercap.files.tables import write_table
 from steercap.kernels.sketches import SKETCHES
 from steercap.lab.datasets.collecting.samples import Selected
-from steercap.lab.personas import PersonaSettings, traits
+from steercap.lab.personas import PersonaSettings, shipped_traits
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.steering.directions import Provenance
 from steercap.steering.formats import load_control_vector, load_layers_pt
@@ -768,7 +768,7 @@ def test_a_run_is_what_its_flags_say(tmp_path) -> None:
     )
     assert small == PersonaSettings.small("poetic", n_questions=3, concurrency=5, scorer="keywords", paired=True)
     own = tmp_path / "mine.yaml"
-    own.write_bytes(msgspec.yaml.encode(msgspec.structs.replace(traits()["poetic"], name="mine")))
+    own.write_bytes(msgspec.yaml.encode(msgspec.structs.replace(shipped_traits()["poetic"], name="mine")))
     found = settings_of(
         [str(own)], SizeOptions(), ScoreOptions(scorer_arg=['model="x"', 'base_url="http://y"'], scorer="judge")
     )
@@ -780,9 +780,9 @@ def test_a_run_is_what_its_flags_say(tmp_path) -> None:
 
 def test_traits_are_listed_and_shown() -> None:
     """All by name, one in full; an unknown one is an error that lists those known."""
-    assert set(json.loads(call("persona", "traits", "--json").stdout)) == set(traits())
+    assert set(json.loads(call("persona", "traits", "--json").stdout)) == set(shipped_traits())
     one = json.loads(call("persona", "traits", "evil", "--json").stdout)["evil"]
-    assert one["questions"] == list(traits()["evil"].questions)
+    assert one["questions"] == list(shipped_traits()["evil"].questions)
     assert "evil" in call("persona", "traits", "evil").stdout
     wrong = call("persona", "traits", "good")
     assert (wrong.exit_code, "'evil'" in wrong.stderr) == (1, True)

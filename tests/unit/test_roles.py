@@ -57,7 +57,7 @@ from steercap.lab.personas.roles import (
     drift_cases,
     drift_prompts,
     load_roles,
-    load_run,
+    load_roles_run,
     plot_changes,
     plot_positions,
     plot_roles,
@@ -367,7 +367,7 @@ def test_a_folder_knows_what_it_is_of(tmp_path) -> None:
     folder = open_folder(tmp_path, {"name": "m"}, settings)
     assert folder.missing == [ASSISTANT, "pirate", "poet"]
     with pytest.raises(RunUnfinished, match="3 of 3 roles are not done: assistant, pirate, poet; run it again"):
-        load_run(tmp_path)
+        load_roles_run(tmp_path)
     with pytest.raises(RunDiffers, match=r"\.samples was 1, is 2"):
         check_same(tmp_path, msgspec.structs.replace(settings, samples=2))
     with pytest.raises(RunDiffers, match="max_tokens was 512, is 7"):

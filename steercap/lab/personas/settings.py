@@ -13,7 +13,7 @@ from steercap.core.spec import CaptureSpec
 from steercap.core.values import choices, flag_of, index_of, number_of, parts_of, shown
 from steercap.errors import InvalidSetting, InvalidSpec
 from steercap.lab.directions import METHODS
-from steercap.lab.measures.scores import Trait, make_scorer, traits
+from steercap.lab.measures.scores import Trait, make_scorer, shipped_traits
 
 #: Names of the settings that each stage depends on, besides earlier stages; "filter" selects rows, not changing them.
 DEPENDS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -50,7 +50,7 @@ STAGES: Final = tuple(DEPENDS)
 
 
 class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename=STORED):
-    """Settings of a run over traits, see `run`.
+    """Settings of a run over traits, see `run_persona`.
 
     The defaults are the sizes and thresholds of Chen et al., Persona Vectors. In the paper a large model judges,
     answers are longer and kept in pairs (`paired`), and only if judged coherent, which no scorer here does.
@@ -153,7 +153,7 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         Raises:
             InvalidSetting: no shipped trait has a given name.
         """
-        shipped = traits()
+        shipped = shipped_traits()
         if missing := [trait for trait in self.traits if isinstance(trait, str) and trait not in shipped]:
             raise InvalidSetting(f"unknown traits {missing}; {choices(missing[0], shipped)}; others are given as Trait")
         return tuple(shipped[trait] if isinstance(trait, str) else trait for trait in self.traits)

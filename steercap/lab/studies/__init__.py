@@ -16,15 +16,24 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import msgspec
 
+from steercap.core.extras import lazy_names
 from steercap.core.values import flag_of, index_of, shown
 from steercap.errors import InvalidSpec
 from steercap.files.folder import FolderKind
 from steercap.files.tables import TableWriter
 from steercap.lab.measures import Measure
+
+if TYPE_CHECKING:
+    from steercap.lab.studies.rollouts import RolloutSet, rollout_methods, run_rollouts
+    from steercap.lab.studies.trying import try_layers
+
+__all__ = ["RolloutSet", "rollout_methods", "run_rollouts", "try_layers"]
+_HOMES: Final = dict.fromkeys(__all__, "rollouts") | {"try_layers": "trying"}
+__getattr__, __dir__ = lazy_names(__name__, _HOMES, ("evaluation", "sweeps"))
 
 #: Seconds between parts, the most work that a killed process loses. A part takes some milliseconds to write.
 FLUSH_SECONDS: Final = 2.0

@@ -26,7 +26,7 @@ _LEAST: Final = {**dict.fromkeys(_SIZES, 1), "n_questions": 2}
 
 
 class RoleSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename=STORED):
-    """Settings of a run over roles, see `run`. The default sizes are those of Lu et al., The Assistant Axis.
+    """Settings of a run over roles, see `run_roles`. The default sizes are those of Lu et al., The Assistant Axis.
 
     Args:
         roles: roles, their questions and the assistant's prompts.
