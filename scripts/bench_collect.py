@@ -113,7 +113,7 @@ async def run_collect(model: Any, name: str, tokens: list[list[int]], args: argp
     try:
         start, cpu = time.perf_counter(), time.process_time()
         found = await collect(
-            model, tokens, folder, **asked, shard_bytes=args.shard_mb << 20, statistics_every=args.statistics_every
+            model, tokens, folder, **asked, shard_bytes=args.shard_mib << 20, statistics_every=args.statistics_every
         )
         run = Run(name, time.perf_counter() - start, found.totals.tokens, time.process_time() - cpu, found.totals.bytes)
         wanted = sum(map(len, tokens))
@@ -253,7 +253,7 @@ def arguments() -> argparse.Namespace:
     add("--warm-documents", type=int, default=None, help="of the warm-up; as many as of a round by default")
     add("--seconds", type=float, default=float("inf"), help="no round begins that would end later than this")
     add("--folder", default=None, help="where data sets are written; the temporary folder by default")
-    add("--shard-mb", type=int, default=256)
+    add("--shard-mib", type=int, default=256)
     add("--statistics-every", type=int, default=None)
     add("--capture-gib", type=float, default=None, help="capture_bytes; steercap's default if left out")
     add("--kv-tokens", type=int, default=100_000, help="that the KV cache of each engine holds")

@@ -47,13 +47,13 @@ async def measure(model: Any, options: argparse.Namespace) -> dict[str, Any]:
     one, first = LogitDifference(answers[:1]), (model, clean[:1], corrupted[:1])
     await patch(*first, Grid(layers=[0], sites=SITES), metric=one)  # warms up
     start = time.perf_counter()
-    effects = await patch(model, clean, corrupted, grid, metric=metric, concurrent=options.concurrent)
+    effects = await patch(model, clean, corrupted, grid, metric=metric, concurrency=options.concurrency)
     together = time.perf_counter() - start
     stats = await model.stats()
     layers = range(0, options.layers, max(options.layers * options.tokens * len(SITES) // options.alone, 1))
     few = Grid(layers=layers, sites=SITES)
     start = time.perf_counter()
-    alone = await patch(*first, few, metric=one, concurrent=1)
+    alone = await patch(*first, few, metric=one, concurrency=1)
     each = (time.perf_counter() - start) / len(alone)
     worst, most = compared(model.tokenizer, effects, chosen[: options.check]) if options.check else (None, None)
     again = [effects.where(pair=0, layer=one.layer, site=one.site, position=one.position) for one in alone.records]
@@ -104,7 +104,7 @@ def main() -> None:
         ("tokens", 16),
         ("alone", 200),
         ("check", 2),
-        ("concurrent", 256),
+        ("concurrency", 256),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--json", type=Path)

@@ -386,7 +386,7 @@ class Fuzz:
         while time.monotonic() < limit:
             said = (await self.http.get("/v1/steercap/model")).raise_for_status().json()
             left = {name: said["engine"][name] for name in HELD if said["engine"][name]}
-            if not left and not said["held"]["captures_bytes"]:
+            if not left and not said["held"]["unfetched_bytes"]:
                 return
             await asyncio.sleep(0.2)
         self.findings.append(f"left: {left} {said['held']}")
@@ -527,7 +527,7 @@ async def run(count: int, seed: int, log: Path, at_once: int) -> None:
     calm = log / "calm.safetensors"
     LayerVectors({1: torch.tensor(VECTOR)}, name="calm").save(calm)
     port = free_port()
-    options = ["--vectors", f"calm={calm}", "--preset", "calm=calm", "--captures-seconds", "5"]
+    options = ["--vectors", f"calm={calm}", "--preset", "calm=calm", "--unfetched-seconds", "5"]
     options += [word for key in KEYS for word in ("--api-key", key)]
     async with served(
         steercap_serve(str(tiny_checkpoint("qwen3")), port, *options), port, log / "steercap.log"

@@ -216,7 +216,7 @@ async def work(job: Job, tell: Callable[[dict[str, Any]], None]) -> None:
     from steercap.cli.persona import trait_of
     from steercap.config import CPU
     from steercap.files.base import write_whole
-    from steercap.lab.personas import PersonaSettings, run
+    from steercap.lab.personas import PersonaSettings, run_persona
 
     said = {**job.settings, "traits": tuple(trait_of(text) for text in job.settings["traits"])}
     said |= {name: tuple(value) for name, value in said.items() if isinstance(value, list)}
@@ -225,7 +225,7 @@ async def work(job: Job, tell: Callable[[dict[str, Any]], None]) -> None:
     tell({"stage": "start"})
     async with SteerModel(str(located(job.model)), sites=settings.site, **arguments) as model:
         progress = lambda now: tell({"stage": now.stage, "done": now.done, "total": now.total})  # noqa: E731
-        result = await run(model, settings, job.folder, progress=progress)
+        result = await run_persona(model, settings, job.folder, progress=progress)
     found: dict[str, Any] = {name: vars(one) for name, one in result.outcomes.items()}
     with write_whole(_mark(job)) as scratch:
         scratch.write_bytes(msgspec.json.encode(Mark(job.digest, found)))

@@ -358,7 +358,7 @@ async def settled(server: Served) -> None:
                 for name in ("handles_held", "capture_bytes_claimed", "capture_bytes_in_use", "requests_waiting")
             }
             engine["steering_slots_in_use"] = said["engine"]["steering_slots_in_use"]
-            found = engine | {f"{key} captures": said["held"]["captures_bytes"]}
+            found = engine | {f"{key} captures": said["held"]["unfetched_bytes"]}
             left |= {name: value for name, value in found.items() if value}
         if not left:
             return
@@ -399,7 +399,7 @@ async def run(clients: int, rounds: int, seed: int, log: Path) -> None:
     texts = await plain_texts(str(path), log / "vllm.log", prompts)
     print(f"vllm serve: {len(texts)} plain texts", flush=True)
     port = free_port()
-    options = ["--captures-seconds", str(SECONDS), "--vectors", f"calm={file}"]
+    options = ["--unfetched-seconds", str(SECONDS), "--vectors", f"calm={file}"]
     options += ["--preset", 'calm={"op": "add", "vector": "calm", "scale": 4.0}']
     options += [word for key in KEYS for word in ("--api-key", key)]
     async with served(steercap_serve(str(path), port, *options), port, log / "steercap.log") as server:

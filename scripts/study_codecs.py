@@ -110,11 +110,11 @@ def task(positive: Sequence[str], negative: Sequence[str], forms: Sequence[str])
 
 
 def tasks() -> dict[str, Task]:
-    from steercap.lab.personas import traits
+    from steercap.lab.personas import shipped_traits
 
     opinions = [form.format(thing=thing, word="{word}") for form, thing in product(OPINIONS, THINGS)]
     found = {"sentiment": task(GOOD, BAD, opinions), "topic": task(SPORT, KITCHEN, SCENES)}
-    trait = traits()["formal"]
+    trait = shipped_traits()["formal"]
     examples = ((True, trait.examples.positive), (False, trait.examples.negative))
     texts = [(label, place, text) for label, given in examples for place, text in enumerate(given)]
     found["formal"] = Task(
@@ -405,11 +405,11 @@ async def steering(model: Any, out: Path) -> dict[str, Any]:
     """Steer with directions found in coded rows, all of the raw one's length: the trait's score of the answers."""
     from steercap.kernels.codecs import ENCODINGS
     from steercap.lab.measures.score import Score
-    from steercap.lab.personas import traits
+    from steercap.lab.personas import shipped_traits
     from steercap.lab.studies.sweeps import Sweep, run_sweep
     from steercap.steering import LayerVectors
 
-    examples = traits()[TRAIT].examples
+    examples = shipped_traits()[TRAIT].examples
     texts = (*examples.positive, *examples.negative)
     labels = np.array([True] * len(examples.positive) + [False] * len(examples.negative))
     exact = means(await read(model, texts, layers=STEERED), STEERED)
@@ -427,7 +427,7 @@ async def steering(model: Any, out: Path) -> dict[str, Any]:
         scales=(SCALE,),
         prompts=[asked(question) for question in QUESTIONS],
         tokens="generated",
-        sampling={"max_tokens": 32, "temperature": 0.0},
+        sampling_params={"max_tokens": 32, "temperature": 0.0},
         random=4,
         negated=False,
     )

@@ -43,10 +43,10 @@ async def run(out: Path, *, choose: bool) -> dict[str, Any]:
     from steercap.lab.demo import smollm2
     from steercap.lab.directions import Exchange, extract
     from steercap.lab.measures.score import Score
-    from steercap.lab.personas import traits
+    from steercap.lab.personas import shipped_traits
     from steercap.lab.studies.sweeps import Sweep, run_sweep
 
-    trait = traits()["optimistic"]
+    trait = shipped_traits()["optimistic"]
     before = asked("What do you think?")
     questions = trait.questions[-6:] if choose else QUESTIONS
     async with SteerModel(smollm2(), preset="cpu", use_tqdm_on_load=False) as model:
@@ -61,7 +61,7 @@ async def run(out: Path, *, choose: bool) -> dict[str, Any]:
             vectors=directions,
             prompts=[asked(question) for question in questions],
             tokens="generated",
-            sampling={"max_tokens": 32, "temperature": 0.0},
+            sampling_params={"max_tokens": 32, "temperature": 0.0},
             **(TRIED if choose else CHOSEN),
         )
         results = await run_sweep(model, sweep, out=out, measures=[Score(trait), "perplexity", "repetition"])

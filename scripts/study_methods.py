@@ -63,7 +63,7 @@ async def run(out: Path, folder: Path, names: list[str], *, draw: bool) -> dict[
     from steercap import SteerModel
     from steercap.lab.demo import smollm2
     from steercap.lab.measures.score import Score
-    from steercap.lab.personas import traits
+    from steercap.lab.personas import shipped_traits
     from steercap.lab.studies.evaluation import Choices, Evaluation, Passages, evaluate, read_results
 
     found, begun = {}, time.monotonic()
@@ -73,7 +73,9 @@ async def run(out: Path, folder: Path, names: list[str], *, draw: bool) -> dict[
             print(f"{time.monotonic() - begun:6.0f} s  {what}: {done} of {total}", flush=True)
 
     asked = {
-        name: Evaluation(methods=methods_of(traits()[name], folder), questions=QUESTIONS, sampling=SAMPLING)
+        name: Evaluation(
+            methods=methods_of(shipped_traits()[name], folder), questions=QUESTIONS, sampling_params=SAMPLING
+        )
         for name in names
     }
     tasks = [Passages(first=6), Choices(first=12)]

@@ -15,7 +15,7 @@ import msgspec
 
 from steercap import SteerModel
 from steercap.lab.demo import smollm2
-from steercap.lab.personas import PersonaSettings, Progress, run
+from steercap.lab.personas import PersonaSettings, Progress, run_persona
 
 #: Traits of tone, which a model of 135 million parameters may show. In a trial of 24 answers each, chosen on no other
 #: data, the score told prompts apart with an AUC of 0.81, 0.83 and 0.88 (evil 0.83, hallucinating 0.75, humorous 0.72,
@@ -35,7 +35,7 @@ async def main(out: Path, traits: tuple[str, ...]) -> None:
                 times.setdefault(report.stage, []).append(time.monotonic())
 
             since = time.monotonic()
-            result = await run(model, reading, out, progress=tell)
+            result = await run_persona(model, reading, out, progress=tell)
             told = {
                 "read_system": reading.read_system,
                 "seconds": round(time.monotonic() - since, 1),

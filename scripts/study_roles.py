@@ -39,7 +39,7 @@ from steercap.lab.personas.roles import (
     plot_positions,
     plot_roles,
     plot_stability,
-    run,
+    run_roles,
     shipped_roles,
     stability,
     token_projections,
@@ -137,7 +137,7 @@ async def main(out: Path, questions: int, unseen_questions: int, max_tokens: int
 
     async with SteerModel(smollm2(), preset="cpu") as model:
         lap("start_s")
-        found = await run(model, settings, out)
+        found = await run_roles(model, settings, out)
         lap("run_s")
         axis, other = assistant_axis(found.rows), assistant_axis(found.rows, "pca")
         axis.save(out / "axis.safetensors")

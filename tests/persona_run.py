@@ -9,15 +9,15 @@ import sys
 
 from steercap import SteerModel
 from steercap.lab.demo import smollm2
-from steercap.lab.personas import PersonaSettings, Progress, run
+from steercap.lab.personas import PersonaSettings, Progress, run_persona
 
 #: One trait, four questions, eight tokens, every answer kept: forty requests. What is kept says nothing of the trait.
 SETTINGS = PersonaSettings(
     traits=("poetic",),
-    n_samples=1,
+    samples=1,
     n_questions=4,
     max_tokens=8,
-    max_in_flight=12,
+    concurrency=12,
     threshold_high=0.0,
     threshold_low=100.0,
     min_kept=2,
@@ -30,7 +30,7 @@ async def main(folder: str, stage: str, done: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     async with SteerModel(smollm2(), preset="cpu") as model:
-        await run(model, SETTINGS, folder, progress=kill)
+        await run_persona(model, SETTINGS, folder, progress=kill)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from support.rows import TINY_ENGINE
 
 from steercap import SteerModel
 from steercap.lab.personas import Progress
-from steercap.lab.personas.roles import Role, RoleSet, RoleSettings, run
+from steercap.lab.personas.roles import Role, RoleSet, RoleSettings, run_roles
 from steercap.testing import tiny_checkpoint
 
 TEMPLATE = "{% for one in messages %}{{ one.role[0] }}:{{ one.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
@@ -23,7 +23,7 @@ ROLES = RoleSet(
     ("", "be helpful"),
 )
 #: 72 answers of eight tokens, in parts that hold a few of them each.
-SETTINGS = RoleSettings.small(ROLES, n_questions=6, max_tokens=8, min_kept=2, max_in_flight=16)
+SETTINGS = RoleSettings.small(ROLES, n_questions=6, max_tokens=8, min_kept=2, concurrency=16)
 
 
 def checkpoint(folder: Path) -> Path:
@@ -43,7 +43,7 @@ async def main(path: str, folder: str, stage: str, done: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     async with engine(path) as model:
-        await run(model, SETTINGS, folder, progress=kill)
+        await run_roles(model, SETTINGS, folder, progress=kill)
 
 
 if __name__ == "__main__":

@@ -44,10 +44,8 @@ from steercap.lab.datasets.collecting import OneIn, collect
 from steercap.lab.datasets.definition import DATASET
 from steercap.lab.measures.scores import Examples
 from steercap.lab.measures.texts import Repetition
-from steercap.lab.personas import PersonaSettings, Trait
-from steercap.lab.personas import run as run_personas
-from steercap.lab.personas.roles import AssistantAxis, Role, RoleSet, RoleSettings
-from steercap.lab.personas.roles import run as run_roles
+from steercap.lab.personas import PersonaSettings, Trait, run_persona
+from steercap.lab.personas.roles import AssistantAxis, Role, RoleSet, RoleSettings, run_roles
 from steercap.lab.personas.roles.settings import digests_of
 from steercap.lab.personas.settings import stage_hashes, trait_hashes
 from steercap.lab.studies.evaluation import Choice, Choices, Evaluation, Method, Passages, evaluate
@@ -195,7 +193,7 @@ def trained(model: Path, out: Path, progress: Any = None) -> Any:
     """Two steps, each looked at."""
     examples = [Example(f"Say {word}. ", f"{word} {word}", source=word) for word in ("wind", "moon", "sea")]
     edit = Add(wide() / 8, layer=1, tokens="generated")
-    how: dict[str, Any] = {"steps": 2, "batch_size": 1, "evaluate_every": 1, "validation": 0.34}
+    how: dict[str, Any] = {"steps": 2, "batch_size": 1, "evaluate_every": 1, "held_out": 0.34}
     return train(model, examples, edit=edit, out=out, name="calm", progress=progress, **how)
 
 
@@ -237,7 +235,7 @@ def sweep() -> Sweep:
         random=1,
         prompts=["One two", [{"role": "user", "content": "Hello"}]],
         tokens=["last_prompt", "generated"],
-        sampling=dict(GREEDY),
+        sampling_params=dict(GREEDY),
     )
 
 
@@ -256,7 +254,7 @@ def evaluation() -> Evaluation:
             Method(name="prompt", system="Be calm."),
         ],
         questions=["Name one.", ["What is it?", "And that?"]],
-        sampling=dict(GREEDY),
+        sampling_params=dict(GREEDY),
     )
 
 
@@ -279,12 +277,12 @@ TRAIT: Final = Trait(
 )
 #: Whatever is said counts as both: what is kept says nothing of the trait.
 PERSONA: Final = PersonaSettings(
-    traits=(TRAIT,), n_samples=1, max_tokens=48, scorer="keywords", threshold_high=0.0, threshold_low=100.0, min_kept=2
+    traits=(TRAIT,), samples=1, max_tokens=48, scorer="keywords", threshold_high=0.0, threshold_low=100.0, min_kept=2
 )
 
 
 async def personas(model: SteerModel, out: Path, **more: Any) -> Any:
-    return await run_personas(model, PERSONA, out, **more)
+    return await run_persona(model, PERSONA, out, **more)
 
 
 ROLES: Final = RoleSettings.small(

@@ -223,7 +223,7 @@ def _pooling_fields(given: Any) -> dict[str, Any]:
     elif isinstance(given, Mapping):
         found = dict(given)
     else:
-        raise InvalidRequest(f"pooling={shown(given)}; give vLLM's PoolingParams, or a dict of its fields")
+        raise InvalidRequest(f"pooling_params={shown(given)}; give vLLM's PoolingParams, or a dict of its fields")
     return _plain_numbers(found, "pooling", _GivenPooling.__struct_fields__)
 
 

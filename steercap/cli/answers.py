@@ -75,7 +75,7 @@ def register(persona: typer.Typer) -> None:
             Literal["float32", "bfloat16", "float16"], typer.Option(help="dtype of the means of answers on disk.")
         ] = "float32",
         concurrency: Annotated[
-            int, typer.Option(min=1, help="Concurrent answers; 1 gives files that are equal byte for byte.")
+            int, typer.Option(min=1, help="Maximum concurrent answers; 1 gives files that are equal byte for byte.")
         ] = 128,
     ) -> None:
         """Read existing answers with a model: keep the mean row of each answer over its tokens, and the means of each

@@ -295,9 +295,9 @@ def register(app: typer.Typer) -> None:
         sites: Annotated[
             str, typer.Option(help="Sites: resid_pre, resid_post, attn_out, mlp_out, ..., separated by commas.")
         ] = "resid_post",
-        shard_mb: Annotated[int, typer.Option(min=1, help="Rows per shard, in MiB.")] = 256,
+        shard_mib: Annotated[int, typer.Option(min=1, help="Rows per shard, in MiB.")] = 256,
         documents_per_shard: Annotated[
-            int | None, typer.Option(min=1, help="Documents per shard (default: as many as fill --shard-mb).")
+            int | None, typer.Option(min=1, help="Documents per shard (default: as many as fill --shard-mib).")
         ] = None,
         statistics_every: Annotated[
             int | None,
@@ -305,7 +305,7 @@ def register(app: typer.Typer) -> None:
         ] = None,
         concurrency: Annotated[
             int | None,
-            typer.Option(min=1, help="Concurrent windows; 1 gives bit-identical results."),
+            typer.Option(min=1, help="Maximum concurrent windows; 1 gives bit-identical results."),
         ] = None,
         verify: Annotated[
             bool, typer.Option("--verify", help="Check existing shards by SHA-256, and rewrite damaged ones.")
@@ -348,10 +348,10 @@ def register(app: typer.Typer) -> None:
                     capture=wanted,
                     tokens=sample,
                     **cutting,
-                    params=params,
+                    sampling_params=params,
                     seed=answers.seed or 0,
                     steering=spec,
-                    shard_bytes=shard_mb << 20,
+                    shard_bytes=shard_mib << 20,
                     documents_per_shard=documents_per_shard,
                     statistics_every=statistics_every,
                     concurrency=concurrency,

@@ -17,7 +17,7 @@ from steercap.cli.command import command
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import ModelOptions, ReachOptions
 from steercap.cli.evaluation_file import EvaluationFile, RolloutFile, read_evaluation, read_rollouts
-from steercap.cli.parsing import names_of, sites_of
+from steercap.cli.parsing import Concurrency, names_of, sites_of
 from steercap.cli.preflight import Preflight, check_sampling, preflight, reached
 from steercap.cli.sweep_file import measures_in
 from steercap.cli.tables import rollouts_table, titled
@@ -44,14 +44,7 @@ Seed: TypeAlias = Annotated[int | None, typer.Option(help="Seed of sampling.")]
 async def evaluated(
     model: SteerModel, evaluation: Evaluation, settings: EvaluationFile, out: Path, terminal: Terminal
 ) -> EvaluationResults:
-    """Run an evaluation with progress bars, resuming earlier work in `out`; return its results.
-
-    Args:
-        model: an open model.
-        evaluation: evaluation to run.
-        settings: measures and tasks.
-        out: folder of answers, numbers and results.
-        terminal: terminal for the bars.
+    """Run an evaluation, with the measures and tasks of `settings` and progress bars, resuming earlier work in `out`.
 
     Raises:
         The errors of `steercap.lab.studies.evaluation.evaluate`.
@@ -59,8 +52,9 @@ async def evaluated(
     from steercap.lab.studies.evaluation import evaluate
 
     with terminal.stages() as progress:
+        measures, tasks, limit = settings.all_measures(), settings.tasks, settings.concurrency
         return await evaluate(
-            model, evaluation, out=out, measures=settings.all_measures(), tasks=settings.tasks, progress=progress
+            model, evaluation, out=out, measures=measures, tasks=tasks, concurrency=limit, progress=progress
         )
 
 
@@ -167,7 +161,8 @@ async def rolled(model: SteerModel, settings: RolloutFile, out: Path, terminal: 
                 whole.setdefault(kind, set()).add(name)
                 progress(f"data sets, {kind}", len(whole[kind]), len(settings.data_sets))
 
-        return await run_rollouts(model, settings.sets(), out=out, judge=settings.make_judge(), progress=report)
+        judge, limit = settings.make_judge(), settings.concurrency
+        return await run_rollouts(model, settings.sets(), out=out, judge=judge, concurrency=limit, progress=report)
 
 
 def check_rollouts(settings: RolloutFile, out: Path, model: ModelOptions) -> tuple[str, ...]:
@@ -244,6 +239,7 @@ def register(app: typer.Typer) -> None:
         temperature: Temperature = None,
         samples: Samples = None,
         seed: Seed = None,
+        concurrency: Concurrency = None,
         by: Annotated[str | None, typer.Option(help="Column to match methods by (default neutral).")] = None,
         at: Annotated[
             float | None, typer.Option(help="Value of --by to match at (default: one that all methods reach).")
@@ -260,9 +256,10 @@ def register(app: typer.Typer) -> None:
             "tasks": None if tasks is None else names_of(tasks),
         }
         flags |= {"max_tokens": max_tokens, "temperature": temperature, "samples": samples, "seed": seed}
+        flags |= {"concurrency": concurrency, "by": by, "at": at}
         model.require_there()
         folder_ready(out)
-        settings = read_evaluation(config, {**flags, "by": by, "at": at})
+        settings = read_evaluation(config, flags)
         check_sampling(temperature=settings.temperature, max_tokens=settings.max_tokens)
         evaluation = settings.evaluation()
         sites = sites_in(evaluation)
@@ -286,6 +283,9 @@ def register(app: typer.Typer) -> None:
         temperature: Temperature = None,
         samples: Samples = None,
         seed: Seed = None,
+        concurrency: Annotated[
+            int | None, typer.Option(min=1, help="Maximum concurrent requests of a data set (default 128).")
+        ] = None,
     ) -> None:
         """Steer by the vectors of many data sets, at fixed norms and at the learned one, ask each data set's questions,
         and score the answers by its classifier and by a judge. Tables go to one folder per data set; an interrupted run
@@ -293,7 +293,7 @@ def register(app: typer.Typer) -> None:
         """
         folder_ready(out)
         flags = {"max_tokens": max_tokens, "temperature": temperature, "samples": samples, "seed": seed}
-        settings = read_rollouts(config, flags)
+        settings = read_rollouts(config, {**flags, "concurrency": concurrency})
         sites = check_rollouts(settings, out, model)
         async with reached(model, terminal, sites=sites) as open_model:
             found = await rolled(open_model, settings, out, terminal)

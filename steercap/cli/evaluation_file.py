@@ -94,6 +94,7 @@ class EvaluationFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         questions: a file with a question per line, or a list; a question of several turns is a list itself.
         chat, samples, seed: as for `Evaluation`.
         max_tokens, temperature: sampling parameters.
+        concurrency: maximum concurrent requests.
         measures: as for a sweep: names in `MEASURES`, "score:evil", "score:mine.yaml:keywords".
         expressions: regular expressions by name; each measures the share of answers that match.
         tasks: names in `steercap.lab.studies.evaluation.TASKS`.
@@ -108,6 +109,7 @@ class EvaluationFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     seed: int = 0
     max_tokens: int = 64
     temperature: float = 0.0
+    concurrency: Annotated[int, msgspec.Meta(ge=1)] = 512
     measures: tuple[str, ...] = ("perplexity", "repetition", "refusal")
     expressions: dict[str, str] = {}
     tasks: tuple[str, ...] = ("passages", "choices")
@@ -138,7 +140,7 @@ class EvaluationFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         return Evaluation(
             methods=methods,
             questions=questions_of(self.questions),
-            sampling={"max_tokens": self.max_tokens, "temperature": self.temperature},
+            sampling_params={"max_tokens": self.max_tokens, "temperature": self.temperature},
             samples=self.samples,
             chat=self.chat,
             seed=self.seed,
@@ -185,7 +187,7 @@ class RolloutFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         judge: arguments of `steercap.lab.measures.scores.judge.Judge`; no judge if left out.
         scales, layers: as for `rollout_methods`; `layers` are those of the trained vector if left out.
         tokens: tokens to steer, as for the option `--tokens`.
-        chat, samples, seed, max_tokens, temperature: as for an evaluation.
+        chat, samples, seed, max_tokens, temperature, concurrency: as for an evaluation, the last of each data set.
     """
 
     data_sets: tuple[str, ...]
@@ -205,6 +207,7 @@ class RolloutFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     seed: int = 0
     max_tokens: int = 64
     temperature: float = 0.0
+    concurrency: Annotated[int, msgspec.Meta(ge=1)] = 128
 
     def make_judge(self) -> Judge | None:
         """Return the judge; None if `judge` has no arguments.
@@ -240,7 +243,7 @@ class RolloutFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             evaluation = Evaluation(
                 methods=methods,
                 questions=questions_of(told.get("questions") or self.questions),
-                sampling={"max_tokens": self.max_tokens, "temperature": self.temperature},
+                sampling_params={"max_tokens": self.max_tokens, "temperature": self.temperature},
                 samples=self.samples,
                 chat=self.chat,
                 seed=self.seed,

@@ -32,6 +32,9 @@ Level: TypeAlias = Annotated[
     ),
 ]
 
+#: Option `--concurrency` of `sweep` and `evaluate`.
+Concurrency: TypeAlias = Annotated[int | None, typer.Option(min=1, help="Maximum concurrent requests (default 512).")]
+
 
 def layers_of(text: str, option: str | None = "--layers") -> Layers:
     """Parse layers: "all" to itself, "8" or "8,16,-1" to a list, "4:20:2" to a slice.

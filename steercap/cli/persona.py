@@ -94,7 +94,7 @@ class SizeOptions(roles.AnswerOptions):
     n_questions: Annotated[int | None, roles.size_option(min=2, help="Number of questions of each trait.")] = None
     n_prompts: Annotated[
         int | None,
-        roles.size_option("--system-prompts", min=1, help="Number of pairs of system prompts of each trait."),
+        roles.size_option(min=1, help="Number of pairs of system prompts of each trait."),
     ] = None
 
 
@@ -256,7 +256,7 @@ def _register_run(app: typer.Typer) -> None:
         resumed by the same call.
         """
         from steercap.core.spec import resolve_layers
-        from steercap.lab.personas import run as pipeline
+        from steercap.lab.personas import run_persona
 
         model.require_there()
         folder_ready(out)
@@ -267,7 +267,9 @@ def _register_run(app: typer.Typer) -> None:
             if wanted != "all":
                 asked = msgspec.structs.replace(asked, layers=resolve_layers(wanted, open_model.num_layers))
             with terminal.stages() as shown:
-                result = await pipeline(open_model, asked, out, progress=lambda at: shown(at.stage, at.done, at.total))
+                result = await run_persona(
+                    open_model, asked, out, progress=lambda at: shown(at.stage, at.done, at.total)
+                )
             report(
                 result, asked, dict(zip((one.name for one in asked.resolved()), traits, strict=True)), model, terminal
             )
@@ -376,7 +378,7 @@ def _register_traits(app: typer.Typer) -> None:
         keywords. A trait of your own is a YAML file like those in steercap/lab/personas/shipped.
         """
         from steercap.errors import UnknownName
-        from steercap.lab.personas import traits as shipped
+        from steercap.lab.personas import shipped_traits as shipped
 
         if not names:
             terminal.show(shipped(), traits_table(shipped()))

@@ -100,10 +100,11 @@ class AnswerOptions:
     """Options for generating answers, of traits and of roles; defaults are the paper's, or with --small a laptop's."""
 
     small: Annotated[bool, size_option("--small", help="Sizes for a small model on a CPU: minutes, not hours.")] = False
-    n_samples: Annotated[int | None, size_option("--samples", min=1, help="Number of answers per question.")] = None
+    samples: Annotated[int | None, size_option(min=1, help="Number of answers per question.")] = None
     max_tokens: Annotated[int | None, size_option(min=1, help="Maximum tokens to generate.")] = None
     temperature: Annotated[float | None, size_option(min=0.0, help="Sampling temperature.")] = None
     seed: Annotated[int | None, size_option(help="Seed of sampling.")] = None
+    concurrency: Annotated[int | None, size_option(min=1, help="Maximum concurrent requests (default 256).")] = None
 
 
 @dataclass(frozen=True)
@@ -115,9 +116,7 @@ class RoleOptions(AnswerOptions):
     ] = None
     role: Annotated[list[str] | None, typer.Option(help="Name of a role; repeatable (default: all).")] = None
     n_questions: Annotated[int | None, size_option("--n-questions", min=2, help="Number of questions to ask.")] = None
-    n_prompts: Annotated[
-        int | None, size_option("--system-prompts", min=1, help="Number of system prompts of each role.")
-    ] = None
+    n_prompts: Annotated[int | None, size_option(min=1, help="Number of system prompts of each role.")] = None
     scorer: Annotated[
         str | None,
         scoring_option(
@@ -212,7 +211,7 @@ def _register_roles(app: typer.Typer) -> None:
         --shard, may share one --out. `steercap persona axis` shows the result.
         """
         from steercap.core.spec import CaptureSpec, resolve_layers
-        from steercap.lab.personas.roles import run_share
+        from steercap.lab.personas.roles import run_roles_share
         from steercap.lab.personas.roles.folder import check_same, read_folder
 
         require("personas")
@@ -228,7 +227,7 @@ def _register_roles(app: typer.Typer) -> None:
 
                 asked = msgspec.structs.replace(asked, layers=resolve_layers(wanted, open_model.num_layers))
             with terminal.stages() as shown:
-                await run_share(
+                await run_roles_share(
                     open_model, asked, out, shard=share, progress=lambda at: shown(at.stage, at.done, at.total)
                 )
         missing = read_folder(out).missing
@@ -262,10 +261,16 @@ def _register_axis(app: typer.Typer) -> None:
         explains, and how well it is found again in halves of the data, compared with chance. Starts no engine. Writes
         axis-HOW.safetensors and pictures into the folder.
         """
-        from steercap.lab.personas.roles import assistant_axis, load_run, plot_positions, plot_stability, stability
+        from steercap.lab.personas.roles import (
+            assistant_axis,
+            load_roles_run,
+            plot_positions,
+            plot_stability,
+            stability,
+        )
 
         require("plots")
-        run = load_run(folder)
+        run = load_roles_run(folder)
         may_replace(folder, terminal, force=force, pattern=f"*-{how}.*", option="--force")
         found = assistant_axis(run.rows, how)
         place = found.layers[len(found.layers) // 2] if layer is None else layer
@@ -308,12 +313,12 @@ def _register_cap(app: typer.Typer) -> None:
         of the run are read again, their tokens projected on the axis, and a percentile becomes the floor at each layer.
         """
         from steercap.core.spec import resolve_layers
-        from steercap.lab.personas.roles import assistant_axis, calibrated_capping, load_run
+        from steercap.lab.personas.roles import assistant_axis, calibrated_capping, load_roles_run
         from steercap.steering.directions import DirectionSet
 
         model.require_there()
         file_ready(out, extensions=[".safetensors"])
-        run = load_run(folder)
+        run = load_roles_run(folder)
         found, wanted = assistant_axis(run.rows, how), layers_of(layers)
         there = preflight(model, sites=run.settings.site)
         there.check_directions(DirectionSet({"axis": found.vectors}), wanted, f"the axis of {folder}")

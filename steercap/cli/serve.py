@@ -78,9 +78,9 @@ class ServeOptions:
             metavar="NAME=STEERING", help="Serve MODEL+NAME with this steering: a name of --vectors, or edits in JSON."
         ),
     ] = None
-    captures_seconds: Annotated[float, _kept(min=1, help="Seconds that unfetched rows are kept.")] = 600
-    captures_gib: Annotated[float, _kept(min=0, help="Maximum GiB of unfetched rows.")] = 4
-    captures_gib_of_a_key: Annotated[float, _kept(min=0, help="Maximum GiB of unfetched rows per API key.")] = 1
+    unfetched_seconds: Annotated[float, _kept(min=1, help="Seconds that unfetched rows are kept.")] = 600
+    unfetched_gib: Annotated[float, _kept(min=0, help="Maximum GiB of unfetched rows.")] = 4
+    unfetched_gib_of_a_key: Annotated[float, _kept(min=0, help="Maximum GiB of unfetched rows per API key.")] = 1
     folder: Annotated[Path | None, _kept(metavar="PATH", help="Folder to which requests may have rows written.")] = None
     folder_gib: Annotated[float, _kept(min=0, help="Maximum GiB of files in --folder.")] = 64
     folder_gib_of_a_key: Annotated[float, _kept(min=0, help="Maximum GiB of files in --folder per API key.")] = 16
@@ -107,9 +107,9 @@ class ServeOptions:
             vectors={name: Path(file) for name, file in named(self.vectors or (), "--vectors")},
             saes={name: Path(folder) for name, folder in named(self.sae or (), "--sae")},
             presets={name: steering_in(said) for name, said in named(self.preset or (), "--preset")},
-            captures_seconds=self.captures_seconds,
-            captures_bytes=int(self.captures_gib * 2**30),
-            captures_bytes_of_a_key=int(self.captures_gib_of_a_key * 2**30),
+            unfetched_seconds=self.unfetched_seconds,
+            unfetched_bytes=int(self.unfetched_gib * 2**30),
+            unfetched_bytes_of_a_key=int(self.unfetched_gib_of_a_key * 2**30),
             folder=self.folder,
             folder_bytes=int(self.folder_gib * 2**30),
             folder_bytes_of_a_key=int(self.folder_gib_of_a_key * 2**30),

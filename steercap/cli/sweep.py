@@ -17,7 +17,7 @@ from rich.text import Text
 from steercap.cli.command import command
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import ReachOptions
-from steercap.cli.parsing import Base, names_of, numbers_of
+from steercap.cli.parsing import Base, Concurrency, names_of, numbers_of
 from steercap.cli.preflight import Preflight, check_sampling, preflight, reached
 from steercap.cli.sweep_file import measure_of, measures_in, read_settings, sweep_of
 from steercap.cli.tables import titled
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 async def swept(
-    model: SteerModel, sweep: Sweep, measures: list[str | Measure], out: Path, terminal: Terminal
+    model: SteerModel, sweep: Sweep, measures: list[str | Measure], out: Path, concurrency: int, terminal: Terminal
 ) -> SweepResults:
     """Run a sweep in the folder `out` with a progress bar, resuming earlier work; return its results.
 
@@ -48,7 +48,7 @@ async def swept(
             if done == total:
                 bar.add_task("measuring", total=None)
 
-        return await run_sweep(model, sweep, out=out, measures=measures, progress=progress)
+        return await run_sweep(model, sweep, out=out, measures=measures, concurrency=concurrency, progress=progress)
 
 
 def check(sweep: Sweep, measures: list[str | Measure], out: Path, planned: Preflight) -> None:
@@ -143,6 +143,7 @@ def register(app: typer.Typer) -> None:
         ] = None,
         samples: Annotated[int | None, typer.Option(min=1, help="Number of answers per prompt (default 1).")] = None,
         seed: Annotated[int | None, typer.Option(help="Seed of sampling and of random vectors.")] = None,
+        concurrency: Concurrency = None,
         base: Base = None,
         plot: Annotated[bool, typer.Option("--plot/--no-plot", help="Plot each measure against the scale.")] = True,
     ) -> None:
@@ -160,6 +161,7 @@ def register(app: typer.Typer) -> None:
             "prompts": _parse_optional(str(prompts) if prompts else None, str),
             "measures": _parse_optional(measures, measures_in),
             "negated": negated,
+            "concurrency": concurrency,
         }
         same = {"chat": chat, "tokens": tokens, "relative": relative, "random": random, "base": base, "seed": seed}
         flags |= {**same, "max_tokens": max_tokens, "temperature": temperature, "samples": samples}
@@ -172,7 +174,7 @@ def register(app: typer.Typer) -> None:
         check(asked, chosen, out, preflight(model, sites=site))
         terminal.say(f"{sum(1 for _ in asked.requests()):,} answers under {len(asked.conditions()):,} conditions")
         async with reached(model, terminal, sites=site) as open_model:
-            results = await swept(open_model, asked, chosen, out, terminal)
+            results = await swept(open_model, asked, chosen, out, settings.concurrency, terminal)
             report(results, out, terminal, plot=plot)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 import typer
@@ -36,6 +36,7 @@ class SweepFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         operations, relative, random, negated, seed, samples: as for `Sweep`.
         tokens: steered tokens, in the form of the option `--tokens`.
         max_tokens, temperature: sampling parameters.
+        concurrency: maximum concurrent requests.
         measures: names in `MEASURES`; "score:evil" is the score of a trait, "score:evil:keywords" by another scorer;
             "score:mine.yaml" is that of a trait in a file, relative to the folder of the YAML file.
     """
@@ -56,6 +57,7 @@ class SweepFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     samples: int = 1
     max_tokens: int = 64
     temperature: float = 0.0
+    concurrency: Annotated[int, msgspec.Meta(ge=1)] = 512
     measures: tuple[str, ...] = ("repetition",)
 
 
@@ -144,7 +146,7 @@ def sweep_of(settings: SweepFile, flags: Mapping[str, Any] | None = None) -> Swe
         random=settings.random,
         negated=settings.negated,
         seed=settings.seed,
-        sampling={"max_tokens": settings.max_tokens, "temperature": settings.temperature},
+        sampling_params={"max_tokens": settings.max_tokens, "temperature": settings.temperature},
         samples=settings.samples,
     )
 

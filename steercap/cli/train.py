@@ -54,7 +54,7 @@ class StepOptions:
     accumulation: Annotated[int | None, _step(min=1, help="Passes whose gradients make one step (default 1).")] = None
     optimizer: Annotated[str | None, _step(help="Optimiser: adamw (default), adam, adagrad, rmsprop or sgd.")] = None
     scheduler: Annotated[
-        str | None, _step("--schedule", help="Schedule: constant (default), cosine (default for folders) or linear.")
+        str | None, _step(help="Schedule: constant (default), cosine (default for folders) or linear.")
     ] = None
     evaluate_every: Annotated[
         int | None, _step(min=1, help="Steps between evaluations on held-out examples (default 20).")
@@ -270,7 +270,7 @@ def register(app: typer.Typer) -> None:
             else:
                 given = examples_in(examples, out.name if name is None else name)
                 share = 0.2 if held_out is None else held_out
-                found = train_many(located(model), given, validation=share, lr=lr, **said)
+                found = train_many(located(model), given, held_out=share, lr=lr, **said)
         if examples.is_dir():
             report_datasets(swept, terminal)
         else:

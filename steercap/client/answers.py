@@ -113,7 +113,7 @@ class RemoteAnswers:
             call = replace(call, sampling_params=None, encoding=True)
         rendered = await self._rendered(prompts, call)
         given = _READ if call.reading and not call.encoding else call.sampling_params
-        params = per_prompt(given, len(prompts), "pooling" if call.encoding else "sampling_params")
+        params = per_prompt(given, len(prompts), "pooling_params" if call.encoding else "sampling_params")
         specs = per_prompt(call.spec, len(prompts), "capture")
         edits = per_prompt(call.steering, len(prompts), "steering")
         for spec in specs:
@@ -283,7 +283,7 @@ class RemoteAnswers:
         """Run one prompt of `encode`, or of `read` with a pooling model; the result's `output` is an `Encoded`."""
         options, given = _options_json(item.call), _prompt_json(item.prompt)
         body = {"model": self.connection.here().name, "prompt": given, **options, **_salt(item.prompt)}
-        body |= {"pooling": pooling_json(item.params), "add_special_tokens": item.call.add_special_tokens}
+        body |= {"pooling_params": pooling_json(item.params), "add_special_tokens": item.call.add_special_tokens}
         async with AsyncExitStack() as names:
             body["steercap"] = await self._field(item, names)
             with entering(item.call.sketches):

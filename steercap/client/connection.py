@@ -230,7 +230,7 @@ class Connection:
                 identity,
                 said.get("generation_config", {}),
                 said.get("tokenizer", {}),
-                planned and RemoteEngine(planned, points, said["limits"]["captures_bytes"] // 2),
+                planned and RemoteEngine(planned, points, said["limits"]["unfetched_bytes"] // 2),
                 {**PLAIN, **said.get("texts", {})},
             )
 

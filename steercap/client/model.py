@@ -56,7 +56,7 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
     that a server does not support is refused by name. Sampling uses vLLM's own defaults, as there, not those of the
     server's configuration. Differences:
 
-    - Captured rows wait at the server until they are fetched, but no longer than its `--captures-seconds`.
+    - Captured rows wait at the server until they are fetched, but no longer than its `--unfetched-seconds`.
     - `stream` yields texts and crossings of monitors as they come, and all rows with the last chunk.
     - `run` returns OpenAI's `Completion` as `output`; its log probabilities name tokens by id, "token_id:7", as several
       tokens may have one text.

@@ -98,7 +98,7 @@ async def _fetched(remote: RemoteRows) -> CaptureHandle | SteercapError:
         except InvalidRequest as error:  # 404
             return CaptureReleased(
                 f"{remote.request}: the server no longer has its rows ({error}). Fetch rows sooner, or keep them "
-                "longer by `steercap serve --captures-seconds`"
+                "longer by `steercap serve --unfetched-seconds`"
             )
         if written != remote.size:
             return CaptureIncomplete(f"{remote.request}: {written:,} of {remote.size:,} bytes came; fetch again")

@@ -46,7 +46,7 @@ ARGUMENTS: Final[Sequence[tuple[str, str, str]]] = (
     ),
     ("max_new_tokens max_length", "sampling_params", 'give sampling_params={{"max_tokens": ...}}'),
     ("params sampling do_sample generation_config", "sampling_params", "give sampling_params="),
-    ("task dimensions use_activation normalize params", "pooling", 'give pooling={{"{name}": ...}}'),
+    ("task dimensions use_activation normalize params", "pooling_params", 'give pooling_params={{"{name}": ...}}'),
     (
         "steering_vector steering_vectors vector vectors steer edit edits control spec",
         "steering",

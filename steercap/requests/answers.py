@@ -53,7 +53,8 @@ class LocalBackend:
         elif engine.vllm.pools:
             call = replace(call, sampling_params=None, encoding=True)
         rendered = _rendered(engine, prompts, call)
-        params = per_prompt(call.sampling_params, len(prompts), "pooling" if call.encoding else "sampling_params")
+        what = "pooling_params" if call.encoding else "sampling_params"
+        params = per_prompt(call.sampling_params, len(prompts), what)
         specs = per_prompt(call.spec, len(prompts), "capture")
         edits = per_prompt(call.steering, len(prompts), "steering")
         asked: list[_ReadPrompt] = []

@@ -415,7 +415,7 @@ class Calls(Sketched, Generic[Handle]):
     def encode(
         self,
         prompts: Prompt,
-        pooling: Pooling = None,
+        pooling_params: Pooling = None,
         *,
         capture_layers: None = None,
         capture: None = None,
@@ -425,7 +425,7 @@ class Calls(Sketched, Generic[Handle]):
     def encode(
         self,
         prompts: Prompt,
-        pooling: Pooling = None,
+        pooling_params: Pooling = None,
         *,
         capture_layers: Layers = ...,
         capture: CaptureSpec = ...,
@@ -435,7 +435,7 @@ class Calls(Sketched, Generic[Handle]):
     def encode(
         self,
         prompts: Several[Prompt],
-        pooling: Pooling = None,
+        pooling_params: Pooling = None,
         *,
         capture_layers: None = None,
         capture: None = None,
@@ -445,7 +445,7 @@ class Calls(Sketched, Generic[Handle]):
     def encode(
         self,
         prompts: Several[Prompt],
-        pooling: Pooling = None,
+        pooling_params: Pooling = None,
         *,
         capture_layers: Layers = ...,
         capture: CaptureSpec = ...,
@@ -455,7 +455,7 @@ class Calls(Sketched, Generic[Handle]):
     def encode(
         self,
         prompts: Several[Prompt],
-        pooling: Pooling = None,
+        pooling_params: Pooling = None,
         *,
         capture_layers: None = None,
         capture: Sequence[CaptureSpec | None],
@@ -464,7 +464,7 @@ class Calls(Sketched, Generic[Handle]):
     def encode(
         self,
         prompts: Any,
-        pooling: Pooling = None,
+        pooling_params: Pooling = None,
         *,
         capture_layers: Layers | None = None,
         capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
@@ -478,7 +478,7 @@ class Calls(Sketched, Generic[Handle]):
         Args:
             prompts: a str, token ids, one of vLLM's prompt dicts, or a list of these; each at most `max_model_len`
                 tokens long.
-            pooling: vLLM's PoolingParams or a dict of its fields, for all prompts or one each: `task` ("embed",
+            pooling_params: vLLM's PoolingParams or a dict of its fields, for all prompts or one each: `task` ("embed",
                 "classify", "token_embed", "token_classify"; vLLM's default for the model if left out),
                 `use_activation`, `dimensions`.
             capture_layers, capture, steering, add_special_tokens, lora_request, priority: as for `generate`.
@@ -494,9 +494,8 @@ class Calls(Sketched, Generic[Handle]):
             The errors of `generate`.
         """
         asked = _SharedArguments(capture_layers, capture, steering, add_special_tokens, lora_request, priority)
-        return self._named_coroutine(
-            asked.call(self, "encode", pooling, reading=True, encoding=True), prompts, as_list, lambda one: one.output
-        )
+        call = asked.call(self, "encode", pooling_params, reading=True, encoding=True)
+        return self._named_coroutine(call, prompts, as_list, lambda one: one.output)
 
     def stream(
         self,

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 #: Route of this module.
 ENCODE: Final = "/v1/steercap/encode"
 #: Fields that a request's body may have.
-FIELDS: Final = ("model", "prompt", "pooling", "add_special_tokens", "priority", "cache_salt", "steercap")
+FIELDS: Final = ("model", "prompt", "pooling_params", "add_special_tokens", "priority", "cache_salt", "steercap")
 #: Maximum bytes of a request's body, and of the pooled output in an answer.
 MOST_BODY: Final = 16 << 20
 MOST_DATA: Final = 64 << 20
@@ -85,7 +85,7 @@ class PoolingRoutes:
             for sketch in (sketches := held.enter_context(self._sketches.joined(field.sketches, owner))):
                 held.enter_context(joining(self._model, sketch))
             with self._counted():
-                found: Any = await self._model.encode(_prompt(given), given.get("pooling"), **arguments)
+                found: Any = await self._model.encode(_prompt(given), given.get("pooling_params"), **arguments)
                 encoded, handle = found if field.capture is not None else (found, None)
                 with entered(sketches):
                     result = {"choice": 0, **receipt_json(encoded.steering), **sketches_json(field.sketches, sketches)}

@@ -117,13 +117,13 @@ class Routes:
                 "presets": list(self._aliases),
                 "folder": folder is not None,
                 "limits": {
-                    "captures_bytes": self._captures.most_of_a_key,
-                    "captures_seconds": self._captures.time_to_live,
+                    "unfetched_bytes": self._captures.most_of_a_key,
+                    "unfetched_seconds": self._captures.time_to_live,
                     "vectors_bytes": self._library.most_of_a_key,
                     "folder_bytes": folder.most_of_a_key if folder is not None else 0,
                 },
                 "held": {
-                    "captures_bytes": self._captures.waiting_bytes(owner),
+                    "unfetched_bytes": self._captures.waiting_bytes(owner),
                     "vectors": len(list(self._library.of(owner))),
                     "folder_bytes": folder.written(owner) if folder is not None else 0,
                 },

@@ -58,9 +58,9 @@ class ServerSettings:
         vectors: files of vectors, directions or steering for all clients, by name.
         saes: folders of SAEs that clients may use, by name.
         presets: steering by name, as requests give it: `{"calm": {"edits": [...]}}`, or the name of one of `vectors`.
-        captures_seconds: seconds until a capture expires, and a sketch that nothing uses.
-        captures_bytes: maximum bytes of captures that wait to be fetched.
-        captures_bytes_of_a_key: maximum bytes of such captures of one API key.
+        unfetched_seconds: seconds until a capture expires, and a sketch that nothing uses.
+        unfetched_bytes: maximum bytes of captures that wait to be fetched.
+        unfetched_bytes_of_a_key: maximum bytes of such captures of one API key.
         folder: folder for rows of requests with `deliver: folder`; None to refuse these.
         folder_bytes: maximum bytes of files in the folder.
         folder_bytes_of_a_key: maximum bytes that requests of one API key may write to it.
@@ -73,9 +73,9 @@ class ServerSettings:
     vectors: Mapping[str, Path] = field(default_factory=dict)
     saes: Mapping[str, Path] = field(default_factory=dict)
     presets: Mapping[str, Any] = field(default_factory=dict)
-    captures_seconds: float = TIME_TO_LIVE
-    captures_bytes: int = STORE_BYTES
-    captures_bytes_of_a_key: int = KEY_BYTES
+    unfetched_seconds: float = TIME_TO_LIVE
+    unfetched_bytes: int = STORE_BYTES
+    unfetched_bytes_of_a_key: int = KEY_BYTES
     folder: Path | None = None
     folder_bytes: int = FOLDER_BYTES
     folder_bytes_of_a_key: int = FOLDER_BYTES_OF_A_KEY
@@ -172,11 +172,11 @@ async def application(
     presets = Presets(served_names, names.presets)
     served = argparse.Namespace(**{**vars(flags), "served_model_name": [*served_names, *presets.aliases]})
     captures = CaptureStore(
-        time_to_live=settings.captures_seconds,
-        most_bytes=settings.captures_bytes,
-        most_of_a_key=settings.captures_bytes_of_a_key,
+        time_to_live=settings.unfetched_seconds,
+        most_bytes=settings.unfetched_bytes,
+        most_of_a_key=settings.unfetched_bytes_of_a_key,
     )
-    sketches, pools = SketchStore(settings.captures_seconds), model.serving.here().vllm.pools
+    sketches, pools = SketchStore(settings.unfetched_seconds), model.serving.here().vllm.pools
     if pools and recorder is not None:
         raise InvalidSetting("--record: requests of a pooling model are not recorded; leave it out")
     engine = ServedEngine(model, captures, server.translated, folder, recorder)

@@ -73,7 +73,7 @@ class SketchStore:
         if sketch is None or not secrets.compare_digest(sketch.owner, owner):
             raise SketchClosed(
                 f"no sketch {shown(name)} is open: it was closed, it is not yours, or nothing used it for "
-                f"{self.time_to_live:.0f} s; begin another one, or keep them longer by `--captures-seconds`"
+                f"{self.time_to_live:.0f} s; begin another one, or keep them longer by `--unfetched-seconds`"
             )
         return sketch
 

@@ -81,7 +81,7 @@ def ablate(
     to: Ablation = "zero",
     reference: Sequence[Text] | None = None,
     reference_tokens: Tokens | TokenSelection = BUT_THE_FIRST,
-    concurrent: int = 256,
+    concurrency: int = 256,
     progress: Callable[[int, int], None] | None = None,
 ) -> Effects:
     """Ablate rows, each place of a grid in its own run, and measure the effects on a metric.
@@ -96,7 +96,7 @@ def ablate(
         reference: texts to average rows over; the prompts themselves by default.
         reference_tokens: tokens of the reference texts to average for "mean": by default all but the first, whose row
             in most models is an attention sink, a hundred times as long as the others.
-        concurrent: maximum concurrent runs.
+        concurrency: maximum concurrent runs.
         progress: function called with the number of finished ablated runs, and of all.
 
     Returns:
@@ -119,7 +119,7 @@ def ablate(
         to=to,
         reference=reference,
         reference_tokens=reference_tokens,
-        concurrent=concurrent,
+        concurrency=concurrency,
         progress=progress,
     )
 
@@ -138,7 +138,7 @@ def activations(
     long: Long | None = None,
     bos: Bos = "document",
     chat_template_kwargs: Mapping[str, Any] | None = None,
-    params: Mapping[str, Any] | None = None,
+    sampling_params: Mapping[str, Any] | None = None,
     steering: SteeringSpec | Edit | LogitBias | FromContext | None = FROM_CONTEXT,
     concurrency: int | None = None,
     batch_size: int = 4096,
@@ -161,10 +161,10 @@ def activations(
         model: an open model.
         corpus: corpus as for `collect`.
         layers, sites, codec, k, capture, tokens: rows to capture and their encoding, as for `collect`.
-        context, long, bos, chat_template_kwargs, params, steering, concurrency: settings as for `collect`.
+        context, long, bos, chat_template_kwargs, sampling_params, steering, concurrency: settings as for `collect`.
         batch_size: rows in a batch.
         buffer: number of rows in memory from which a batch is drawn, at least `batch_size`. A quarter more may queue.
-        seed: seed of the draws, and of sampling with `params`.
+        seed: seed of the draws, and of sampling with `sampling_params`.
         join: form of rows of several points: "dict", by name; "concatenate", [n, sum of widths]; "mix", each row of
             each point by itself.
         normalise: normalisation: "none", "mean", "standard" or "norm", as for `ActivationDataset`.
@@ -201,7 +201,7 @@ def activations(
         long=long,
         bos=bos,
         chat_template_kwargs=chat_template_kwargs,
-        params=params,
+        sampling_params=sampling_params,
         steering=steering,
         concurrency=concurrency,
         batch_size=batch_size,
@@ -273,7 +273,7 @@ def calibrated_capping(
 
     Args:
         model: an open model, the same as the run's.
-        run: run, as returned by `load_run`.
+        run: run, as returned by `load_roles_run`.
         vectors: the axis, or other vectors, such as random ones to compare with.
         layers: layers to cap; None for all.
         percentile, tokens: arguments as for `capping`.
@@ -304,7 +304,7 @@ def collect(
     long: Long | None = None,
     bos: Bos = "document",
     chat_template_kwargs: Mapping[str, Any] | None = None,
-    params: Mapping[str, Any] | None = None,
+    sampling_params: Mapping[str, Any] | None = None,
     seed: int = 0,
     steering: SteeringSpec | Edit | LogitBias | FromContext | None = FROM_CONTEXT,
     shard_bytes: int = 256 << 20,
@@ -321,7 +321,7 @@ def collect(
     An interrupted call loses only the shards that were not written yet; repeating the same call resumes it. Every
     document is in the data set once. With `concurrency=1` the data set is the same, bit for bit, whenever and however
     often it was interrupted; otherwise rows may differ in their last bits, as they do from batch to batch, and through
-    them which rows `ByProbe` keeps and which texts `params` generates.
+    them which rows `ByProbe` keeps and which texts `sampling_params` generates.
 
     Args:
         model: an open model; with `ray` it need not be started.
@@ -340,7 +340,7 @@ def collect(
             "window"; or "none".
         chat_template_kwargs: further arguments of the chat template. A conversation that ends with the assistant's
             message is read as it is; any other with the generation prompt.
-        params: sampling parameters, to let the model continue each document; generated tokens' rows are collected too.
+        sampling_params: parameters with which the model continues each document; generated tokens' rows are kept too.
         seed: seed of all sampling; each document's own seed is derived from it and the document's number.
         steering: edits applied during the run, as for `generate`.
         shard_bytes: target bytes of rows in a shard; three to nine shards are in memory, depending on the number of
@@ -387,7 +387,7 @@ def collect(
         long=long,
         bos=bos,
         chat_template_kwargs=chat_template_kwargs,
-        params=params,
+        sampling_params=sampling_params,
         seed=seed,
         steering=steering,
         shard_bytes=shard_bytes,
@@ -442,7 +442,7 @@ def evaluate(
     out: str | Path,
     measures: Sequence[str | Measure] = (),
     tasks: Sequence[str | Task] = ("passages", "choices"),
-    concurrent: int = 512,
+    concurrency: int = 512,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> EvaluationResults:
     """Generate answers to every question under every method at every dose, and measure answers and fixed texts.
@@ -456,7 +456,7 @@ def evaluate(
         out: folder of answers and values, created if needed.
         measures: measures of the answers: names in `steercap.lab.studies.sweeps.MEASURES`, or measure objects.
         tasks: tasks of fixed texts: names in `TASKS`, or task objects; they measure the cost of a method.
-        concurrent: maximum concurrent requests.
+        concurrency: maximum concurrent requests.
         progress: function called with the kind of work ("answers", or the label of a task), the number finished, and
             the number in all.
 
@@ -471,7 +471,7 @@ def evaluate(
     from steercap.lab.studies.evaluation import evaluate as there
 
     return forward(
-        there, model, evaluation, out=out, measures=measures, tasks=tasks, concurrent=concurrent, progress=progress
+        there, model, evaluation, out=out, measures=measures, tasks=tasks, concurrency=concurrency, progress=progress
     )
 
 
@@ -557,7 +557,7 @@ def layer_sweep(
     tokens: Tokens | TokenSelection = "prompt",
     random: int = 8,
     seed: int = 0,
-    concurrent: int = 256,
+    concurrency: int = 256,
     progress: Callable[[int, int], None] | None = None,
 ) -> pa.Table:
     """Measure the effect on a metric of adding each layer's vector at that layer, and of random vectors of equal norm.
@@ -575,7 +575,7 @@ def layer_sweep(
         tokens: tokens of the prompt to add the vector to, all in one run.
         random: number of random vectors for each vector and layer, 0 for none.
         seed: seed of the random vectors.
-        concurrent: maximum concurrent runs.
+        concurrency: maximum concurrent runs.
         progress: function called with the number of finished runs, and of all.
 
     Returns:
@@ -602,7 +602,7 @@ def layer_sweep(
         tokens=tokens,
         random=random,
         seed=seed,
-        concurrent=concurrent,
+        concurrency=concurrency,
         progress=progress,
     )
 
@@ -655,7 +655,7 @@ def patch(
     metric: Metric,
     direction: Direction = "denoise",
     align: Align | None = None,
-    concurrent: int = 256,
+    concurrency: int = 256,
     progress: Callable[[int, int], None] | None = None,
 ) -> Effects:
     """Patch rows of one run into another, each place of a grid in its own run, and measure the effects on a metric.
@@ -673,7 +673,7 @@ def patch(
             "noise" puts corrupted rows into the clean run, to find places necessary for it.
         align: "end" aligns prompts of different lengths by their last tokens; tokens of the patched prompt without a
             counterpart are left out. Not for `q` and `k`, whose rows depend on their positions.
-        concurrent: maximum concurrent runs.
+        concurrency: maximum concurrent runs.
         progress: function called with the number of finished patched runs, and of all.
 
     Returns:
@@ -696,7 +696,7 @@ def patch(
         metric=metric,
         direction=direction,
         align=align,
-        concurrent=concurrent,
+        concurrency=concurrency,
         progress=progress,
     )
 
@@ -712,7 +712,7 @@ def path_patch(
     tokens: Tokens | TokenSelection = "prompt",
     direction: Direction = "noise",
     through_mlps: bool = True,
-    concurrent: int = 256,
+    concurrency: int = 256,
     progress: Callable[[int, int], None] | None = None,
 ) -> Effects:
     """Measure the direct effect of each head on other heads, or on the logits, with all heads between frozen.
@@ -729,7 +729,7 @@ def path_patch(
         tokens: tokens of the prompt at which the senders' rows come from the other run.
         direction: "noise": the clean run is changed, and senders come from the corrupted run. "denoise": the reverse.
         through_mlps: True if feed-forward blocks carry the change; False freezes them too, and needs `mlp_out` armed.
-        concurrent: maximum concurrent senders.
+        concurrency: maximum concurrent senders.
         progress: function called with the number of finished senders, and of all.
 
     Returns:
@@ -754,7 +754,7 @@ def path_patch(
         tokens=tokens,
         direction=direction,
         through_mlps=through_mlps,
-        concurrent=concurrent,
+        concurrency=concurrency,
         progress=progress,
     )
 
@@ -771,13 +771,13 @@ def position_sweep(
     tokens: Tokens | TokenSelection = "prompt",
     random: int = 0,
     seed: int = 0,
-    concurrent: int = 256,
+    concurrency: int = 256,
     progress: Callable[[int, int], None] | None = None,
 ) -> pa.Table:
     """Measure the effect of adding each layer's vector at that layer to a single token, each token in its own run.
 
     Args:
-        model, vectors, prompts, metric, scale, relative, layers, tokens, random, seed, concurrent, progress: as for
+        model, vectors, prompts, metric, scale, relative, layers, tokens, random, seed, concurrency, progress: as for
             `layer_sweep`.
 
     Returns:
@@ -800,7 +800,7 @@ def position_sweep(
         tokens=tokens,
         random=random,
         seed=seed,
-        concurrent=concurrent,
+        concurrency=concurrency,
         progress=progress,
     )
 
@@ -925,7 +925,7 @@ def run_persona(
         TooFewKept: for every trait, too few answers show it or its opposite.
         The errors of `SteerModel.run`, and of the scorer.
     """
-    from steercap.lab.personas import run as there
+    from steercap.lab.personas import run_persona as there
 
     return forward(there, model, settings, out, progress=progress)
 
@@ -954,7 +954,7 @@ def run_roles(model: SteerModel, settings: RoleSettings, out: str | Path, *, pro
         TooFewKept: too few answers of the assistant, or of all roles but one.
         The errors of `SteerModel.run`, and of the scorer.
     """
-    from steercap.lab.personas.roles import run as there
+    from steercap.lab.personas.roles import run_roles as there
 
     return forward(there, model, settings, out, progress=progress)
 
@@ -965,15 +965,15 @@ def run_rollouts(
     *,
     out: str | Path,
     judge: Judge | None = None,
-    at_once: int = 4,
-    concurrent: int = 128,
+    sets_at_once: int = 4,
+    concurrency: int = 128,
     progress: Callable[[str, str, int, int], None] | None = None,
 ) -> list[RolloutSummary]:
     """Generate answers to the questions of all data sets in one engine, score them, and write tables for each set.
 
     Requests of several data sets share the engine's batches, each with its own steering. A data set is taken from
-    `sets` when another is finished, so that no more than `at_once` of them are in memory if `sets` is a generator. An
-    interrupted call is resumed by another, which makes only missing answers and judgements, also if methods, a judge
+    `sets` when another is finished, so that no more than `sets_at_once` of them are in memory if `sets` is a generator.
+    An interrupted call is resumed by another, which makes only missing answers and judgements, also if methods, a judge
     or other texts of the classifier were added. Processes may share `out`, each with other data sets.
 
     Args:
@@ -981,8 +981,8 @@ def run_rollouts(
         sets: data sets, in any number, each of another name.
         out: folder of the data sets' folders, created if needed.
         judge: judge of all answers, for which every data set needs a rubric; None for no judge.
-        at_once: maximum number of data sets in progress.
-        concurrent: maximum number of concurrent requests of each data set.
+        sets_at_once: maximum number of data sets in progress.
+        concurrency: maximum number of concurrent requests of each data set.
         progress: function called with the data set, the kind of work ("answers" or "judge"), and the numbers of
             answers done and in all.
 
@@ -1000,10 +1000,12 @@ def run_rollouts(
     """
     from steercap.lab.studies.rollouts import run_rollouts as there
 
-    return forward(there, model, sets, out=out, judge=judge, at_once=at_once, concurrent=concurrent, progress=progress)
+    return forward(
+        there, model, sets, out=out, judge=judge, sets_at_once=sets_at_once, concurrency=concurrency, progress=progress
+    )
 
 
-def run_share(
+def run_roles_share(
     model: SteerModel,
     settings: RoleSettings,
     out: str | Path,
@@ -1014,14 +1016,14 @@ def run_share(
     """Run all stages for a share of the roles, so that several processes, each with an engine, can share a folder.
 
     Args:
-        model, settings, out, progress: arguments as for `run`; the same for all shares.
+        model, settings, out, progress: arguments as for `run_roles`; the same for all shares.
         shard: (index of the share, from 0, number of shares n): role i is in share i mod n; role 0 is the assistant.
 
     Raises:
         InvalidSetting: there is no such share.
-        The errors of `run`, except TooFewKept.
+        The errors of `run_roles`, except TooFewKept.
     """
-    from steercap.lab.personas.roles import run_share as there
+    from steercap.lab.personas.roles import run_roles_share as there
 
     forward(there, model, settings, out, shard=shard, progress=progress)
 
@@ -1032,7 +1034,7 @@ def run_sweep(
     *,
     out: str | Path,
     measures: Sequence[str | Measure] = (),
-    concurrent: int = 512,
+    concurrency: int = 512,
     progress: Callable[[int, int], None] | None = None,
 ) -> SweepResults:
     """Generate answers to every prompt under every condition, and measure the answers.
@@ -1045,7 +1047,7 @@ def run_sweep(
         sweep: sweep to run.
         out: folder for answers and values, created if needed.
         measures: names in `MEASURES`, or measure objects; a later call can add others.
-        concurrent: maximum concurrent requests.
+        concurrency: maximum concurrent requests.
         progress: function called with the number of answers so far, and of all answers.
 
     Raises:
@@ -1059,7 +1061,7 @@ def run_sweep(
     """
     from steercap.lab.studies.sweeps import run_sweep as there
 
-    return forward(there, model, sweep, out=out, measures=measures, concurrent=concurrent, progress=progress)
+    return forward(there, model, sweep, out=out, measures=measures, concurrency=concurrency, progress=progress)
 
 
 def save_run(folder: str | Path, handles: Any) -> Manifest:

@@ -58,7 +58,7 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
     that a server does not support is refused by name. Sampling uses vLLM's own defaults, as there, not those of the
     server's configuration. Differences:
 
-    - Captured rows wait at the server until they are fetched, but no longer than its `--captures-seconds`.
+    - Captured rows wait at the server until they are fetched, but no longer than its `--unfetched-seconds`.
     - `stream` yields texts and crossings of monitors as they come, and all rows with the last chunk.
     - `run` returns OpenAI's `Completion` as `output`; its log probabilities name tokens by id, "token_id:7", as several
       tokens may have one text.
@@ -432,7 +432,7 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
     def encode(
         self,
         prompts: Prompt,
-        pooling: Pooling = None,
+        pooling_params: Pooling = None,
         *,
         capture_layers: None = None,
         capture: None = None,
@@ -442,7 +442,7 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
     def encode(
         self,
         prompts: Prompt,
-        pooling: Pooling = None,
+        pooling_params: Pooling = None,
         *,
         capture_layers: Layers = ...,
         capture: CaptureSpec = ...,
@@ -452,7 +452,7 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
     def encode(
         self,
         prompts: Several[Prompt],
-        pooling: Pooling = None,
+        pooling_params: Pooling = None,
         *,
         capture_layers: None = None,
         capture: None = None,
@@ -462,7 +462,7 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
     def encode(
         self,
         prompts: Several[Prompt],
-        pooling: Pooling = None,
+        pooling_params: Pooling = None,
         *,
         capture_layers: Layers = ...,
         capture: CaptureSpec = ...,
@@ -472,7 +472,7 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
     def encode(
         self,
         prompts: Several[Prompt],
-        pooling: Pooling = None,
+        pooling_params: Pooling = None,
         *,
         capture_layers: None = None,
         capture: Sequence[CaptureSpec | None],
@@ -481,7 +481,7 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
     def encode(
         self,
         prompts: Any,
-        pooling: Pooling = None,
+        pooling_params: Pooling = None,
         *,
         capture_layers: Layers | None = None,
         capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
@@ -495,7 +495,7 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
         Args:
             prompts: a str, token ids, one of vLLM's prompt dicts, or a list of these; each at most `max_model_len`
                 tokens long.
-            pooling: vLLM's PoolingParams or a dict of its fields, for all prompts or one each: `task` ("embed",
+            pooling_params: vLLM's PoolingParams or a dict of its fields, for all prompts or one each: `task` ("embed",
                 "classify", "token_embed", "token_classify"; vLLM's default for the model if left out),
                 `use_activation`, `dimensions`.
             capture_layers, capture, steering, add_special_tokens, lora_request, priority: as for `generate`.
@@ -513,7 +513,7 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
         return self.bridge.done(
             self.awaited.encode,
             prompts,
-            pooling,
+            pooling_params,
             capture_layers=capture_layers,
             capture=capture,
             steering=steering,
@@ -1172,7 +1172,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
     def encode(
         self,
         prompts: Prompt,
-        pooling: Pooling = None,
+        pooling_params: Pooling = None,
         *,
         capture_layers: None = None,
         capture: None = None,
@@ -1182,7 +1182,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
     def encode(
         self,
         prompts: Prompt,
-        pooling: Pooling = None,
+        pooling_params: Pooling = None,
         *,
         capture_layers: Layers = ...,
         capture: CaptureSpec = ...,
@@ -1192,7 +1192,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
     def encode(
         self,
         prompts: Several[Prompt],
-        pooling: Pooling = None,
+        pooling_params: Pooling = None,
         *,
         capture_layers: None = None,
         capture: None = None,
@@ -1202,7 +1202,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
     def encode(
         self,
         prompts: Several[Prompt],
-        pooling: Pooling = None,
+        pooling_params: Pooling = None,
         *,
         capture_layers: Layers = ...,
         capture: CaptureSpec = ...,
@@ -1212,7 +1212,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
     def encode(
         self,
         prompts: Several[Prompt],
-        pooling: Pooling = None,
+        pooling_params: Pooling = None,
         *,
         capture_layers: None = None,
         capture: Sequence[CaptureSpec | None],
@@ -1221,7 +1221,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
     def encode(
         self,
         prompts: Any,
-        pooling: Pooling = None,
+        pooling_params: Pooling = None,
         *,
         capture_layers: Layers | None = None,
         capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
@@ -1235,7 +1235,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
         Args:
             prompts: a str, token ids, one of vLLM's prompt dicts, or a list of these; each at most `max_model_len`
                 tokens long.
-            pooling: vLLM's PoolingParams or a dict of its fields, for all prompts or one each: `task` ("embed",
+            pooling_params: vLLM's PoolingParams or a dict of its fields, for all prompts or one each: `task` ("embed",
                 "classify", "token_embed", "token_classify"; vLLM's default for the model if left out),
                 `use_activation`, `dimensions`.
             capture_layers, capture, steering, add_special_tokens, lora_request, priority: as for `generate`.
@@ -1253,7 +1253,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
         return self.bridge.done(
             self.awaited.encode,
             prompts,
-            pooling,
+            pooling_params,
             capture_layers=capture_layers,
             capture=capture,
             steering=steering,

@@ -304,7 +304,7 @@ async def test_a_corpus_is_collected_through_a_server(remote: RemoteModel, tiny:
             torch.testing.assert_close(two[point], rows, rtol=1e-4, atol=1e-2)
 
     texts = ["Hello there", "My day was long"]
-    grown = {"layers": [2], "params": {"max_tokens": 4, "ignore_eos": True, "temperature": 1.0}, "seed": 3}
+    grown = {"layers": [2], "sampling_params": {"max_tokens": 4, "ignore_eos": True, "temperature": 1.0}, "seed": 3}
     counts = [
         (await collect(model, texts, tmp_path / name, **grown)).totals
         for name, model in (("local", tiny), ("remote", remote))
@@ -581,7 +581,7 @@ async def test_over_a_unix_socket(tiny: SteerModel, tmp_path) -> None:
         scales=(4.0,),
         random=1,
         prompts=["red dog", "two"],
-        sampling=sampling,
+        sampling_params=sampling,
     )
     measures = ["length", "perplexity"]
     with tempfile.TemporaryDirectory(prefix="up") as folder:

@@ -189,13 +189,13 @@ async def test_rows_are_calibrated_alike_or_refused(tiny, tmp_path) -> None:
 
 
 async def test_a_predicate_holds_where_nothing_generated_is_kept(tiny, tmp_path) -> None:
-    """With `params=` too: of prompts alone, and of documents that end with their first token."""
+    """With `sampling_params=` too: of prompts alone, and of documents that end with their first token."""
     even = partial(ByPredicate, lambda _, ids: ids % 2 == 0, name="even")
     prompts = [[10, 11, 12, 13, 14], [20, 21, 22]]
     at_once = {"stop_token_ids": list(range(512)), "ignore_eos": False}
     for name, sample, more in (("prompts", even(of="prompt"), {"ignore_eos": True}), ("ended", even(), at_once)):
         params = {"max_tokens": 4, "temperature": 0.0, **more}
-        await collect(tiny, prompts, tmp_path / name, layers=1, tokens=sample, params=params)
+        await collect(tiny, prompts, tmp_path / name, layers=1, tokens=sample, sampling_params=params)
         index, _ = read(tmp_path / name)
         assert index["token"].tolist() == [10, 12, 14, 20, 22]
 
@@ -306,7 +306,7 @@ async def test_what_is_generated_is_collected_with_seeds_of_its_own(tiny, tmp_pa
     """Rows of prompt and answer; a document's answer depends on its number, and on nothing that runs beside it."""
     params = {"max_tokens": 6, "temperature": 1.0, "ignore_eos": True}
     documents = [random_prompt(10, 3)] * 4
-    await collect(tiny, documents, tmp_path, layers=[1], params=params, seed=5)
+    await collect(tiny, documents, tmp_path, layers=[1], sampling_params=params, seed=5)
     index, tensors = read(tmp_path)
     answers = []
     for number, prompt in enumerate(documents):
@@ -321,9 +321,9 @@ async def test_what_is_generated_is_collected_with_seeds_of_its_own(tiny, tmp_pa
         answers.append(tuple(handle.output_token_ids))
     assert len(set(answers)) > 1
     with pytest.raises(InvalidSetting, match="seed"):
-        await collect(tiny, documents, tmp_path / "b", params={"seed": 1})
+        await collect(tiny, documents, tmp_path / "b", sampling_params={"seed": 1})
     with pytest.raises(InvalidSetting, match="split"):
-        await collect(tiny, documents, tmp_path / "b", params=params, long="split")
+        await collect(tiny, documents, tmp_path / "b", sampling_params=params, long="split")
 
 
 async def test_steering_changes_what_is_collected_and_what_it_is(tiny, tmp_path) -> None:

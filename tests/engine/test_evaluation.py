@@ -99,7 +99,7 @@ def small(*further: Method) -> Evaluation:
     return Evaluation(
         methods=[steer, Method(name="prompt", system="You are a pirate who hates the sea."), *further],
         questions=["Name a colour.", ["What is a river?", "And a lake?"]],
-        sampling={"max_tokens": 8, "temperature": 0.8},
+        sampling_params={"max_tokens": 8, "temperature": 0.8},
     )
 
 
@@ -126,7 +126,7 @@ async def test_an_evaluation_that_was_stopped_goes_on_and_takes_further_methods(
             raise Stopped
 
     with pytest.raises(Stopped):
-        await evaluate(smol, small(), out=tmp_path / "stopped", tasks=TASKS, concurrent=2, progress=stop)
+        await evaluate(smol, small(), out=tmp_path / "stopped", tasks=TASKS, concurrency=2, progress=stop)
     again: list[tuple[str, int]] = []
     measures = ["length", "repetition"]
     later = await evaluate(
@@ -236,7 +236,9 @@ async def test_rollouts_write_what_transformers_writes_with_these_vectors(smol, 
         rows[name] = {"trained": trained[LAYER].numpy(), "activation": averaged[LAYER].numpy() / 3}
         methods = rollout_methods(trained, LayerVectors({LAYER: averaged[LAYER] / 3}), scales=[100, -100])
         sampling = {"max_tokens": 8, **GREEDY}
-        evaluation = Evaluation(methods=methods, questions=["Name a colour.", f"What is {name}?"], sampling=sampling)
+        evaluation = Evaluation(
+            methods=methods, questions=["Name a colour.", f"What is {name}?"], sampling_params=sampling
+        )
         sets.append(RolloutSet(name=name, evaluation=evaluation, positive=["A b.", "C d."], negative=["E f.", "G h."]))
     found = await run_rollouts(smol, sets, out=tmp_path)
     assert list(found[0].minilm) == ["none", *(method.name for method in sets[0].evaluation.methods[1:])]

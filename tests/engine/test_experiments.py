@@ -19,7 +19,7 @@ from steercap.lab.directions import Exchange, extract
 from steercap.lab.measures.score import Score
 from steercap.lab.measures.texts import Perplexity
 from steercap.lab.mechanism.views import heatmap_of
-from steercap.lab.personas import traits
+from steercap.lab.personas import shipped_traits
 from steercap.lab.studies.sweeps import Answered, Sweep, run_sweep
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.testing import Reference
@@ -66,7 +66,7 @@ def small(**changed: Any) -> Sweep:
         "random": 2,
         "tokens": "all",
         "prompts": ["The capital of France is", asked("Name a colour.")],
-        "sampling": {"max_tokens": 12, **GREEDY},
+        "sampling_params": {"max_tokens": 12, **GREEDY},
     }
     return Sweep(**{**given, **changed})
 
@@ -78,8 +78,8 @@ async def test_a_sweep_has_an_answer_for_every_condition(smol, tmp_path) -> None
     assert [record.condition for record in results.records] == [one.condition for one in sweep.requests()]
     assert len(results.records) == 2 * (1 + 2 * (1 + 1 + 2))
     clean = [record.text for record in results.records if record.control == "none"]
-    plain = await smol.generate(sweep.prompts[0], sweep.sampling, steering=None)
-    replied = await smol.chat(sweep.prompts[1], sweep.sampling, steering=None)
+    plain = await smol.generate(sweep.prompts[0], sweep.sampling_params, steering=None)
+    replied = await smol.chat(sweep.prompts[1], sweep.sampling_params, steering=None)
     assert clean == [plain, replied]
     steered = [record.text for record in results.records if record.control == ""]
     assert all(text not in clean for text in steered)
@@ -103,7 +103,7 @@ async def test_a_sweep_that_was_stopped_goes_on(smol, tmp_path) -> None:
     """What was answered is not asked again, and all is as if it had never stopped, sampling included; a further measure
     asks for no answer.
     """
-    sweep = small(samples=2, sampling={"max_tokens": 12, "temperature": 0.8})
+    sweep = small(samples=2, sampling_params={"max_tokens": 12, "temperature": 0.8})
     calls: list[int] = []
 
     def stop(done: int, total: int) -> None:
@@ -112,7 +112,7 @@ async def test_a_sweep_that_was_stopped_goes_on(smol, tmp_path) -> None:
             raise Stopped
 
     with pytest.raises(Stopped):
-        await run_sweep(smol, sweep, out=tmp_path / "stopped", concurrent=3, progress=stop)
+        await run_sweep(smol, sweep, out=tmp_path / "stopped", concurrency=3, progress=stop)
     assert 7 <= len(calls) <= 9  # others that were under way may have come to their end
     again: list[int] = []
     later = await run_sweep(smol, sweep, out=tmp_path / "stopped", progress=lambda done, _total: again.append(done))
@@ -133,7 +133,7 @@ async def test_perplexity_is_that_of_transformers(smol, smol_reference, tmp_path
     """Of clean and of badly steered answers, whatever steering surrounds the call; relative 1e-3: float32 on both sides,
     over some tens of tokens.
     """
-    sweep = small(random=0, scales=(3.0,), sampling={"max_tokens": 24, **GREEDY})
+    sweep = small(random=0, scales=(3.0,), sampling_params={"max_tokens": 24, **GREEDY})
     results = await run_sweep(smol, sweep, out=tmp_path)
     records = [*results.records, Answered(prompt="", prompt_token_ids=(1, 2), text="", output_token_ids=())]
     async with smol.steered(sweep.spec(sweep.conditions()[1])):
@@ -158,7 +158,7 @@ async def test_a_dose_moves_a_trait_as_no_random_vector_does(smol, tmp_path, rec
     """Down with -2, up with 2, each well outside what random vectors of the same norm do at the same place; and the texts
     stay likely to the model without steering.
     """
-    trait, before = traits()["optimistic"], asked("What do you think?")
+    trait, before = shipped_traits()["optimistic"], asked("What do you think?")
     positive, negative = (
         [Exchange(before, text) for text in texts] for texts in (trait.examples.positive, trait.examples.negative)
     )
@@ -169,7 +169,7 @@ async def test_a_dose_moves_a_trait_as_no_random_vector_does(smol, tmp_path, rec
         scales=(-2, 2),
         random=5,
         prompts=[asked(question) for question in QUESTIONS],
-        sampling={"max_tokens": 24, **GREEDY},
+        sampling_params={"max_tokens": 24, **GREEDY},
     )
     results = await run_sweep(smol, sweep, out=tmp_path, measures=[Score(trait), "perplexity"])
     down, up = results.effects(trait.name)
@@ -196,13 +196,13 @@ async def test_a_request_that_fails_keeps_the_others(smol, tmp_path) -> None:
     """The error is its own, not a group's; what was answered before is there the next time."""
     sweep = small(prompts=["The capital of France is", "word " * 2000], random=0)
     with pytest.raises(InvalidPrompt):
-        await run_sweep(smol, sweep, out=tmp_path, concurrent=1)
+        await run_sweep(smol, sweep, out=tmp_path, concurrency=1)
     assert len(list((tmp_path / "answers").glob("*.parquet"))) == 1
 
 
 async def test_more_conditions_than_slots_wait_for_each_other(smol, tmp_path) -> None:
     """All are answered, though all requests are under way at once."""
-    sweep = small(layers=(LAYER,), prompts=["a b c"], random=300, sampling={"max_tokens": 2, **GREEDY})
+    sweep = small(layers=(LAYER,), prompts=["a b c"], random=300, sampling_params={"max_tokens": 2, **GREEDY})
     assert len(sweep.conditions()) > (await smol.stats()).steering_slots
     results = await run_sweep(smol, sweep, out=tmp_path)
     assert len(results.records) == len(sweep.conditions())

@@ -24,7 +24,7 @@ from steercap.files.tables import PART_RECORDS, read_table
 from steercap.lab.demo import smollm2
 from steercap.lab.directions import Exchange, extract
 from steercap.lab.measures.scores import Scored, make_scorer
-from steercap.lab.personas import PersonaResult, Progress, run, traits
+from steercap.lab.personas import PersonaResult, Progress, run_persona, shipped_traits
 from steercap.lab.personas.capture import load_rows
 from steercap.lab.personas.records import SIGNS, Kept, Response, Score
 from steercap.steering import DirectionSet
@@ -46,7 +46,7 @@ def reached(reports: list[Progress]) -> dict[str, tuple[int, int, int]]:
 async def whole(smol, tmp_path_factory) -> tuple[PersonaResult, list[Progress]]:
     """A run that nothing interrupts."""
     reports: list[Progress] = []
-    return await run(smol, SETTINGS, tmp_path_factory.mktemp("whole"), progress=reports.append), reports
+    return await run_persona(smol, SETTINGS, tmp_path_factory.mktemp("whole"), progress=reports.append), reports
 
 
 def alike(ours: DirectionSet, theirs: DirectionSet) -> bool:
@@ -96,8 +96,8 @@ async def test_a_vector_is_what_extract_finds_in_the_kept_answers(smol, whole) -
         sign: [
             Exchange(
                 [
-                    {"role": "system", "content": getattr(traits()["poetic"], sign)[one.prompt]},
-                    {"role": "user", "content": traits()["poetic"].questions[one.question]},
+                    {"role": "system", "content": getattr(shipped_traits()["poetic"], sign)[one.prompt]},
+                    {"role": "user", "content": shipped_traits()["poetic"].questions[one.question]},
                 ],
                 one.token_ids,
             )
@@ -140,7 +140,7 @@ async def test_a_run_that_is_killed_loses_little_and_changes_nothing(smol, whole
     read = [len(load_rows(path)[0].ids) for path in (folder / "parts").glob("capture-*/*.safetensors")]
     assert sum(read) >= 8
     reports: list[Progress] = []
-    again = await run(smol, SETTINGS, folder, progress=reports.append)
+    again = await run_persona(smol, SETTINGS, folder, progress=reports.append)
     for name in ("responses", "scores", "kept"):
         ours, theirs = (place / f"{name}.parquet" for place in (folder, result.folder))
         assert ours.read_bytes() == theirs.read_bytes()
@@ -155,7 +155,9 @@ async def test_later_settings_leave_earlier_stages_as_they_are(smol, whole, tmp_
     result, _ = whole
     folder = Path(shutil.copytree(result.folder, tmp_path / "run"))
     reports: list[Progress] = []
-    changed = await run(smol, msgspec.structs.replace(SETTINGS, method="probe"), folder, progress=reports.append)
+    changed = await run_persona(
+        smol, msgspec.structs.replace(SETTINGS, method="probe"), folder, progress=reports.append
+    )
     first = {stage: counts[0] for stage, counts in reached(reports).items()}
     assert (first["generate"], first["score"], first["vectors"]) == (40, 40, 0)
     assert first["capture"] == reached(reports)["capture"][2]
@@ -165,14 +167,14 @@ async def test_later_settings_leave_earlier_stages_as_they_are(smol, whole, tmp_
     low = sorted(one.score for one in scores if "/negative/" in one.id and one.score is not None)
     reports.clear()
     fewer = msgspec.structs.replace(SETTINGS, threshold_low=low[-4])
-    await run(smol, fewer, folder, progress=reports.append)
+    await run_persona(smol, fewer, folder, progress=reports.append)
     assert reached(reports)["capture"][0] == reached(reports)["capture"][2] < 40
     reports.clear()
-    back = await run(smol, SETTINGS, folder, progress=reports.append)
+    back = await run_persona(smol, SETTINGS, folder, progress=reports.append)
     assert reached(reports)["capture"] == reached(whole[1])["capture"][1:2] * 2 + reached(whole[1])["capture"][2:]
     assert back.directions == result.directions
     with pytest.raises(RunDiffers, match="seed was 0, is 1"):
-        await run(smol, msgspec.structs.replace(SETTINGS, seed=1), folder)
+        await run_persona(smol, msgspec.structs.replace(SETTINGS, seed=1), folder)
 
 
 @pytest.fixture(scope="session")
@@ -219,7 +221,7 @@ async def test_a_judge_behind_vllms_own_server_scores(server) -> None:
     told = [Scored("How will it go?", f"It will be fine, for the {place}th time.") for place in range(6)]
     for logprobs in (True, False):
         judge = make_scorer("judge", {"base_url": server, "model": "smol", "logprobs": logprobs})
-        scores = await judge.score(traits()["optimistic"], told)
+        scores = await judge.score(shipped_traits()["optimistic"], told)
         assert len(scores) == 6
         assert all(score is None or 0 <= score <= 100 for score in scores)
         assert any(score is not None for score in scores)

@@ -31,9 +31,9 @@ from steercap.lab.personas.roles import (
     changes,
     compare_steering,
     drift_cases,
-    load_run,
-    run,
-    run_share,
+    load_roles_run,
+    run_roles,
+    run_roles_share,
     token_projections,
 )
 
@@ -54,7 +54,7 @@ async def model(path) -> AsyncIterator[SteerModel]:
 @pytest.fixture(scope="module")
 async def whole(model, tmp_path_factory) -> RoleRun:
     """A run that nothing interrupts."""
-    return await run(model, SETTINGS, tmp_path_factory.mktemp("whole"))
+    return await run_roles(model, SETTINGS, tmp_path_factory.mktemp("whole"))
 
 
 def answers(folder: Path, name: str) -> list[RoleResponse]:
@@ -101,15 +101,15 @@ async def test_a_killed_run_goes_on_and_is_the_same_to_the_last_bit(model, path,
             raise Interrupted
 
     with pytest.raises(Interrupted):
-        await run(model, SETTINGS, tmp_path, progress=interrupt)
+        await run_roles(model, SETTINGS, tmp_path, progress=interrupt)
     assert max(one.done for one in reports if one.stage == "generate") == 72
     asked = [one.done for one in reports if one.stage == "generate"]
     assert len(set(asked)) <= 72 - len(written) + len(ROLES.names) + 2  # what was there is counted role by role
     parts = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("rows.safetensors")}
     assert 0 < len(parts) < 6
     with pytest.raises(RunUnfinished, match="are not done: "):
-        load_run(tmp_path)
-    resumed = await run(model, SETTINGS, tmp_path)
+        load_roles_run(tmp_path)
+    resumed = await run_roles(model, SETTINGS, tmp_path)
     assert all(file.stat().st_mtime_ns == then for file, then in parts.items())
     assert not list(tmp_path.rglob("parts/*"))
     assert_same(resumed, whole)
@@ -117,26 +117,26 @@ async def test_a_killed_run_goes_on_and_is_the_same_to_the_last_bit(model, path,
 
 async def test_shares_of_a_run_are_the_whole(model, whole, tmp_path) -> None:
     """Each role is of one share; two of them in one folder give what one process gives, to the last bit."""
-    await run_share(model, SETTINGS, tmp_path, shard=(1, 2))
+    await run_roles_share(model, SETTINGS, tmp_path, shard=(1, 2))
     with pytest.raises(RunUnfinished, match=r"3 of 6 roles are not done: assistant, poet, king"):
-        load_run(tmp_path)
-    await run_share(model, SETTINGS, tmp_path, shard=(0, 2))
-    assert_same(load_run(tmp_path), whole)
+        load_roles_run(tmp_path)
+    await run_roles_share(model, SETTINGS, tmp_path, shard=(0, 2))
+    assert_same(load_roles_run(tmp_path), whole)
 
 
 async def test_later_settings_do_later_stages_again_and_others_are_refused(model, whole, tmp_path) -> None:
     """Other layers read the same answers; roles come and go; another seed is another run, and nothing is changed."""
     first = msgspec.structs.replace(SETTINGS, roles=ROLES.select(["pirate", "poet"]))
-    await run(model, first, tmp_path)
+    await run_roles(model, first, tmp_path)
     reports: list[Progress] = []
     fewer = msgspec.structs.replace(SETTINGS, layers=(1, 2), roles=ROLES.select(["ghost", "poet"]))
-    found = await run(model, fewer, tmp_path, progress=reports.append)
+    found = await run_roles(model, fewer, tmp_path, progress=reports.append)
     assert next(one for one in reports if one.stage == "generate").done == 24  # the assistant's and the poet's
     assert (found.rows.layers, found.rows.names) == ((1, 2), ("ghost", "poet"))
     assert torch.equal(found.rows.at("ghost", 2), whole.rows.at("ghost", 2))
     with pytest.raises(RunDiffers, match="seed was 0, is 1"):
-        await run(model, msgspec.structs.replace(fewer, seed=1), tmp_path)
-    assert load_run(tmp_path).rows.names == ("ghost", "poet")
+        await run_roles(model, msgspec.structs.replace(fewer, seed=1), tmp_path)
+    assert load_roles_run(tmp_path).rows.names == ("ghost", "poet")
 
 
 async def test_capping_holds_rows_above_the_floor(model, whole, tmp_path) -> None:

@@ -135,7 +135,7 @@ def written(folder: Path) -> dict[step_report.Key, dict[str, float]]:
 
 async def test_bench_collect(model, tmp_path) -> None:
     """Documents are read by plain vLLM and collected, in every mode, and the bytes are those of the rows."""
-    args = argparse.Namespace(modes=list(bench_collect.MODES), folder=tmp_path, shard_mb=1, statistics_every=None)
+    args = argparse.Namespace(modes=list(bench_collect.MODES), folder=tmp_path, shard_mib=1, statistics_every=None)
     runs = await bench_collect.one_round(model.engine, model, bench_collect.documents(3, "16", "a", 40_000), args)
     stored = {run["mode"]: run["bytes"] for run in runs}
     assert stored["all-raw"] >= 3 * 16 * SMOLLM2.row_bytes("resid_post") > stored["all-full8"] > stored["one"] > 0
@@ -151,7 +151,7 @@ async def test_bench_sweep(model) -> None:
 
 async def test_bench_patching(model) -> None:
     """Patches make a difference, and it is that of transformers with hooks."""
-    options = argparse.Namespace(layers=1, pairs=1, tokens=16, alone=8, check=1, concurrent=64)
+    options = argparse.Namespace(layers=1, pairs=1, tokens=16, alone=8, check=1, concurrency=64)
     found: dict[str, Any] = await bench_patching.measure(model, options)
     assert found["runs"] == 2 * 16
     assert found["against hooks, worst value"] < 1e-2 < found["against hooks, greatest difference that a patch made"]

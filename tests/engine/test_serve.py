@@ -340,7 +340,7 @@ async def test_what_does_not_fit_is_an_error_and_not_an_answer(served: Clients, 
 
 
 async def test_a_key_that_holds_too_much_is_told_so(tiny: SteerModel) -> None:
-    settings = ServerSettings(captures_bytes_of_a_key=20_000)
+    settings = ServerSettings(unfetched_bytes_of_a_key=20_000)
     clients = Clients(await application(tiny, server.read_flags(tiny.serving.model, FLAGS), settings))
     codes = []
     for _ in range(4):

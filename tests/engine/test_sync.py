@@ -94,7 +94,7 @@ def test_sync_gives_what_async_gives(tiny_reference, tmp_path) -> None:
             prompts=["a", "b"],
             random=0,
             negated=False,
-            sampling={"max_tokens": 2},
+            sampling_params={"max_tokens": 2},
         )
         assert len(run_sweep(model, sweep, out=tmp_path / "sweep").records) == 4
         with pytest.raises(errors.CaptureNotFetched, match=r"fetched; `handle\.fetch\(\)`"):

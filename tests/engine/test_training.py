@@ -74,7 +74,7 @@ async def test_a_trained_edit_does_in_an_engine_what_it_did_in_training(tiny, tr
     """Every row at every site, of prompt and answer, under the file that training wrote: cosine > 0.99999, error < 1e-4."""
     edit, examples, more = RUNS[objective]
     optimizer = partial(torch.optim.Adam, lr=0.05)
-    how = {"steps": 4, "evaluate_every": 2, "batch_size": 2, "validation": 0.34, "optimizer": optimizer, **more}
+    how = {"steps": 4, "evaluate_every": 2, "batch_size": 2, "held_out": 0.34, "optimizer": optimizer, **more}
     trained = train(trained_in, examples, edit=edit, objective=objective, out=tmp_path / "run", **how)
     assert trained.best_step > 0, trained.history
     steering = SteeringSpec.load(trained.file)

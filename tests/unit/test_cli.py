@@ -53,7 +53,7 @@ from steercap.errors import InvalidFile, InvalidSetting, InvalidSpec, UnknownNam
 from steercap.files.tables import write_table
 from steercap.kernels.sketches import SKETCHES
 from steercap.lab.datasets.collecting.samples import Selected
-from steercap.lab.personas import PersonaSettings, traits
+from steercap.lab.personas import PersonaSettings, shipped_traits
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.steering.directions import Provenance
 from steercap.steering.formats import load_control_vector, load_layers_pt
@@ -207,9 +207,9 @@ def test_the_version_is_that_of_the_package() -> None:
         (["capture", "a", "--out", "x", "--reduce", "median"], "mean, sum, max, last"),
         (["sweep", "--out", "x"], "--vectors"),
         (["serve", "--warm", "--port", "9000"], "listens on a socket"),
-        (["serve", "--captures-seconds", "inf"], "give a finite number"),
+        (["serve", "--unfetched-seconds", "inf"], "give a finite number"),
         (["serve", "--folder-gib", "inf"], "give a finite number"),
-        (["up", "--captures-gib-of-a-key", "inf"], "--captures-gib-of-a-key"),
+        (["up", "--unfetched-gib-of-a-key", "inf"], "--unfetched-gib-of-a-key"),
         (["train", "missing.jsonl", "--layers", "1", "--out", "x"], "does not exist"),
         (["inspect"], "Missing argument"),
     ],
@@ -734,6 +734,8 @@ def test_a_sweep_is_what_its_file_and_flags_say(directions, tmp_path, monkeypatc
     for chat, first in ((False, "-"), (True, [{"role": "user", "content": "-"}])):
         told = read_settings(file, {"scales": (1.0,), "chat": chat, "prompts": ("-", "two")})
         assert (next(iter(sweep_of(told).prompts)), len(sweep_of(told).prompts)) == (first, 2)
+    given = {"scales": (1.0,), "concurrency": 2}
+    assert (read_settings(file, given).concurrency, read_settings(file, {}).concurrency) == (2, 512)
     file.write_text("vectors: a\nscale: 3\nlayers: [1]\nscales: [1]\nprompts: [a]\n")
     with pytest.raises(InvalidFile, match="unknown field `scale`; known: vectors, layers"):
         read_settings(file, {})
@@ -760,11 +762,13 @@ def test_a_run_is_what_its_flags_say(tmp_path) -> None:
     plain = settings_of(["poetic"], SizeOptions(), ScoreOptions(), site="attn_out")
     assert plain == PersonaSettings(traits=("poetic",), site="attn_out")
     small = settings_of(
-        ["poetic"], SizeOptions(small=True, n_questions=3), ScoreOptions(scorer="keywords", paired=True)
+        ["poetic"],
+        SizeOptions(small=True, n_questions=3, concurrency=5),
+        ScoreOptions(scorer="keywords", paired=True),
     )
-    assert small == PersonaSettings.small("poetic", n_questions=3, scorer="keywords", paired=True)
+    assert small == PersonaSettings.small("poetic", n_questions=3, concurrency=5, scorer="keywords", paired=True)
     own = tmp_path / "mine.yaml"
-    own.write_bytes(msgspec.yaml.encode(msgspec.structs.replace(traits()["poetic"], name="mine")))
+    own.write_bytes(msgspec.yaml.encode(msgspec.structs.replace(shipped_traits()["poetic"], name="mine")))
     found = settings_of(
         [str(own)], SizeOptions(), ScoreOptions(scorer_arg=['model="x"', 'base_url="http://y"'], scorer="judge")
     )
@@ -776,9 +780,9 @@ def test_a_run_is_what_its_flags_say(tmp_path) -> None:
 
 def test_traits_are_listed_and_shown() -> None:
     """All by name, one in full; an unknown one is an error that lists those known."""
-    assert set(json.loads(call("persona", "traits", "--json").stdout)) == set(traits())
+    assert set(json.loads(call("persona", "traits", "--json").stdout)) == set(shipped_traits())
     one = json.loads(call("persona", "traits", "evil", "--json").stdout)["evil"]
-    assert one["questions"] == list(traits()["evil"].questions)
+    assert one["questions"] == list(shipped_traits()["evil"].questions)
     assert "evil" in call("persona", "traits", "evil").stdout
     wrong = call("persona", "traits", "good")
     assert (wrong.exit_code, "'evil'" in wrong.stderr) == (1, True)

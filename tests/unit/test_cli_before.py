@@ -46,7 +46,7 @@ from steercap.concurrency.heartbeat import heartbeat, line_of, progress_line
 from steercap.engine.checkpoint import is_path, require_reachable, require_there
 from steercap.errors import InvalidFile, ModelNotLoaded, WorkerFailure
 from steercap.files.base import write_whole
-from steercap.lab.personas import PersonaResult, PersonaSettings, traits
+from steercap.lab.personas import PersonaResult, PersonaSettings, shipped_traits
 from steercap.lab.personas.folder import open_folder
 from steercap.lab.personas.report import Outcome
 from steercap.lab.studies.sweeps.grid import SweepDefinition
@@ -525,7 +525,7 @@ def test_a_model_that_cannot_be_had_is_one_line_in_a_shell() -> None:
 
 def own_trait(path: Path, name: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.yaml.encode(msgspec.structs.replace(traits()["poetic"], name=name)))
+    path.write_bytes(msgspec.yaml.encode(msgspec.structs.replace(shipped_traits()["poetic"], name=name)))
     return path
 
 
@@ -562,7 +562,9 @@ def test_a_trait_of_ones_own_is_a_measure(tmp_path, monkeypatch) -> None:
 def test_a_run_of_personas_ends_with_the_sweep_to_go_on_with(here, tmp_path) -> None:
     """A command that parses, whose files are there and whose measure is the trait's, own or shipped."""
     own = own_trait(tmp_path / "my -x trait.yaml", "mine")
-    settings = PersonaSettings.small(msgspec.yaml.decode(own.read_bytes(), type=type(traits()["poetic"])), "formal")
+    settings = PersonaSettings.small(
+        msgspec.yaml.decode(own.read_bytes(), type=type(shipped_traits()["poetic"])), "formal"
+    )
     outcome = Outcome((6, 6), (0, 0), (6, 6), (80.0, 20.0), best_layer=2, auc=1.0)
     run = here / "run"
     run.mkdir()
@@ -592,7 +594,7 @@ def test_a_run_of_personas_ends_with_the_sweep_to_go_on_with(here, tmp_path) -> 
     )
     assert measure_of(said["measures"].split(",")[1]).label == "mine"
     prompts = [json.loads(text)["prompt"] for text in said["prompts"].read_text().splitlines()]
-    assert prompts == list(traits()["poetic"].questions)
+    assert prompts == list(shipped_traits()["poetic"].questions)
 
 
 # What a folder is, and tables at 80 columns

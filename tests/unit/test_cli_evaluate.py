@@ -64,11 +64,12 @@ def test_an_evaluation_is_what_its_file_and_flags_say(here) -> None:
         ("random, as praise 01", (1.0, 2.0)),
     ]
     assert one.questions == (("one",), ("two", "and then"))
-    assert one.sampling == {"max_tokens": 3, "temperature": 0.0}
+    assert one.sampling_params == {"max_tokens": 3, "temperature": 0.0}
     (edit,) = one.method("praise").spec(2).flat()
     assert (edit.layer, edit.scale, str(edit.selection)) == (1, 2, "'all'")
     assert settings.all_measures() == ["length", Matches("greets", "^dear")]
     assert sites_in(one) == ("resid_post", "mlp_out")
+    assert read_evaluation(Path("below/evaluation.yaml"), {"concurrency": 2}).concurrency == 2
 
 
 def test_questions_may_be_lines_of_a_file(here) -> None:

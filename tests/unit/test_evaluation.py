@@ -327,8 +327,8 @@ def evaluation(**given) -> Evaluation:
         ({"questions": [[]]}, "turn by turn"),
         ({"questions": ["a", " "]}, "turn by turn"),
         ({"samples": 0}, "samples=0"),
-        ({"samples": 2, "sampling": {"temperature": 0}}, "the same text"),
-        ({"sampling": {"seed": 1}}, "set by samples= and seed="),
+        ({"samples": 2, "sampling_params": {"temperature": 0}}, "the same text"),
+        ({"sampling_params": {"seed": 1}}, "set by samples= and seed="),
         ({"chat": False}, "several turns are a conversation"),
     ],
 )
@@ -365,7 +365,7 @@ def test_the_prompt_of_a_condition_has_its_system_prompt_and_what_was_said() -> 
 
 def test_the_seed_of_an_answer_does_not_depend_on_the_method() -> None:
     """It depends on question, sample and turn, so that methods meet the same luck."""
-    one = evaluation(samples=2, sampling={"temperature": 1.0})
+    one = evaluation(samples=2, sampling_params={"temperature": 1.0})
     seeds = {
         one.sampling_of(question, sample, turn)["seed"] for question in (0, 1) for sample in (0, 1) for turn in (0, 1)
     }
@@ -411,7 +411,7 @@ def test_a_folder_takes_further_methods(tmp_path) -> None:
 
 def test_samples_that_would_be_equal_are_not_begun(tmp_path) -> None:
     """A new folder has none that count as several; one of before is resumed and read."""
-    one = evaluation(samples=2, sampling={"top_k": 1})
+    one = evaluation(samples=2, sampling_params={"top_k": 1})
     for begin in (lambda: check_same(FOLDER, tmp_path / "a", one), lambda: Folder(tmp_path / "a", one, MODEL)):
         with pytest.raises(InvalidSpec, match="samples=2 at top_k 1 would all be the same text"):
             begin()

@@ -216,9 +216,9 @@ def test_requests_of_one_condition_are_together_and_their_seeds_agree() -> None:
         ({"scales": (math.inf,)}, "finite"),
         ({"scales": ("1",)}, "finite"),
         ({"relative": True, "operations": ("cap",)}, "relative"),
-        ({"sampling": {"n": 2}}, "samples="),
+        ({"sampling_params": {"n": 2}}, "samples="),
         ({"samples": 0}, "samples=0"),
-        ({"samples": 2, "sampling": {"temperature": 0.0}}, "temperature 0"),
+        ({"samples": 2, "sampling_params": {"temperature": 0.0}}, "temperature 0"),
     ],
 )
 def test_a_sweep_that_means_nothing_is_refused(changed, says) -> None:
@@ -394,7 +394,7 @@ async def test_answers_to_another_prompt_are_asked_again_and_measured_again(tmp_
         ({"negated": False}, "negated was True, is False"),
         ({"vectors": {"warm": vectors(1, 2, 3, seed=4)}}, "vectors.warm was"),
         ({"prompts": ["another"]}, "prompts was"),
-        ({"sampling": {"max_tokens": 3}}, "sampling.max_tokens was not set"),
+        ({"sampling_params": {"max_tokens": 3}}, "sampling.max_tokens was not set"),
         ({"tokens": "all", "samples": 2}, "tokens was .*; samples was"),
     ],
 )
@@ -411,7 +411,7 @@ def test_another_sweep_in_the_folder_is_refused(changed, names, tmp_path) -> Non
 
 async def test_samples_that_would_be_equal_are_not_begun(tmp_path) -> None:
     """A new folder has none that count as several; one of before is resumed."""
-    one = sweep(samples=2, sampling={"top_k": 1})
+    one = sweep(samples=2, sampling_params={"top_k": 1})
     points = {Point(layer, "resid_post"): SimpleNamespace(width=vectors(layer).width) for layer in (1, 3)}
     model = SimpleNamespace(points=points, identity=lambda: MODEL)
     with pytest.raises(InvalidSpec, match="samples=2 at top_k 1 would all be the same text"):

@@ -36,7 +36,7 @@ from steercap.files.tables import read_table
 from steercap.lab.datasets.dataset import ActivationDataset
 from steercap.lab.personas import load_trait
 from steercap.lab.personas.capture import load_rows
-from steercap.lab.personas.roles import AssistantAxis, load_roles, load_run
+from steercap.lab.personas.roles import AssistantAxis, load_roles, load_roles_run
 from steercap.lab.personas.roles.rows import read_rows_header
 from steercap.saes.sae import SAE
 from steercap.steering import DirectionSet, LayerVectors
@@ -242,7 +242,7 @@ LOADERS = {
     "table": lambda path: read_table(path, msgspec.Struct),
     "trait": load_trait,
     "roles": load_roles,
-    "run of roles": load_run,
+    "run of roles": load_roles_run,
     "manifest": Manifest.load,
     "tuned lens": TunedLens.load,
     "SAE": SAE.load,

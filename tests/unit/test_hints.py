@@ -97,7 +97,7 @@ def test_a_property_that_fails_says_why(model: Any) -> None:
         ("chat", {"prompts": "x"}, r"chat\(\) has no argument 'prompts'; give messages="),
         ("run", {"monitor": []}, "'monitor'; did you mean 'monitors'"),
         ("read", {"temperature": 0}, r"read\(\) has no argument 'temperature'; known: 'prompts'"),
-        ("encode", {"task": "embed"}, r"'task'; give pooling=\{\"task\": \.\.\.\}"),
+        ("encode", {"task": "embed"}, r"'task'; give pooling_params=\{\"task\": \.\.\.\}"),
         ("stream", {"prompts": "x"}, r"stream\(\) has no argument 'prompts'; did you mean 'prompt'"),
         ("sketch", {"layer": 1}, r"sketch\(\) has no argument 'layer'; did you mean 'layers'"),
         ("steered", {"steer": 1}, r"steered\(\) has no argument 'steer'; give steering=Add"),

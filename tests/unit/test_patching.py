@@ -130,7 +130,7 @@ def said(**logprobs: float) -> Any:
 def test_a_logit_difference_asks_for_both_tokens_of_each_pair() -> None:
     """One answer for all pairs or one each, as text or id; log probabilities are subtracted."""
     first, second = LogitDifference([("a", "b"), (C, "a")]).asked(TOKENIZER, 2)
-    assert [one.sampling["logprob_token_ids"] for one in (first, second)] == [[A, B], [C, A]]
+    assert [one.sampling_params["logprob_token_ids"] for one in (first, second)] == [[A, B], [C, A]]
     assert first.read(said(a=-1.0, b=-3.5)) == 2.5
     assert len(LogitDifference(("a", "b")).asked(TOKENIZER, 3)) == 3
     (one,) = LogProbability("a").asked(TOKENIZER, 1)

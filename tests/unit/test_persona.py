@@ -48,7 +48,7 @@ from steercap.lab.directions.contrast import directions_of
 from steercap.lab.measures.scores import SCORERS, Scored, make_scorer
 from steercap.lab.measures.scores.judge import filled_rubric, judgement
 from steercap.lab.measures.scores.minilm import split
-from steercap.lab.personas import PersonaSettings, Progress, load_trait, run, traits, write_levels
+from steercap.lab.personas import PersonaSettings, Progress, load_trait, run_persona, shipped_traits, write_levels
 from steercap.lab.personas.capture import VERSION, AnswerRowsHeader, capture, load_rows, room_of, rows_file, vectors
 from steercap.lab.personas.folder import RUN, Count, StageFolder, check_same, open_folder
 from steercap.lab.personas.generate import AnswerGroup, answer_groups, answer_ids, ends_of, generate
@@ -59,7 +59,7 @@ from steercap.lab.personas.score import keep, score
 from steercap.lab.personas.settings import DEPENDS, STAGES, described, stage_hashes
 from steercap.steering import DirectionSet
 
-SHIPPED = list(traits())
+SHIPPED = list(shipped_traits())
 
 
 # Traits
@@ -68,7 +68,7 @@ SHIPPED = list(traits())
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_trait_is_whole(name) -> None:
     """Five contrasting prompts, twenty questions, a dozen pairs of examples, and no example stands on both sides."""
-    trait = traits()[name]
+    trait = shipped_traits()[name]
     assert len(trait.positive) == len(trait.negative) == 5
     assert len(trait.questions) >= 20
     assert len(trait.examples.positive) >= 12
@@ -80,7 +80,7 @@ def test_ten_traits_are_shipped() -> None:
     """They are read from the package, under the names of their files."""
     assert len(SHIPPED) == 10
     with pytest.raises(TypeError):
-        traits()["mine"] = traits()[SHIPPED[0]]
+        shipped_traits()["mine"] = shipped_traits()[SHIPPED[0]]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_ten_traits_are_shipped() -> None:
 def test_a_trait_that_does_not_fit_is_refused(change, says, tmp_path) -> None:
     """The error names the file and what is wrong in it."""
     path = tmp_path / "mine.yaml"
-    path.write_text(yaml.safe_dump(msgspec.to_builtins(traits()["formal"]) | change))
+    path.write_text(yaml.safe_dump(msgspec.to_builtins(shipped_traits()["formal"]) | change))
     with pytest.raises(InvalidFile, match=rf"mine\.yaml.*{says}"):
         load_trait(path)
 
@@ -108,7 +108,7 @@ def test_a_trait_that_does_not_fit_is_refused(change, says, tmp_path) -> None:
 def test_a_key_that_a_trait_has_twice_is_refused(tmp_path) -> None:
     """YAML would read the last of them, and half of the questions would be gone without a word."""
     path = tmp_path / "mine.yaml"
-    path.write_text(yaml.safe_dump(msgspec.to_builtins(traits()["formal"])) + "questions: [Why?]\n")
+    path.write_text(yaml.safe_dump(msgspec.to_builtins(shipped_traits()["formal"])) + "questions: [Why?]\n")
     with pytest.raises(InvalidFile, match=r"mine\.yaml has 'questions' \(line \d+\) twice in one mapping"):
         load_trait(path)
 
@@ -130,7 +130,7 @@ def test_a_file_that_is_no_trait_is_refused(tmp_path) -> None:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_classifier_tells_held_out_examples_apart(name) -> None:
     """Area under the ROC curve above 0.9 for every shipped trait, both sentences of a pair left out at a time."""
-    assert cross_validated(traits()[name]) > 0.9
+    assert cross_validated(shipped_traits()[name]) > 0.9
 
 
 @pytest.mark.parametrize("name", ["minilm", "keywords"])
@@ -141,7 +141,7 @@ async def test_a_scorer_tells_a_trait_from_its_opposite(name) -> None:
         Scored("How will it go?", "It will end in ruin. You are going to lose all your money, as everybody does."),
         Scored("How will it go?", "..."),
     ]
-    high, low, none = await make_scorer(name).score(traits()["optimistic"], told)
+    high, low, none = await make_scorer(name).score(shipped_traits()["optimistic"], told)
     assert 0 <= low < 50 < high <= 100
     assert none is None
 
@@ -150,7 +150,7 @@ async def test_a_scorer_tells_a_trait_from_its_opposite(name) -> None:
 @pytest.mark.parametrize("answer", ["I can't wait!", "I can’t wait!", "I can't\nwait!", "I  CAN’T \t wait!"])
 async def test_a_keyword_is_found_however_it_is_typed(keyword, answer) -> None:
     """With either apostrophe and any space, in the trait and in the answer: one in three words."""
-    trait = msgspec.structs.replace(traits()["optimistic"], keywords=(keyword,))
+    trait = msgspec.structs.replace(shipped_traits()["optimistic"], keywords=(keyword,))
     (found,) = await make_scorer("keywords", {"density": 1 / 3}).score(trait, [Scored("", answer)])
     assert found == pytest.approx(100 * (1 - math.exp(-1)))
     assert await make_scorer("keywords").score(trait, [Scored("", "I cant wait")]) == [0]
@@ -159,7 +159,7 @@ async def test_a_keyword_is_found_however_it_is_typed(keyword, answer) -> None:
 async def test_the_classifier_scores_sentences_alike_wherever_they_stand() -> None:
     """An answer's score is the mean of its sentences', whatever else is scored in the same call."""
     one, other = "It will be wonderful!", "Everything will go wrong, as it always does."
-    trait, scorer = traits()["optimistic"], make_scorer("minilm")
+    trait, scorer = shipped_traits()["optimistic"], make_scorer("minilm")
     apart = await scorer.score(trait, [Scored("", one), Scored("", other)])
     (joined,) = await scorer.score(trait, [Scored("", f"1. {one}\n2. {other}")])
     assert joined == pytest.approx(sum(apart) / 2, abs=1e-3)  # float32, other padding
@@ -178,7 +178,7 @@ def test_text_is_split_into_sentences() -> None:
 
 async def test_the_keyword_score_is_the_formula_stated() -> None:
     """100 (1 - exp(-n / (words * density))): a phrase counts once, parts of words do not."""
-    trait = traits()["apathetic"]
+    trait = shipped_traits()["apathetic"]
     (score,) = await make_scorer("keywords", {"density": 0.1}).score(
         trait, [Scored("", "Whatever. I DON’T CARE, carefree whateverness meh")]
     )
@@ -337,7 +337,7 @@ def test_a_judge_may_answer_in_parts() -> None:
 
 def test_braces_in_an_answer_mean_nothing() -> None:
     """What is judged is put into the rubric as it stands."""
-    prompt = filled_rubric(traits()["formal"].rubric, Scored("{answer}", "{question} {0}"))
+    prompt = filled_rubric(shipped_traits()["formal"].rubric, Scored("{answer}", "{question} {0}"))
     assert "Question: {answer}\nAnswer: {question} {0}\n" in prompt
 
 
@@ -376,7 +376,7 @@ async def test_a_judge_is_asked_again_when_it_is_busy(monkeypatch) -> None:
     monkeypatch.setenv("MY_JUDGE", "word")
     with endpoint((429, {}), (503, {}), (200, reply("40", {"40": 1.0}))) as (url, heard):
         judge = make_scorer("judge", {"base_url": url, "model": "m", "backoff": 0.0, "api_key_env": "MY_JUDGE"})
-        assert await judge.score(traits()["formal"], [Scored("Why?", "Because.")]) == [pytest.approx(40)]
+        assert await judge.score(shipped_traits()["formal"], [Scored("Why?", "Because.")]) == [pytest.approx(40)]
     assert len(heard) == 3
     assert "Question: Why?\nAnswer: Because." in heard[0]["messages"][0]["content"]
     assert heard[0]["path"] == "/v1/chat/completions"
@@ -397,7 +397,7 @@ async def test_a_judge_that_fails_is_an_error(answer, says, calls) -> None:
     with endpoint(answer) as (url, heard):
         judge = make_scorer("judge", {"base_url": url, "model": "m", "backoff": 0.0, "retries": 1})
         with pytest.raises(JudgeFailed, match=says):
-            await judge.score(traits()["formal"], [Scored("Why?", "Because.")])
+            await judge.score(shipped_traits()["formal"], [Scored("Why?", "Because.")])
     assert len(heard) == calls
 
 
@@ -407,7 +407,7 @@ async def test_a_judge_that_is_not_there_is_an_error() -> None:
         pass
     with pytest.raises(JudgeFailed, match=url):
         await make_scorer("judge", {"base_url": url, "model": "m", "retries": 0}).score(
-            traits()["formal"], [Scored("", "a")]
+            shipped_traits()["formal"], [Scored("", "a")]
         )
 
 
@@ -426,7 +426,7 @@ def test_every_scorer_is_documented() -> None:
 
 def made(**changes) -> PersonaSettings:
     """Settings of two traits with two prompts, three questions, two samples: 48 requests."""
-    sizes = {"n_prompts": 2, "n_questions": 3, "n_samples": 2, "min_kept": 2}
+    sizes = {"n_prompts": 2, "n_questions": 3, "samples": 2, "min_kept": 2}
     return PersonaSettings(**{"traits": ("formal", "poetic"), **sizes, **changes})
 
 
@@ -435,8 +435,8 @@ def made(**changes) -> PersonaSettings:
     [
         ({"traits": ("formal", "formel")}, InvalidSetting, r"unknown traits \['formel'\].*'formal'"),
         ({"traits": ()}, InvalidSetting, "at least one"),
-        ({"traits": ("formal", traits()["formal"])}, InvalidSetting, "each once"),
-        ({"n_samples": 0}, InvalidSetting, "n_samples=0; give 1"),
+        ({"traits": ("formal", shipped_traits()["formal"])}, InvalidSetting, "each once"),
+        ({"samples": 0}, InvalidSetting, "samples=0; give 1"),
         ({"n_questions": 1}, InvalidSetting, "n_questions=1; give 2"),
         ({"held_out": 0.0}, InvalidSetting, "held_out=0.0"),
         ({"method": "guess"}, UnknownName, "'guess'"),
@@ -444,7 +444,11 @@ def made(**changes) -> PersonaSettings:
         ({"scorer_args": {"api_key": "secret"}}, InvalidSetting, "api_key_env"),
         ({"site": "nowhere"}, (InvalidSetting, UnknownName), "nowhere"),
         ({"min_kept": 13}, InvalidSetting, "min_kept=13, but formal is asked for 12 answers of a kind: 3 questions, 2"),
-        ({"traits": (msgspec.structs.replace(traits()["evil"], questions=("Why?",)),)}, InvalidSetting, "evil has 1 q"),
+        (
+            {"traits": (msgspec.structs.replace(shipped_traits()["evil"], questions=("Why?",)),)},
+            InvalidSetting,
+            "evil has 1 q",
+        ),
         ({"layers": slice(1, 3)}, InvalidSetting, r"layers=slice\(1, 3, None\); give 'all'"),
         ({"layers": [True]}, InvalidSetting, r"layers=\[True\]"),
         ({"layers": "none"}, InvalidSetting, "layers='none'"),
@@ -487,7 +491,7 @@ async def test_rows_that_cannot_be_read_are_refused_before_anything_runs(tmp_pat
         ({"layers": 9}, LayerOutOfRange),
     ):
         with pytest.raises(error):
-            await run(model, made(**changes), tmp_path / "run")
+            await run_persona(model, made(**changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -542,7 +546,7 @@ AFTER = {
         ({"layers": (1, 2)}, "capture"),
         ({"read_system": False}, "capture"),
         ({"method": "probe"}, "vectors"),
-        ({"max_in_flight": 7}, ""),
+        ({"concurrency": 7}, ""),
     ],
 )
 def test_a_setting_changes_the_stages_that_depend_on_it(changes, stage) -> None:
@@ -570,9 +574,9 @@ def test_how_hard_a_judge_tries_does_no_stage_again(tmp_path) -> None:
 def test_every_setting_belongs_to_a_stage() -> None:
     """None but the number in flight may change without a stage being done again."""
     known = {name.split(".")[0] for stage in STAGES for name in DEPENDS[stage]}
-    assert known == set(PersonaSettings.__struct_fields__) - {"max_in_flight"}
+    assert known == set(PersonaSettings.__struct_encode_fields__) - {"max_in_flight"}
     parts = {name.split(".")[1] for stage in STAGES for name in DEPENDS[stage] if "." in name}
-    assert parts == set(type(traits()["formal"]).__struct_fields__)
+    assert parts == set(type(shipped_traits()["formal"]).__struct_fields__)
 
 
 # Run folders
@@ -584,9 +588,11 @@ def test_a_folder_of_another_run_is_refused(tmp_path) -> None:
     open_folder(tmp_path, MODEL, made(method="probe", scorer="keywords"))
     with pytest.raises(RunDiffers, match=r"seed was 0, is 1"):
         open_folder(tmp_path, MODEL, made(seed=1, method="pca"))
+    with pytest.raises(RunDiffers, match=r"\bsamples was 2, is 3"):
+        open_folder(tmp_path, MODEL, made(samples=3))
     with pytest.raises(RunDiffers, match=r"model\.name was 'm', is 'other'"):
         open_folder(tmp_path, MODEL | {"name": "other"}, made())
-    changed = msgspec.structs.replace(traits()["formal"], questions=("What?", "Why?"))
+    changed = msgspec.structs.replace(shipped_traits()["formal"], questions=("What?", "Why?"))
     with pytest.raises(RunDiffers, match=r"traits\.formal\.questions was \['How do I cook rice"):
         open_folder(tmp_path, MODEL, made(traits=(changed, "poetic")))
 
@@ -751,7 +757,7 @@ def test_a_weak_trait_is_left_out_with_the_counts() -> None:
 
 async def test_answers_that_were_written_are_not_asked_for_again(tmp_path) -> None:
     """After an error what came lies in parts; the next run asks for the others, and finishes each group once."""
-    settings, asked, finished = made(traits=("formal", "poetic"), max_in_flight=3), [], []
+    settings, asked, finished = made(traits=("formal", "poetic"), concurrency=3), [], []
     wanted = list(all_requests(settings))
 
     async def run(_messages: Any, params: Any, *, steering: Any) -> Any:
@@ -818,10 +824,10 @@ async def test_traits_come_and_go_without_the_others_being_asked_again(tmp_path)
     assert await through("formal") == [24, 24]
     assert await through("evil", "formal", "poetic") == [72, 72]
     assert len(read_table(tmp_path / "responses.parquet", Response)) == 72
-    changed = msgspec.structs.replace(traits()["evil"], keywords=("answer",))
+    changed = msgspec.structs.replace(shipped_traits()["evil"], keywords=("answer",))
     assert await through(changed, "formal") == [24, 48]
     with pytest.raises(RunDiffers, match=r"traits\.poetic\.positive"):
-        await through(msgspec.structs.replace(traits()["poetic"], positive=("Rhyme.", "Sing.")), "formal")
+        await through(msgspec.structs.replace(shipped_traits()["poetic"], positive=("Rhyme.", "Sing.")), "formal")
     with pytest.raises(RunDiffers, match=r"seed was 0, is 1"):
         await through("humorous", seed=1)
 
@@ -888,10 +894,10 @@ def test_answers_that_would_be_equal_are_not_begun(tmp_path) -> None:
     """A new folder has none that count as several; one of before is resumed."""
     settings = PersonaSettings(traits=("formal",), temperature=0)
     for begin in (lambda: check_same(tmp_path / "a", settings), lambda: open_folder(tmp_path / "a", MODEL, settings)):
-        with pytest.raises(InvalidSetting, match="n_samples=10 at temperature 0 would all be the same text"):
+        with pytest.raises(InvalidSetting, match="samples=10 at temperature 0 would all be the same text"):
             begin()
     assert not (tmp_path / "a").exists()
-    open_folder(tmp_path / "a", MODEL, PersonaSettings(traits=("formal",), temperature=0, n_samples=1))
+    open_folder(tmp_path / "a", MODEL, PersonaSettings(traits=("formal",), temperature=0, samples=1))
     RUN.write(tmp_path, RUN.type(1, MODEL, described(settings)))
     check_same(tmp_path, settings)
     open_folder(tmp_path, MODEL, settings)
@@ -956,7 +962,7 @@ def test_levels_of_a_run_whose_answers_are_all_kept(tmp_path) -> None:
 
 def test_levels_that_need_answers_not_kept_are_absent(tmp_path) -> None:
     """With thresholds of 50, pos_neg_50 and pos_70 are whole; pos_neg and pos_40_70 would be of kept answers alone."""
-    settings = made(n_samples=6)
+    settings = made(samples=6)
     kept = lambda one: one.score >= 50 if "/positive/" in one.id else one.score <= 50  # noqa: E731
     found = finished(tmp_path / "run", settings, kept=kept)
     written = write_levels(tmp_path / "run", tmp_path / "vectors")

@@ -18,7 +18,7 @@ BF16, FP8 = Precision("bf16", {"dtype": "bfloat16"}), Precision("fp8", {"quantiz
 
 
 def planned(out: Path, traits=("poetic", "formal", "evil"), precisions=(BF16, FP8), group=2, **changes):
-    how = {"model": "smollm2", "arguments": {"seed": 1}, "settings": {"n_samples": 2}, "small": True, "out": out}
+    how = {"model": "smollm2", "arguments": {"seed": 1}, "settings": {"samples": 2}, "small": True, "out": out}
     return plan(traits, precisions, group=group, **{**how, **changes})
 
 
@@ -28,7 +28,7 @@ def test_every_group_meets_every_precision(tmp_path) -> None:
     assert [job.name for job in jobs] == ["bf16-poetic+formal", "bf16-evil", "fp8-poetic+formal", "fp8-evil"]
     assert len({job.folder for job in jobs}) == 4
     assert jobs[3].arguments == {"seed": 1, "quantization": "fp8"}
-    assert jobs[3].settings == {"n_samples": 2, "traits": ["evil"]}
+    assert jobs[3].settings == {"samples": 2, "traits": ["evil"]}
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_finished_job_is_skipped_if_it_is_the_same(tmp_path) -> None:
     mark.write_text(json.dumps({"digest": job.digest, "outcomes": {"mine": {"auc": 1.0}}}))
     assert board_of([job]).status[job.name] == Status("skipped", outcomes={"mine": {"auc": 1.0}})
     assert board_of([job]).next() is None
-    other = planned(tmp_path, traits=(str(mine),), precisions=(BF16,), settings={"n_samples": 3})
+    other = planned(tmp_path, traits=(str(mine),), precisions=(BF16,), settings={"samples": 3})
     assert board_of(other).next() == other[0]
     mine.write_text("b")
     assert board_of([job]).next() == job

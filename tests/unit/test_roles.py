@@ -57,7 +57,7 @@ from steercap.lab.personas.roles import (
     drift_cases,
     drift_prompts,
     load_roles,
-    load_run,
+    load_roles_run,
     plot_changes,
     plot_positions,
     plot_roles,
@@ -287,7 +287,7 @@ def test_shares_partition_the_roles(roles, count) -> None:
 
 def test_requests_are_questions_by_prompts_each_with_a_seed_of_its_own() -> None:
     """The same whatever else is asked, and the first questions and prompts where fewer are wanted."""
-    settings = RoleSettings(roles=PAIR, n_samples=2, min_kept=1)
+    settings = RoleSettings(roles=PAIR, samples=2, min_kept=1)
     found = list(requests_of(settings, "poet"))
     assert [one.id for one in found[:3]] == ["poet/0/0/0", "poet/0/0/1", "poet/0/1/0"]
     assert (len(found), len({one.seed for one in found})) == (12, 12)
@@ -326,7 +326,7 @@ def test_only_what_a_stage_depends_on_changes_it() -> None:
 
     before = digests()
     assert {name for name, value in digests(threshold=60).items() if value != before[name]} == {"read"}
-    assert digests(max_in_flight=3) == before
+    assert digests(concurrency=3) == before
     other = msgspec.structs.replace(PAIR, roles=(PAIR.roles[0], Role("poet", ("Rhyme.",))))
     assert digests(roles=other) == before
     assert {name for name, value in digests(seed=1).items() if value != before[name]} == {"generate", "score", "read"}
@@ -367,7 +367,9 @@ def test_a_folder_knows_what_it_is_of(tmp_path) -> None:
     folder = open_folder(tmp_path, {"name": "m"}, settings)
     assert folder.missing == [ASSISTANT, "pirate", "poet"]
     with pytest.raises(RunUnfinished, match="3 of 3 roles are not done: assistant, pirate, poet; run it again"):
-        load_run(tmp_path)
+        load_roles_run(tmp_path)
+    with pytest.raises(RunDiffers, match=r"\.samples was 1, is 2"):
+        check_same(tmp_path, msgspec.structs.replace(settings, samples=2))
     with pytest.raises(RunDiffers, match="max_tokens was 512, is 7"):
         check_same(tmp_path, msgspec.structs.replace(settings, max_tokens=7))
     with pytest.raises(RunDiffers, match=r"name was 'm', is 'n'"):
@@ -385,12 +387,12 @@ def test_a_folder_knows_what_it_is_of(tmp_path) -> None:
 
 def test_answers_that_would_be_equal_are_not_begun(tmp_path) -> None:
     """A new folder has none that count as several; one of before is resumed."""
-    settings = RoleSettings(roles=PAIR, min_kept=1, temperature=0, n_samples=2)
+    settings = RoleSettings(roles=PAIR, min_kept=1, temperature=0, samples=2)
     for begin in (lambda: check_same(tmp_path / "a", settings), lambda: open_folder(tmp_path / "a", {}, settings)):
-        with pytest.raises(InvalidSetting, match="n_samples=2 at temperature 0 would all be the same text"):
+        with pytest.raises(InvalidSetting, match="samples=2 at temperature 0 would all be the same text"):
             begin()
     assert not (tmp_path / "a").exists()
-    open_folder(tmp_path / "a", {}, msgspec.structs.replace(settings, n_samples=1))
+    open_folder(tmp_path / "a", {}, msgspec.structs.replace(settings, samples=1))
     RUN.write(tmp_path, RolesDefinition(1, {}, described(settings), PAIR.names))
     check_same(tmp_path, settings)
     assert list(open_folder(tmp_path, {}, settings).roles) == [ASSISTANT, "pirate", "poet"]

@@ -127,7 +127,7 @@ def vectors(seed: int, length: float, *layers: int, width: int = 8) -> LayerVect
 def data_set(name: str = "warm", seed: int = 0, **changed: Any) -> RolloutSet:
     methods = rollout_methods(vectors(seed, 47.4758, 3), vectors(seed + 1, 5, 3), scales=[100, -100])
     questions = [f"{name}: question {at}?" for at in range(3)]
-    evaluation = Evaluation(methods=methods, questions=questions, samples=2, sampling={"temperature": 1.0})
+    evaluation = Evaluation(methods=methods, questions=questions, samples=2, sampling_params={"temperature": 1.0})
     given = {"evaluation": evaluation, "positive": WARM, "negative": COLD, "rubric": RUBRIC}
     return RolloutSet(name=name, **{**given, **changed})
 
@@ -317,10 +317,12 @@ async def test_any_data_sets_add_up(tmp_path) -> None:
         ]
         questions = [f"{at} {number}?" for number in range(draw.randrange(1, 5))]
         samples = draw.randrange(1, 4)
-        evaluation = Evaluation(methods=methods, questions=questions, samples=samples, sampling={"temperature": 1.0})
+        evaluation = Evaluation(
+            methods=methods, questions=questions, samples=samples, sampling_params={"temperature": 1.0}
+        )
         sets.append(data_set(f"set-{at}.x", evaluation=evaluation))
     model = FakeModel()
-    found = await run_rollouts(model, sets, out=tmp_path, judge=judge(), at_once=3, concurrent=2)
+    found = await run_rollouts(model, sets, out=tmp_path, judge=judge(), sets_at_once=3, concurrency=2)
     assert model.most <= 3 * 2
     assert [one.name for one in found] == [one.name for one in sets]
     for one in sets:
@@ -332,7 +334,7 @@ async def test_any_data_sets_add_up(tmp_path) -> None:
 
 async def test_scores_that_are_all_missing_are_a_column_of_numbers(tmp_path) -> None:
     """A table without one score joins with others: its column is of float64, and holds nulls."""
-    talks = Evaluation(methods=[Method(name="none")], questions=["Hello?"], sampling={})
+    talks = Evaluation(methods=[Method(name="none")], questions=["Hello?"], sampling_params={})
     always = FakeModel()
 
     async def refuse(*_: Any, **__: Any) -> Any:
@@ -361,7 +363,7 @@ async def test_a_stopped_run_resumes_to_the_same_files(tmp_path) -> None:
     while True:
         model, tries, STOP["judge"] = FakeModel(calls=10), tries + 1, len(asking.asked) + 70
         try:
-            await run_rollouts(model, sets, out=tmp_path / "parts", judge=asking, at_once=1, concurrent=2)
+            await run_rollouts(model, sets, out=tmp_path / "parts", judge=asking, sets_at_once=1, concurrency=2)
         except Stopped:
             calls += model.calls
             continue
@@ -383,7 +385,7 @@ async def test_more_doses_texts_and_judges_ask_for_what_is_missing(tmp_path) -> 
     assert not (tmp_path / "warm" / "judge_scores.parquet").exists()
     methods = rollout_methods(vectors(0, 47.4758, 3), vectors(1, 5, 3), scales=[100, -100, 200])
     questions, model = data_set().evaluation.questions, FakeModel()
-    evaluation = Evaluation(methods=methods, questions=questions, samples=2, sampling={"temperature": 1.0})
+    evaluation = Evaluation(methods=methods, questions=questions, samples=2, sampling_params={"temperature": 1.0})
     (more,) = await run_rollouts(model, [data_set(evaluation=evaluation)], out=tmp_path, judge=judge())
     assert model.calls == 2 * 3 * 2
     assert len(FakeJudge.asked) == 9 * 3 * 2
@@ -461,7 +463,7 @@ async def test_data_sets_are_taken_as_others_are_finished(tmp_path) -> None:
             yield one
             del one
 
-    found = await run_rollouts(FakeModel(), made(), out=tmp_path, at_once=2)
+    found = await run_rollouts(FakeModel(), made(), out=tmp_path, sets_at_once=2)
     assert len(found) == 12
     assert most <= 5  # those in progress, the first two, and the one that was just finished
 
@@ -514,7 +516,7 @@ async def test_wrong_calls_ask_nothing(tmp_path) -> None:
     ]:
         with pytest.raises(InvalidSpec, match=says):
             await run_rollouts(model, sets, out=tmp_path, judge=judged)
-    for given in ({"at_once": 0}, {"at_once": "2"}, {"concurrent": 1.5}):
+    for given in ({"sets_at_once": 0}, {"sets_at_once": "2"}, {"concurrency": 1.5}):
         with pytest.raises((InvalidSpec, InvalidSetting), match=next(iter(given))):
             await run_rollouts(model, [data_set()], out=tmp_path, **given)
     assert list(tmp_path.iterdir()) == []
@@ -572,7 +574,7 @@ async def test_a_file_of_rollouts_is_what_the_call_is(here) -> None:
         assert method.name == other.name
         (edit,), (same,) = method.spec(1.0).flat(), other.spec(1.0).flat()
         torch.testing.assert_close(edit.scale * edit.vector, same.scale * same.vector)
-    assert next(settings.sets()).evaluation.sampling == {"max_tokens": 64, "temperature": 1.0}
+    assert next(settings.sets()).evaluation.sampling_params == {"max_tokens": 64, "temperature": 1.0}
     found = await rolled(FakeModel(), settings, here / "out", Terminal(Output()))
     assert [summary.name for summary in found] == ["one", "two"]
     assert {path.name for path in (here / "out" / "two").iterdir()} >= set(FILES[:2])
@@ -597,6 +599,7 @@ async def test_a_file_of_rollouts_is_what_the_call_is(here) -> None:
         ("{answer}", "", r"lacks \{answer\}"),
         ("scales: [100, -100]", "judge: {model: m}", "needs base_url"),
         ("samples: 2", "samples: two", "Expected `int`"),
+        ("samples: 2", "concurrency: 0", "Expected `int` >= 1"),
         ("texts/neg.txt", "texts/none.txt", "none.txt"),
     ],
 )

@@ -98,10 +98,10 @@ from steercap.lab.measures.scores import SCORERS
 from steercap.lab.measures.scores.judge import Judge
 from steercap.lab.measures.texts import Matches
 from steercap.lab.personas import folder as persona_folder
-from steercap.lab.personas import records, traits
+from steercap.lab.personas import records, shipped_traits
 from steercap.lab.personas import settings as persona_settings
 from steercap.lab.personas.capture import AnswerRowsHeader, load_rows
-from steercap.lab.personas.roles import AssistantAxis, load_run
+from steercap.lab.personas.roles import AssistantAxis, load_roles_run
 from steercap.lab.personas.roles import axis as roles_axis
 from steercap.lab.personas.roles import folder as roles_folder
 from steercap.lab.personas.roles import rows as roles_rows
@@ -607,9 +607,9 @@ def test_folders_of_numbers_keep_their_names(folder) -> None:
 def test_folders_of_what_comes_with_steercap_keep_their_names() -> None:
     """Its texts are part of the names too."""
     shipped = {
-        "evil-e897998b": Score(traits()["evil"], "minilm"),
-        "evil-1c68bcf2": Score(traits()["evil"], "keywords"),
-        "evil-f232b919": Score(traits()["evil"], Judge("http://h/v1", "j")),
+        "evil-e897998b": Score(shipped_traits()["evil"], "minilm"),
+        "evil-1c68bcf2": Score(shipped_traits()["evil"], "keywords"),
+        "evil-f232b919": Score(shipped_traits()["evil"], Judge("http://h/v1", "j")),
         "neutral-dad09254": Passages(),
         "choices-60091f56": Choices(),
     }
@@ -1139,7 +1139,7 @@ def test_a_stored_run_over_roles_is_read(tmp_path) -> None:
         state = json.loads((folder / "roles" / name / "state.json").read_text())
         assert state["done"] == {"generate": digests["generate"], "read": digests["read"]}
         assert state["outcome"] == {"responses": 2, "kept": 2, "unscored": 0, "mean_score": None, "left_out": ""}
-    found = load_run(folder)
+    found = load_roles_run(folder)
     assert (found.rows.names, found.rows.layers) == (("ghost", "king"), (0, 1, 2, 3))
     torch.testing.assert_close(
         found.rows.at("king", 2).double().sum(1),
@@ -1148,6 +1148,7 @@ def test_a_stored_run_over_roles_is_read(tmp_path) -> None:
         atol=1e-3,
     )
     assert roles_settings.described(found.settings) == roles_settings.described(ROLES)
+    assert said.settings["max_in_flight"] == found.settings.concurrency  # the name in files is that of before
 
 
 @pytest.fixture

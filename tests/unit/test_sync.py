@@ -55,7 +55,7 @@ def test_the_functions_that_need_a_twin_are_found() -> None:
     assert set(public_coroutine_functions()) >= {
         "lab.directions.extract",
         "lab.directions.mean_rows",
-        "lab.personas.run",
+        "lab.personas.run_persona",
         "lab.studies.sweeps.run_sweep",
     }
 

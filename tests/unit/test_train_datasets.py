@@ -126,7 +126,7 @@ def test_epochs_schedules_and_accumulation_are_those_of_a_plain_loop(
         texts,
         edit=TrainableAdd(layers=[LAYER]),
         out=tmp_path / "it",
-        validation=held,
+        held_out=held,
         epochs=2.5,
         batch_size=size,
         accumulation=accumulation,
@@ -162,7 +162,7 @@ def test_epochs_schedules_and_accumulation_are_those_of_a_plain_loop(
 
 def test_traits_whose_epochs_end_at_different_steps_are_refused(model, tmp_path) -> None:
     """Steps are common to the traits of a call; equal ones train together."""
-    how = {"edit": TrainableAdd(layers=[LAYER]), "epochs": 1, "batch_size": 4, "validation": 0.34}
+    how = {"edit": TrainableAdd(layers=[LAYER]), "epochs": 1, "batch_size": 4, "held_out": 0.34}
     with pytest.raises(InvalidSetting, match="end their epochs at different steps"):
         train_many(model, {"a": examples(16), "b": examples(40)}, out=tmp_path / "ab", **how)
     both = train_many(model, {"a": examples(16), "b": examples(16, seed=1)}, out=tmp_path / "ab", **how)
@@ -278,7 +278,7 @@ def test_a_rate_is_trained_as_train_would(model, tmp_path) -> None:
     alone = train(
         model,
         [data[at] for at in seen],
-        validation=[data[at] for at in held],
+        held_out=[data[at] for at in held],
         edit=SMALL["edit"],
         out=tmp_path / "it",
         steps=steps,
@@ -483,7 +483,7 @@ def test_the_command_trains_a_folder(path, tmp_path, monkeypatch) -> None:
         (Path("data") / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
     asked = ["train", "data", "--datasets", "a__*", "--layers", str(LAYER), "--out", "out", "--model", str(path)]
     asked += ["--training-tokens", "300", "--validation-tokens", "120", "--rates", "0.1,0.001", "--batch-size", "4"]
-    asked += ["--optimizer", "adam", "--schedule", "linear", "--epochs", "1", "--patience", "1", "--checkpointing"]
+    asked += ["--optimizer", "adam", "--scheduler", "linear", "--epochs", "1", "--patience", "1", "--checkpointing"]
     done = call(*asked, "--device-map", "cpu", "--json")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
@@ -513,7 +513,7 @@ def test_the_command_trains_a_folder(path, tmp_path, monkeypatch) -> None:
         (["--validation", "0.1"], "--validation"),
         (["--rates", "fast"], "fast"),
         (["--datasets", "c*"], "no data set 'c*'"),
-        (["--schedule", "cosin"], "did you mean 'cosine'"),
+        (["--scheduler", "cosin"], "did you mean 'cosine'"),
         (["--epochs", "1", "--steps", "3"], "give one of them"),
     ):
         wrong = call("train", "data", "--layers", "1", "--out", "wrong", "--model", str(path), *more)

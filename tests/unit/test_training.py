@@ -498,7 +498,7 @@ def examples(count: int = 12, seed: int = 0) -> list[Example]:
     ]
 
 
-QUICK = {"steps": 6, "evaluate_every": 2, "batch_size": 3, "validation": 0.34}
+QUICK = {"steps": 6, "evaluate_every": 2, "batch_size": 3, "held_out": 0.34}
 
 
 def test_losses_are_those_of_the_objective_asked_for(model) -> None:
@@ -817,7 +817,7 @@ def test_losses_that_are_no_numbers_end_the_training(model, tmp_path) -> None:
         ({"scheduler": 0.5}, InvalidSetting, "scheduler=0.5"),
         ({"optimizer": lambda own: torch.optim.SGD(own, lr=1.0)}, InvalidSetting, "could not tell it from another"),
         ({"device": "cpu", "device_map": "auto"}, InvalidSetting, "give one of them"),
-        ({"validation": 1.0}, InvalidSetting, "between 0 and 1"),
+        ({"held_out": 1.0}, InvalidSetting, "held_out=1.0; give a share of the sources, between 0 and 1"),
         ({"objective": "dpo"}, UnknownName, "likelihood"),
         ({"objective": "distillation"}, InvalidSetting, "Prompted"),
         ({"name": "state"}, InvalidFile, "state"),

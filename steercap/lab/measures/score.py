@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from steercap.core.values import choices, parts_of, shown
 from steercap.errors import InvalidSpec, UnknownName
 from steercap.lab.measures import Answered, Measure
-from steercap.lab.measures.scores import Scored, Scorer, Trait, make_scorer, traits
+from steercap.lab.measures.scores import Scored, Scorer, Trait, make_scorer, shipped_traits
 from steercap.lab.measures.scores.minilm import chances, fitted
 
 if TYPE_CHECKING:
@@ -40,9 +40,9 @@ class Score(Measure):
 
     def __post_init__(self) -> None:
         if isinstance(self.trait, str):
-            if self.trait not in traits():
-                raise UnknownName(f"unknown trait {self.trait!r}; {choices(self.trait, traits())}")
-            object.__setattr__(self, "trait", traits()[self.trait])
+            if self.trait not in shipped_traits():
+                raise UnknownName(f"unknown trait {self.trait!r}; {choices(self.trait, shipped_traits())}")
+            object.__setattr__(self, "trait", shipped_traits()[self.trait])
         if isinstance(self.scorer, str):
             object.__setattr__(self, "scorer", make_scorer(self.scorer))
         if not isinstance(self.trait, Trait) or not isinstance(self.scorer, Scorer):

@@ -205,7 +205,7 @@ async def _read(
         if (mine := [response for response in todo if response.trait == trait])
         for first in range(0, len(mine), PART_RECORDS)
     ]
-    await each_of(chunks, read, max(1, settings.max_in_flight // PART_RECORDS))
+    await each_of(chunks, read, max(1, settings.concurrency // PART_RECORDS))
 
 
 def _join(folder: StageFolder, order: Sequence[str]) -> None:

@@ -22,6 +22,7 @@ from steercap.files.folder import FolderKind, differences
 from steercap.lab.personas.settings import (
     JOINT,
     STAGES,
+    STORED,
     PersonaSettings,
     check_samples,
     described,
@@ -208,13 +209,19 @@ def check_same(path: str | Path, settings: PersonaSettings) -> None:
         check_samples(settings)  # folders of before are resumed
 
 
+def by_field(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return stored settings by the names of their fields, some of which have another name in files."""
+    fields = {name: field for field, name in STORED.items()}
+    return {fields.get(name, name): value for name, value in stored.items()}
+
+
 def _differing(stored: _State, expected: _State) -> list[str]:
     """Return descriptions of the differences that change answers: in the model, or settings of the first stage."""
     (common, mine), (others, theirs) = (stage_settings(one.settings, "generate") for one in (expected, stored))
     shared = [name for name in mine if name in theirs]
     return differences(
-        {**others, "traits": {name: theirs[name] for name in shared}, "model": stored.model},
-        {**common, "traits": {name: mine[name] for name in shared}, "model": expected.model},
+        {**by_field(others), "traits": {name: theirs[name] for name in shared}, "model": stored.model},
+        {**by_field(common), "traits": {name: mine[name] for name in shared}, "model": expected.model},
     )
 
 

@@ -127,7 +127,7 @@ async def answer_groups(
         count.add()
 
     try:
-        await each_of(requests(), ask, settings.max_in_flight)
+        await each_of(requests(), ask, settings.concurrency)
     finally:
         for group in lacking:
             group.parts.flush()

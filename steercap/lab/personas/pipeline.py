@@ -55,7 +55,7 @@ class PersonaResult:
     __repr__ = brief
 
 
-async def run(
+async def run_persona(
     model: SteerModel, settings: PersonaSettings, out: str | Path, *, progress: Report | None = None
 ) -> PersonaResult:
     """Compute persona vectors of traits from a model's answers.

@@ -32,7 +32,7 @@ class RunSettings(Protocol):
         """Share of the probability mass to sample from, in (0, 1]."""
 
     @property
-    def max_in_flight(self) -> int:
+    def concurrency(self) -> int:
         """Maximum concurrent requests."""
 
     @property
@@ -189,7 +189,7 @@ def all_requests(settings: PersonaSettings) -> Iterator[TraitRequest]:
         for sign in SIGNS:
             for prompt, words in enumerate(getattr(trait, sign)[: settings.n_prompts]):
                 for question, text in enumerate(questions):
-                    for sample in range(settings.n_samples):
+                    for sample in range(settings.samples):
                         name = f"{trait.name}/{sign}/{prompt}/{question}/{sample}"
                         seed = seed_of(settings.seed, name)
                         yield TraitRequest(name, trait.name, sign, prompt, question, sample, seed, words, text)

@@ -237,7 +237,7 @@ def _origin(settings: PersonaSettings, directions: DirectionSet) -> Iterator[str
         "rows": f"mean over the answer's tokens, {directions.site}",
         "answers behind each vector": ", ".join(f"{name} {_pair(rows)}" for name, rows in origin.rows.items()),
     }
-    plain = msgspec.to_builtins(settings)
+    plain = msgspec.structs.asdict(settings)
     plain["traits"] = [trait.name for trait in settings.resolved()]
     yield "| | |\n|---|---|\n"
     for name, value in {**told, **plain}.items():

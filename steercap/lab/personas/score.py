@@ -143,7 +143,7 @@ def _too_few(
     if min(map(len, mine.values())) < settings.min_kept:
         return (
             f"kept {told} answers, {silent} had no score; {settings.min_kept} of each are needed, "
-            f"where {bounds}; ask more (n_samples, n_questions), move the thresholds, lower min_kept, or take a model "
+            f"where {bounds}; ask more (samples, n_questions), move the thresholds, lower min_kept, or take a model "
             "that shows the trait"
         )
     both = {one.question for one in mine["positive"]} & {one.question for one in mine["negative"]}

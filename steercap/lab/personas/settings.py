@@ -13,7 +13,7 @@ from steercap.core.spec import CaptureSpec
 from steercap.core.values import choices, flag_of, index_of, number_of, parts_of, shown
 from steercap.errors import InvalidSetting, InvalidSpec
 from steercap.lab.directions import METHODS
-from steercap.lab.measures.scores import Trait, make_scorer, traits
+from steercap.lab.measures.scores import Trait, make_scorer, shipped_traits
 
 #: Names of the settings that each stage depends on, besides earlier stages; "filter" selects rows, not changing them.
 DEPENDS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -42,14 +42,15 @@ _AFTER: Final[Mapping[str, tuple[str, ...]]] = {
     "capture": ("generate",),
     "vectors": ("filter", "capture"),
 }
+STORED: Final = {"samples": "n_samples", "concurrency": "max_in_flight"}  # fields that have another name in files
 #: Stages whose results are of all traits together; results of the other stages are of one trait each.
 JOINT: Final = ("filter", "vectors")
 #: The stages, in their order.
 STAGES: Final = tuple(DEPENDS)
 
 
-class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Settings of a run over traits, see `run`.
+class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename=STORED):
+    """Settings of a run over traits, see `run_persona`.
 
     The defaults are the sizes and thresholds of Chen et al., Persona Vectors. In the paper a large model judges,
     answers are longer and kept in pairs (`paired`), and only if judged coherent, which no scorer here does.
@@ -57,12 +58,12 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     Args:
         traits: names of shipped traits, or `Trait`s; one at least.
         seed: seed of all draws.
-        n_samples: number of answers to each question under each system prompt; 1 at temperature 0.
+        samples: number of answers to each question under each system prompt; 1 at temperature 0.
         n_questions, n_prompts: number of a trait's questions and pairs of system prompts to use, from the first; None
             takes all.
         max_tokens: maximum tokens of an answer.
         temperature, top_p: sampling parameters.
-        max_in_flight: maximum concurrent requests.
+        concurrency: maximum concurrent requests.
         scorer: name in `steercap.lab.measures.scores.SCORERS` of the scorer of answers.
         scorer_args: arguments of the scorer; no API keys, since they are written to the run folder.
         threshold_high, threshold_low: minimum score of kept answers under a positive prompt, and maximum under a
@@ -81,13 +82,13 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     traits: tuple[str | Trait, ...]
     seed: int = 0
-    n_samples: int = 10
+    samples: int = 10
     n_questions: int | None = None
     n_prompts: int | None = None
     max_tokens: int = 256
     temperature: float = 1.0
     top_p: float = 1.0
-    max_in_flight: int = 256
+    concurrency: int = 256
     scorer: str = "minilm"
     scorer_args: dict[str, Any] = {}
     threshold_high: float = 50.0
@@ -101,7 +102,7 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     held_out: float = 0.25
 
     def __post_init__(self) -> None:
-        least = {"n_samples": 1, "n_questions": 2, "n_prompts": 1, "max_tokens": 1, "max_in_flight": 1, "min_kept": 2}
+        least = {"samples": 1, "n_questions": 2, "n_prompts": 1, "max_tokens": 1, "concurrency": 1, "min_kept": 2}
         numbers = ("temperature", "top_p", "threshold_high", "threshold_low", "held_out")
         check_fields(self, least, numbers, ("paired", "read_system"), ("scorer", "site", "method"))
         several = isinstance(self.traits, (list, tuple))
@@ -126,10 +127,10 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
                 "out whole questions"
             )
         prompts = min(len(trait.positive[: self.n_prompts]), len(trait.negative[: self.n_prompts]))
-        if (asked := questions * prompts * self.n_samples) < self.min_kept:
+        if (asked := questions * prompts * self.samples) < self.min_kept:
             raise InvalidSetting(
                 f"min_kept={self.min_kept}, but {trait.name} is asked for {asked} answers of a kind: {questions} "
-                f"questions, {prompts} system prompts, {self.n_samples} samples; ask more or lower min_kept"
+                f"questions, {prompts} system prompts, {self.samples} samples; ask more or lower min_kept"
             )
 
     @classmethod
@@ -143,7 +144,7 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             traits: names of shipped traits, or `Trait`s.
             changes: settings by name, in place of these or the defaults.
         """
-        sizes = {"n_samples": 1, "n_questions": 12, "max_tokens": 40, "temperature": 0.7, "max_in_flight": 64}
+        sizes = {"samples": 1, "n_questions": 12, "max_tokens": 40, "temperature": 0.7, "concurrency": 64}
         return cls(traits=traits, **{**sizes, **changes})
 
     def resolved(self) -> tuple[Trait, ...]:
@@ -152,7 +153,7 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         Raises:
             InvalidSetting: no shipped trait has a given name.
         """
-        shipped = traits()
+        shipped = shipped_traits()
         if missing := [trait for trait in self.traits if isinstance(trait, str) and trait not in shipped]:
             raise InvalidSetting(f"unknown traits {missing}; {choices(missing[0], shipped)}; others are given as Trait")
         return tuple(shipped[trait] if isinstance(trait, str) else trait for trait in self.traits)
@@ -206,10 +207,10 @@ def check_fields(
 
 def check_samples(settings: Any) -> None:
     """Raise InvalidSetting if several answers to one question are asked for at temperature 0, which would be equal."""
-    if settings.temperature == 0 and settings.n_samples > 1:
+    if settings.temperature == 0 and settings.samples > 1:
         raise InvalidSetting(
-            f"n_samples={settings.n_samples} at temperature 0 would all be the same text, counted as several answers; "
-            "give n_samples=1, or raise the temperature"
+            f"samples={settings.samples} at temperature 0 would all be the same text, counted as several answers; "
+            "give samples=1, or raise the temperature"
         )
 
 

@@ -16,15 +16,24 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import msgspec
 
+from steercap.core.extras import lazy_names
 from steercap.core.values import flag_of, index_of, shown
 from steercap.errors import InvalidSpec
 from steercap.files.folder import FolderKind
 from steercap.files.tables import TableWriter
 from steercap.lab.measures import Measure
+
+if TYPE_CHECKING:
+    from steercap.lab.studies.rollouts import RolloutSet, rollout_methods, run_rollouts
+    from steercap.lab.studies.trying import try_layers
+
+__all__ = ["RolloutSet", "rollout_methods", "run_rollouts", "try_layers"]
+_HOMES: Final = dict.fromkeys(__all__, "rollouts") | {"try_layers": "trying"}
+__getattr__, __dir__ = lazy_names(__name__, _HOMES, ("evaluation", "sweeps"))
 
 #: Seconds between parts, the most work that a killed process loses. A part takes some milliseconds to write.
 FLUSH_SECONDS: Final = 2.0
@@ -151,7 +160,7 @@ def settle(study: Any, *, whole: Sequence[str], flags: Sequence[str]) -> None:
     """Check a study's integers, booleans and sampling parameters, and convert them to plain types, in place.
 
     Args:
-        study: frozen data class with fields `sampling` and `samples`; errors begin with the name of its class.
+        study: frozen data class with fields `sampling_params` and `samples`; errors begin with the name of its class.
         whole, flags: names of the fields that are integers, and of those that are booleans.
 
     Raises:
@@ -169,11 +178,15 @@ def settle(study: Any, *, whole: Sequence[str], flags: Sequence[str]) -> None:
             if value is None:
                 raise InvalidSpec(f"{said}: {name}={shown(getattr(study, name))}; give {what}")
             object.__setattr__(study, name, value)
-    if not isinstance(study.sampling, Mapping):
-        raise InvalidSpec(f"{said}: sampling={shown(study.sampling)}; give a dict of vLLM's sampling parameters")
-    if taken := {"n", "seed"} & set(study.sampling):
-        raise InvalidSpec(f"{said}: sampling has {sorted(taken)}, which are set by samples= and seed=; leave them out")
-    object.__setattr__(study, "sampling", dict(study.sampling))
+    if not isinstance(study.sampling_params, Mapping):
+        raise InvalidSpec(
+            f"{said}: sampling_params={shown(study.sampling_params)}; give a dict of vLLM's sampling parameters"
+        )
+    if taken := {"n", "seed"} & set(study.sampling_params):
+        raise InvalidSpec(
+            f"{said}: sampling_params have {sorted(taken)}, which are set by samples= and seed=; leave them out"
+        )
+    object.__setattr__(study, "sampling_params", dict(study.sampling_params))
     if study.samples < 1:
         raise InvalidSpec(f"{said}: samples={study.samples}; give 1 or more")
     check_samples(study, "temperature", 0)
@@ -185,10 +198,10 @@ def check_samples(study: Any, parameter: str = "top_k", greedy: int = 1) -> None
     Raises:
         InvalidSpec: there are several, and a sampling parameter has the value at which all are the same text.
     """
-    if study.samples > 1 and study.sampling.get(parameter) == greedy:
+    if study.samples > 1 and study.sampling_params.get(parameter) == greedy:
         raise InvalidSpec(
-            f"{type(study).__name__}: samples={study.samples} at {parameter} {study.sampling[parameter]} would all be "
-            "the same text; raise it, or set samples=1"
+            f"{type(study).__name__}: samples={study.samples} at {parameter} {study.sampling_params[parameter]} would "
+            "all be the same text; raise it, or set samples=1"
         )
 
 
@@ -202,7 +215,7 @@ def as_stored(study: Any, definition: Definition) -> Definition:
         return msgspec.json.decode(msgspec.json.encode(definition), type=type(definition))
     except (TypeError, msgspec.MsgspecError) as error:
         raise InvalidSpec(
-            f"{type(study).__name__}: prompts or sampling hold a value that JSON cannot represent: {error}"
+            f"{type(study).__name__}: prompts or sampling_params hold a value that JSON cannot represent: {error}"
         ) from error
 
 

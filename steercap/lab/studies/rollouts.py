@@ -116,15 +116,15 @@ async def run_rollouts(
     *,
     out: str | Path,
     judge: Judge | None = None,
-    at_once: int = SETS,
-    concurrent: int = REQUESTS,
+    sets_at_once: int = SETS,
+    concurrency: int = REQUESTS,
     progress: Callable[[str, str, int, int], None] | None = None,
 ) -> list[RolloutSummary]:
     """Generate answers to the questions of all data sets in one engine, score them, and write tables for each set.
 
     Requests of several data sets share the engine's batches, each with its own steering. A data set is taken from
-    `sets` when another is finished, so that no more than `at_once` of them are in memory if `sets` is a generator. An
-    interrupted call is resumed by another, which makes only missing answers and judgements, also if methods, a judge
+    `sets` when another is finished, so that no more than `sets_at_once` of them are in memory if `sets` is a generator.
+    An interrupted call is resumed by another, which makes only missing answers and judgements, also if methods, a judge
     or other texts of the classifier were added. Processes may share `out`, each with other data sets.
 
     Args:
@@ -132,8 +132,8 @@ async def run_rollouts(
         sets: data sets, in any number, each of another name.
         out: folder of the data sets' folders, created if needed.
         judge: judge of all answers, for which every data set needs a rubric; None for no judge.
-        at_once: maximum number of data sets in progress.
-        concurrent: maximum number of concurrent requests of each data set.
+        sets_at_once: maximum number of data sets in progress.
+        concurrency: maximum number of concurrent requests of each data set.
         progress: function called with the data set, the kind of work ("answers" or "judge"), and the numbers of
             answers done and in all.
 
@@ -151,13 +151,13 @@ async def run_rollouts(
     """
     if judge is not None and not isinstance(judge, Judge):
         raise InvalidSpec(f"run_rollouts: judge={shown(judge)}; give a Judge, or None for none")
-    for name, count in (("at_once", at_once), ("concurrent", concurrent)):
+    for name, count in (("sets_at_once", sets_at_once), ("concurrency", concurrency)):
         count_of(count, f"run_rollouts: {name}")
     encoder_folder()  # before answers are generated that nothing could score
     checked: Iterable[RolloutSet] = checked_sets(sets, judge)
     checked = list(checked) if isinstance(sets, Sequence) else checked  # a list is checked before it is begun
-    run = _Rollouts(model, Path(out), judge, concurrent, progress or _silent, asyncio.Lock())
-    found = await each_of(checked, run.roll, at_once)
+    run = _Rollouts(model, Path(out), judge, concurrency, progress or _silent, asyncio.Lock())
+    found = await each_of(checked, run.roll, sets_at_once)
     if not found:
         raise InvalidSpec("run_rollouts: sets hold no data set; give one at least")
     return found
@@ -170,7 +170,7 @@ class _Rollouts:
     model: SteerModel
     out: Path
     judge: Judge | None
-    concurrent: int
+    concurrency: int
     tell: Callable[[str, str, int, int], None]
     judging: asyncio.Lock
 
@@ -183,7 +183,7 @@ class _Rollouts:
             out=folder,
             measures=[rollouts.classifier, "refusal"],
             tasks=[],
-            concurrent=self.concurrent,
+            concurrency=self.concurrency,
             progress=partial(self.tell, rollouts.name),
         )
         self.tell(rollouts.name, "answers", len(results.answers), len(results.answers))  # those of a call before, too

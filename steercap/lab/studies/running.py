@@ -23,7 +23,7 @@ Item = TypeVar("Item")
 Condition = TypeVar("Condition")
 
 #: Default concurrent requests: more than a batch with vLLM's defaults, few enough to be in memory.
-CONCURRENT: Final = 512
+CONCURRENCY: Final = 512
 #: Number of answers that are measured, and whose values are then stored, at a time.
 MEASURED: Final = 256
 
@@ -48,7 +48,7 @@ async def fill(
     missing: Iterable[Item],
     work: Callable[[Item, Callable[[Row], None]], Awaitable[None]],
     *,
-    concurrent: int,
+    concurrency: int,
     done: int,
     wanted: int,
     progress: Callable[[int, int], None],
@@ -59,7 +59,7 @@ async def fill(
         kept: table to fill; its parts are joined in one file when all rows are there.
         missing: items to work on.
         work: coroutine function of an item, and of a function that adds a row to the table, called for each row.
-        concurrent: maximum number of items in progress.
+        concurrency: maximum number of items in progress.
         done, wanted: number of wanted rows already in the table, and in all.
         progress: function called with both numbers after each row.
 
@@ -74,7 +74,7 @@ async def fill(
         progress(done, wanted)
 
     try:
-        await each_of(missing, lambda item: work(item, keep), concurrent)
+        await each_of(missing, lambda item: work(item, keep), concurrency)
     finally:
         kept.flush()
     kept.join()

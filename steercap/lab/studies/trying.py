@@ -22,7 +22,7 @@ from steercap.errors import InvalidSpec, LayerOutOfRange, UnknownName
 from steercap.lab.directions import Exchange, mean_rows, suggested_layer
 from steercap.lab.measures import Answered
 from steercap.lab.measures.texts import Perplexity, repeated_share
-from steercap.lab.studies.running import CONCURRENT, ask
+from steercap.lab.studies.running import CONCURRENCY, ask
 from steercap.steering.directions import DirectionSet
 from steercap.steering.edits.add import Add
 from steercap.steering.layers import LayerVectors
@@ -204,7 +204,7 @@ async def try_layers(
         got = await ask(model, asked[case.prompt], {"max_tokens": max_tokens, "temperature": 0.0}, case.spec(vectors))
         return Answered(prompt=shown(asked[case.prompt]), **{field: got[field] for field in got if field in _ANSWERED})
 
-    answers = await each_of(cases, answer, CONCURRENT)
+    answers = await each_of(cases, answer, CONCURRENCY)
     along = await _along(model, answers, vectors, read_at)
     perplexities = await Perplexity().measure(model, answers)
     plain = {case.prompt: at for case, at in zip(cases, along, strict=True) if case.layer is None}

@@ -145,7 +145,7 @@ def split(sources: Sequence[Hashable | None], share: float, seed: int) -> tuple[
     """
     given = number_of(share)
     if given is None or not 0 < given < 1:
-        raise InvalidSetting(f"validation={shown(share)}; give a share of the sources, between 0 and 1")
+        raise InvalidSetting(f"held_out={shown(share)}; give a share of the sources, between 0 and 1")
     named = [(str(place), "") if source is None else ("", str(source)) for place, source in enumerate(sources)]
     distinct = sorted(set(named))
     if len(distinct) < 2:

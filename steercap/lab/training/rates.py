@@ -268,7 +268,7 @@ class RatesRun:
                 out=folder / _rate_folder(rate),
                 objective=self.how,
                 name=name,
-                validation=parts[1],
+                held_out=parts[1],
                 **settings | {"lr": rate},
             )
         return None

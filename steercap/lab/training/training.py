@@ -57,7 +57,7 @@ def train(
     out: str | Path,
     objective: str | Objective = "likelihood",
     name: str | None = None,
-    validation: float | Sequence[AnyExample] = 0.2,
+    held_out: float | Sequence[AnyExample] = 0.2,
     progress: Progress | None = None,
     **settings: Any,
 ) -> Trained:
@@ -73,7 +73,7 @@ def train(
         objective: a name in `steercap.lab.training.OBJECTIVES`, or a member with settings of its own, such as
             `BiPO(beta=0.2)`.
         name: name of the edit and its file; by default that of the folder.
-        validation: share of the sources to hold out, or held-out examples.
+        held_out: share of the sources to hold out, or held-out examples.
         progress: function called with the number of steps taken, and the number of all.
         **settings: fields of `TrainingSettings`: steps, batch_size, optimizer, norm_penalty, seed, ...
 
@@ -90,14 +90,14 @@ def train(
         UnsupportedModel: the model's layers are not found.
     """
     known = Path(out).name if name is None else name
-    held = validation if isinstance(validation, (int, float)) else {known: validation}
+    held = held_out if isinstance(held_out, (int, float)) else {known: held_out}
     found = train_many(
         model,
         {known: examples},
         edit=edit,
         out=out,
         objective=objective,
-        validation=held,
+        held_out=held,
         progress=progress,
         **settings,
     )
@@ -111,7 +111,7 @@ def train_many(
     edit: AnyEdit | Mapping[str, AnyEdit],
     out: str | Path,
     objective: str | Objective = "likelihood",
-    validation: float | Mapping[str, Sequence[AnyExample]] = 0.2,
+    held_out: float | Mapping[str, Sequence[AnyExample]] = 0.2,
     progress: Progress | None = None,
     **settings: Any,
 ) -> dict[str, Trained]:
@@ -122,7 +122,7 @@ def train_many(
         examples: examples of each trait, by the trait's name.
         edit: initial edit for all traits, or by name; all must be the same edits at the same points and tokens.
         out, objective, progress: arguments as for `train`.
-        validation: share of each trait's sources to hold out, or held-out examples by name.
+        held_out: share of each trait's sources to hold out, or held-out examples by name.
         **settings: fields of `TrainingSettings`.
 
     Returns:
@@ -143,7 +143,7 @@ def train_many(
     tokenizer = tokenizer_of(hooked)
     parts = {}
     for name, given in examples.items():
-        held = validation[name] if isinstance(validation, Mapping) else validation
+        held = held_out[name] if isinstance(held_out, Mapping) else held_out
         encode = partial(encoded, how, tokenizer, vocabulary=hooked.vocabulary)
         parts[name] = _sides(given, held, encode, wanted.seed)
     wanted = wanted.resolved({name: len(sides.seen) for name, sides in parts.items()})
@@ -268,13 +268,13 @@ class Sides:
 
 
 def _sides(
-    examples: Sequence[AnyExample], validation: Any, encode: Callable[[Any], list[tuple[ExampleTokens, ...]]], seed: int
+    examples: Sequence[AnyExample], held_out: Any, encode: Callable[[Any], list[tuple[ExampleTokens, ...]]], seed: int
 ) -> Sides:
-    """Tokenize a trait's examples; hold out a share of their sources, or the examples given as `validation`."""
+    """Tokenize a trait's examples; hold out a share of their sources, or the examples given as `held_out`."""
     tokens = encode(examples)
-    if not isinstance(validation, (int, float)):
-        return Sides(tokens, encode(validation))
-    seen, unseen = split([example.source for example in examples], validation, seed)
+    if not isinstance(held_out, (int, float)):
+        return Sides(tokens, encode(held_out))
+    seen, unseen = split([example.source for example in examples], held_out, seed)
     return Sides([tokens[place] for place in seen], [tokens[place] for place in unseen])
 
 

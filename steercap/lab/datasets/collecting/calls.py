@@ -47,7 +47,7 @@ async def collect(
     long: Long | None = None,
     bos: Bos = "document",
     chat_template_kwargs: Mapping[str, Any] | None = None,
-    params: Mapping[str, Any] | None = None,
+    sampling_params: Mapping[str, Any] | None = None,
     seed: int = 0,
     steering: SteeringSpec | Edit | LogitBias | FromContext | None = FROM_CONTEXT,
     shard_bytes: int = SHARD_BYTES,
@@ -64,7 +64,7 @@ async def collect(
     An interrupted call loses only the shards that were not written yet; repeating the same call resumes it. Every
     document is in the data set once. With `concurrency=1` the data set is the same, bit for bit, whenever and however
     often it was interrupted; otherwise rows may differ in their last bits, as they do from batch to batch, and through
-    them which rows `ByProbe` keeps and which texts `params` generates.
+    them which rows `ByProbe` keeps and which texts `sampling_params` generates.
 
     Args:
         model: an open model; with `ray` it need not be started.
@@ -83,7 +83,7 @@ async def collect(
             "window"; or "none".
         chat_template_kwargs: further arguments of the chat template. A conversation that ends with the assistant's
             message is read as it is; any other with the generation prompt.
-        params: sampling parameters, to let the model continue each document; generated tokens' rows are collected too.
+        sampling_params: parameters with which the model continues each document; generated tokens' rows are kept too.
         seed: seed of all sampling; each document's own seed is derived from it and the document's number.
         steering: edits applied during the run, as for `generate`.
         shard_bytes: target bytes of rows in a shard; three to nine shards are in memory, depending on the number of
@@ -120,7 +120,7 @@ async def collect(
         long=long,
         bos=bos,
         template=chat_template_kwargs or {},
-        params=params,
+        sampling_params=sampling_params,
         seed=seed,
         steering=effective_steering(model, steering),
         shard_bytes=shard_bytes,
@@ -151,7 +151,7 @@ def activations(
     long: Long | None = None,
     bos: Bos = "document",
     chat_template_kwargs: Mapping[str, Any] | None = None,
-    params: Mapping[str, Any] | None = None,
+    sampling_params: Mapping[str, Any] | None = None,
     steering: SteeringSpec | Edit | LogitBias | FromContext | None = FROM_CONTEXT,
     concurrency: int | None = None,
     batch_size: int = 4096,
@@ -174,10 +174,10 @@ def activations(
         model: an open model.
         corpus: corpus as for `collect`.
         layers, sites, codec, k, capture, tokens: rows to capture and their encoding, as for `collect`.
-        context, long, bos, chat_template_kwargs, params, steering, concurrency: settings as for `collect`.
+        context, long, bos, chat_template_kwargs, sampling_params, steering, concurrency: settings as for `collect`.
         batch_size: rows in a batch.
         buffer: number of rows in memory from which a batch is drawn, at least `batch_size`. A quarter more may queue.
-        seed: seed of the draws, and of sampling with `params`.
+        seed: seed of the draws, and of sampling with `sampling_params`.
         join: form of rows of several points: "dict", by name; "concatenate", [n, sum of widths]; "mix", each row of
             each point by itself.
         normalise: normalisation: "none", "mean", "standard" or "norm", as for `ActivationDataset`.
@@ -207,7 +207,7 @@ def activations(
         long=long,
         bos=bos,
         template=chat_template_kwargs or {},
-        params=params,
+        sampling_params=sampling_params,
         seed=seed,
         steering=effective_steering(model, steering),
         concurrency=concurrency,

@@ -40,7 +40,7 @@ class Reading:
         spec: points and encoding of the rows; tokens are selected by `sample`.
         sample: sample of tokens.
         cutting: settings for cutting documents into windows.
-        params: sampling parameters, or None for no generation.
+        sampling_params: sampling parameters, or None for no generation.
         seed: seed of all sampling; each document's own seed is derived from it and the document's number.
         steering: edits applied during the run.
         concurrency: maximum windows in flight; None for as many as the engine can use, within memory.
@@ -56,7 +56,7 @@ class Reading:
     spec: CaptureSpec
     sample: TokenSample
     cutting: Cutting
-    params: Mapping[str, Any] | None = None
+    sampling_params: Mapping[str, Any] | None = None
     seed: int = 0
     steering: Any = None
     concurrency: int | None = None
@@ -82,9 +82,9 @@ class Reading:
             raise InvalidSpec(f"the probe reads {self.sample.needs}, which is not collected; collect it too")
         if self.concurrency is not None:
             count_of(self.concurrency, "concurrency", wrong=InvalidSetting)
-        if self.params is not None:
-            self._check_params(self.params)
-        if self.cutting.context > (longest := most_context(self.engine, self.params)):
+        if self.sampling_params is not None:
+            self._check_params(self.sampling_params)
+        if self.cutting.context > (longest := most_context(self.engine, self.sampling_params)):
             raise InvalidSetting(
                 f"context={self.cutting.context}, and this engine has room for prompts of {longest} tokens; give less, "
                 "or start it with a larger max_model_len"
@@ -92,15 +92,15 @@ class Reading:
 
     def _check_params(self, params: Mapping[str, Any]) -> None:
         if self.engine.vllm.pools:
-            raise InvalidSetting("params= is for generation, and this is a pooling model; leave it out")
+            raise InvalidSetting("sampling_params= is for generation, and this is a pooling model; leave it out")
         if "seed" in params or params.get("n", 1) != 1:
             raise InvalidSetting(
-                "params= must leave out n= and seed=: each document gets one sample, with a seed of its own; give "
-                "seed= to collect"
+                "sampling_params= must leave out n= and seed=: each document gets one sample, with a seed of its own; "
+                "give seed= to collect"
             )
         if self.cutting.long == "split":
             raise InvalidSetting(
-                "long='split' with params=: windows of a document are not prompts; give long='cut' or 'refuse'"
+                "long='split' with sampling_params=: windows of a document are not prompts; give long='cut' or 'refuse'"
             )
         self.engine.vllm.sampling(params)
 
@@ -110,9 +110,9 @@ class Reading:
 
     def limit(self, prompt_len: int) -> int:
         """Return the number of positions that can have a row: of `prompt_len` prompt tokens, and of generated ones."""
-        if self.params is None:
+        if self.sampling_params is None:
             return prompt_len
-        return self.engine.vllm.limit(prompt_len, self.engine.vllm.sampling(self.params))
+        return self.engine.vllm.limit(prompt_len, self.engine.vllm.sampling(self.sampling_params))
 
     async def run(self, model: SteerModel | RemoteModel, window: Window, tokens: TokenSelection) -> Any:
         """Run the request of a window, capturing `tokens`; return its capture handle, with rows not yet fetched.
@@ -124,9 +124,9 @@ class Reading:
         prompt: dict[str, Any] = {"prompt_token_ids": window.token_ids.tolist()}
         if self.concurrency == 1:  # what the prefix cache holds depends on what ran before, and last bits depend on it
             prompt["cache_salt"] = uuid4().hex
-        if self.params is None:
+        if self.sampling_params is None:
             return await model.read(prompt, capture=spec, steering=self.steering)
-        params = {**self.params, "seed": seed_of(self.seed, window.document), **self.engine.vllm.without_text}
+        params = {**self.sampling_params, "seed": seed_of(self.seed, window.document), **self.engine.vllm.without_text}
         _, handle = await model.generate(prompt, params, capture=spec, steering=self.steering)
         return handle
 
@@ -144,7 +144,7 @@ class Reading:
 
     def described(self) -> dict[str, Any]:
         """Return the settings that determine the rows, beside model, points and documents; JSON-compatible."""
-        generation = None if self.params is None else {**self.params, "seed": self.seed}
+        generation = None if self.sampling_params is None else {**self.sampling_params, "seed": self.seed}
         described: dict[str, Any] = {
             "windows": self.cutting.described(),
             "sample": self.sample.described(),
@@ -205,7 +205,7 @@ class CollectArguments:
     long: Long | None = None
     bos: Bos = "document"
     template: Mapping[str, Any] = field(default_factory=dict)
-    params: Mapping[str, Any] | None = None
+    sampling_params: Mapping[str, Any] | None = None
     seed: int = 0
     steering: Any = None
     shard_bytes: int = SHARD_BYTES
@@ -235,12 +235,14 @@ class CollectArguments:
         Raises:
             InvalidRequest: an argument does not fit; raised as the matching subclass.
         """
-        context = most_context(engine, self.params) if self.context is None else self.context
-        long: Long = self.long or ("split" if self.params is None else "refuse")
+        context = most_context(engine, self.sampling_params) if self.context is None else self.context
+        long: Long = self.long or ("split" if self.sampling_params is None else "refuse")
         tokenizer = model.tokenizer if engine.vllm.tokenizes else None
         cutting = Cutting(tokenizer, context, long, self.bos, self.template)
         sample = sample_of(self.tokens)
-        return Reading(engine, self.capture, sample, cutting, self.params, self.seed, self.steering, self.concurrency)
+        return Reading(
+            engine, self.capture, sample, cutting, self.sampling_params, self.seed, self.steering, self.concurrency
+        )
 
 
 class Ended(NamedTuple):

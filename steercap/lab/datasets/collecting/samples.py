@@ -2,7 +2,7 @@
 
 No sample depends on other windows, so the same texts give the same tokens whenever and wherever they are read. But
 without `concurrency=1` rows may differ in their last bits, and through them which rows `ByProbe` keeps and which texts
-`params` generates.
+`sampling_params` generates.
 """
 
 from __future__ import annotations

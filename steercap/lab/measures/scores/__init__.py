@@ -106,7 +106,7 @@ def load_trait(path: str | Path) -> Trait:
 
 
 @functools.cache
-def traits() -> Mapping[str, Trait]:
+def shipped_traits() -> Mapping[str, Trait]:
     """Return the traits shipped with steercap, by name."""
     with resources.as_file(resources.files("steercap.lab.personas") / "shipped") as folder:
         found = [load_trait(path) for path in sorted(folder.glob("*.yaml"))]

@@ -17,7 +17,7 @@ from steercap.lab.mechanism.analysis.given import Vectors, chosen_layers, named,
 from steercap.lab.mechanism.analysis.tables import table_of
 from steercap.lab.mechanism.patching.metrics import Metric
 from steercap.lab.mechanism.patching.points import positions_of
-from steercap.lab.mechanism.patching.running import CONCURRENT, Pair, Runs, decoded, texts_of
+from steercap.lab.mechanism.patching.running import CONCURRENCY, Pair, Runs, decoded, texts_of
 from steercap.steering.edits.add import Add
 from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec
@@ -52,7 +52,7 @@ async def layer_sweep(
     tokens: Tokens | TokenSelection = "prompt",
     random: int = 8,
     seed: int = 0,
-    concurrent: int = CONCURRENT,
+    concurrency: int = CONCURRENCY,
     progress: Callable[[int, int], None] | None = None,
 ) -> pa.Table:
     """Measure the effect on a metric of adding each layer's vector at that layer, and of random vectors of equal norm.
@@ -70,7 +70,7 @@ async def layer_sweep(
         tokens: tokens of the prompt to add the vector to, all in one run.
         random: number of random vectors for each vector and layer, 0 for none.
         seed: seed of the random vectors.
-        concurrent: maximum concurrent runs.
+        concurrency: maximum concurrent runs.
         progress: function called with the number of finished runs, and of all.
 
     Returns:
@@ -84,7 +84,7 @@ async def layer_sweep(
         The errors of `SteerModel.generate`, SteeringNotApplied among them.
     """
     sweep = _Sweep(vectors, scale, layers, tokens, random, relative=relative, seed=seed, together=True)
-    return await sweep.run(model, prompts, metric, concurrent, progress)
+    return await sweep.run(model, prompts, metric, concurrency, progress)
 
 
 async def position_sweep(
@@ -99,13 +99,13 @@ async def position_sweep(
     tokens: Tokens | TokenSelection = "prompt",
     random: int = 0,
     seed: int = 0,
-    concurrent: int = CONCURRENT,
+    concurrency: int = CONCURRENCY,
     progress: Callable[[int, int], None] | None = None,
 ) -> pa.Table:
     """Measure the effect of adding each layer's vector at that layer to a single token, each token in its own run.
 
     Args:
-        model, vectors, prompts, metric, scale, relative, layers, tokens, random, seed, concurrent, progress: as for
+        model, vectors, prompts, metric, scale, relative, layers, tokens, random, seed, concurrency, progress: as for
             `layer_sweep`.
 
     Returns:
@@ -115,7 +115,7 @@ async def position_sweep(
         The errors of `layer_sweep`.
     """
     sweep = _Sweep(vectors, scale, layers, tokens, random, relative=relative, seed=seed, together=False)
-    return await sweep.run(model, prompts, metric, concurrent, progress)
+    return await sweep.run(model, prompts, metric, concurrency, progress)
 
 
 class _Sweep:
@@ -153,14 +153,14 @@ class _Sweep:
         model: SteerModel,
         prompts: Text | Sequence[Text],
         metric: Metric,
-        concurrent: int,
+        concurrency: int,
         progress: Callable[[int, int], None] | None,
     ) -> pa.Table:
         """Measure each prompt without steering, and with each vector or random control at each layer (and position).
 
         Args:
             model, prompts, metric, progress: as for `layer_sweep`.
-            concurrent: maximum concurrent runs.
+            concurrency: maximum concurrent runs.
 
         Returns:
             Columns `COLUMNS`: a row for each run with a vector.
@@ -168,7 +168,7 @@ class _Sweep:
         ids = [tuple(one) for one in await ids_of(model, texts_of(prompts, "prompts"))]
         pairs = [Pair(number, one, one, decoded(model.tokenizer, one)) for number, one in enumerate(ids)]
         asked = [list(self._asked(pair)) for pair in pairs]
-        runs = Runs(model, metric, len(pairs), concurrent, progress)
+        runs = Runs(model, metric, len(pairs), concurrency, progress)
         runs.total = sum(map(len, asked))
 
         async def one_prompt(pair: Pair) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from steercap.lab.mechanism.patching.metrics import Metric
 from steercap.lab.mechanism.patching.points import Grid, PatchedPlace, ResolvedGrid, places_of, positions_of
 from steercap.lab.mechanism.patching.results import Effects, PatchEffect, effect_of
 from steercap.lab.mechanism.patching.running import (
-    CONCURRENT,
+    CONCURRENCY,
     ROTATED,
     Align,
     Direction,
@@ -103,7 +103,7 @@ async def patch(
     metric: Metric,
     direction: Direction = "denoise",
     align: Align | None = None,
-    concurrent: int = CONCURRENT,
+    concurrency: int = CONCURRENCY,
     progress: Callable[[int, int], None] | None = None,
 ) -> Effects:
     """Patch rows of one run into another, each place of a grid in its own run, and measure the effects on a metric.
@@ -121,7 +121,7 @@ async def patch(
             "noise" puts corrupted rows into the clean run, to find places necessary for it.
         align: "end" aligns prompts of different lengths by their last tokens; tokens of the patched prompt without a
             counterpart are left out. Not for `q` and `k`, whose rows depend on their positions.
-        concurrent: maximum concurrent runs.
+        concurrency: maximum concurrent runs.
         progress: function called with the number of finished patched runs, and of all.
 
     Returns:
@@ -135,7 +135,7 @@ async def patch(
     """
     pairs = await pairs_of(model, clean, corrupted, direction=direction, align=align)
     places = places_of(model, points)
-    runs = Runs(model, metric, len(pairs), concurrent, progress)
+    runs = Runs(model, metric, len(pairs), concurrency, progress)
 
     async def given(pair: Pair, place: ResolvedGrid, positions: Sequence[int]) -> Given:
         spec = place.grid.capture([position + pair.shift for position in positions])
@@ -201,7 +201,7 @@ async def ablate(
     to: Ablation = "zero",
     reference: Sequence[Text] | None = None,
     reference_tokens: Tokens | TokenSelection = BUT_THE_FIRST,
-    concurrent: int = CONCURRENT,
+    concurrency: int = CONCURRENCY,
     progress: Callable[[int, int], None] | None = None,
 ) -> Effects:
     """Ablate rows, each place of a grid in its own run, and measure the effects on a metric.
@@ -216,7 +216,7 @@ async def ablate(
         reference: texts to average rows over; the prompts themselves by default.
         reference_tokens: tokens of the reference texts to average for "mean": by default all but the first, whose row
             in most models is an attention sink, a hundred times as long as the others.
-        concurrent: maximum concurrent runs.
+        concurrency: maximum concurrent runs.
         progress: function called with the number of finished ablated runs, and of all.
 
     Returns:
@@ -241,7 +241,7 @@ async def ablate(
     places = places_of(model, points)
     if to == "mean" and any(ROTATED.intersection(place.grid.sites) for place in places):
         warn("to='mean' at q or k: their rows depend on their positions, which to='position_mean' keeps apart")
-    runs = Runs(model, metric, len(pairs), concurrent, progress)
+    runs = Runs(model, metric, len(pairs), concurrency, progress)
     fills = {
         id(place): _zeros(model, place)
         if to == "zero"

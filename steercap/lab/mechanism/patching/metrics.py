@@ -20,11 +20,11 @@ class MetricRequest(NamedTuple):
     """Sampling parameters of one pair's runs, and the function that computes the metric of each.
 
     Args:
-        sampling: vLLM sampling parameters.
+        sampling_params: vLLM sampling parameters.
         read: function that returns the metric of a run from vLLM's RequestOutput.
     """
 
-    sampling: Mapping[str, Any]
+    sampling_params: Mapping[str, Any]
     read: Callable[[Any], float]
 
 
@@ -94,17 +94,19 @@ class Measured(Metric):
 
     Args:
         function: function called with vLLM's RequestOutput and the index of the pair; returns a float.
-        sampling: sampling parameters of every run: `{"max_tokens": 1, "logprobs": 20, "temperature": 0}`, for one
-            sample.
+        sampling_params: sampling parameters of every run: `{"max_tokens": 1, "logprobs": 20, "temperature": 0}`, for
+            one sample.
     """
 
     function: Callable[[Any, int], float]
-    sampling: Mapping[str, Any]
+    sampling_params: Mapping[str, Any]
 
     def asked(self, tokenizer: Any, pairs: int) -> list[MetricRequest]:  # noqa: ARG002 -- of the contract
-        if isinstance(self.sampling, Mapping) and self.sampling.get("n", 1) != 1:
-            raise InvalidSpec(f"Measured: sampling={shown(self.sampling)}; a run has one sample, so leave n= out")
-        return [MetricRequest(self.sampling, partial(self._read, pair)) for pair in range(pairs)]
+        if isinstance(self.sampling_params, Mapping) and self.sampling_params.get("n", 1) != 1:
+            raise InvalidSpec(
+                f"Measured: sampling_params={shown(self.sampling_params)}; a run has one sample, so leave n= out"
+            )
+        return [MetricRequest(self.sampling_params, partial(self._read, pair)) for pair in range(pairs)]
 
     def _read(self, pair: int, output: Any) -> float:
         return float(self.function(output, pair))

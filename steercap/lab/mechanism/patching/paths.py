@@ -22,7 +22,7 @@ from steercap.lab.directions.extraction import Text
 from steercap.lab.mechanism.patching.metrics import Metric
 from steercap.lab.mechanism.patching.points import PatchedPlace, head_count, positions_of
 from steercap.lab.mechanism.patching.results import Effects, PatchEffect, effect_of
-from steercap.lab.mechanism.patching.running import CONCURRENT, Direction, Pair, PatchSource, Runs, pairs_of, replaced
+from steercap.lab.mechanism.patching.running import CONCURRENCY, Direction, Pair, PatchSource, Runs, pairs_of, replaced
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ async def path_patch(
     tokens: Tokens | TokenSelection = "prompt",
     direction: Direction = "noise",
     through_mlps: bool = True,
-    concurrent: int = CONCURRENT,
+    concurrency: int = CONCURRENCY,
     progress: Callable[[int, int], None] | None = None,
 ) -> Effects:
     """Measure the direct effect of each head on other heads, or on the logits, with all heads between frozen.
@@ -248,7 +248,7 @@ async def path_patch(
         tokens: tokens of the prompt at which the senders' rows come from the other run.
         direction: "noise": the clean run is changed, and senders come from the corrupted run. "denoise": the reverse.
         through_mlps: True if feed-forward blocks carry the change; False freezes them too, and needs `mlp_out` armed.
-        concurrent: maximum concurrent senders.
+        concurrency: maximum concurrent senders.
         progress: function called with the number of finished senders, and of all.
 
     Returns:
@@ -262,7 +262,7 @@ async def path_patch(
     """
     routes = Routes(model, senders, receivers, tokens, through_mlps)
     pairs = await pairs_of(model, clean, corrupted, direction=direction, align=None)
-    runs = Runs(model, metric, len(pairs), concurrent, progress)
+    runs = Runs(model, metric, len(pairs), concurrency, progress)
     runs.total = len(routes.senders) * len(pairs)
     for pair in pairs:
         routes.check(pair)

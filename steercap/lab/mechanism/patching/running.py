@@ -108,7 +108,7 @@ Result = TypeVar("Result")
 RowsAt = Mapping[Point, Float[torch.Tensor, "positions width"]]
 
 #: Default concurrent runs: a batch with vLLM's defaults and a queue for the next; each occupies a steering slot.
-CONCURRENT: Final = 256
+CONCURRENCY: Final = 256
 #: Pairs that are processed concurrently, with their rows in memory.
 PAIRS: Final = 4
 
@@ -140,12 +140,12 @@ class Runs:
         model: an open model.
         metric: metric of a run.
         pairs: number of pairs.
-        concurrent: maximum concurrent patched runs; at most as many as the model has steering slots.
+        concurrency: maximum concurrent patched runs; at most as many as the model has steering slots.
         progress: function called after each patched run with the number finished and `total`, which the caller sets.
 
     Raises:
         InvalidSpec: `metric` is not a Metric, or does not fit the pairs.
-        InvalidSetting: `concurrent` is not above 0.
+        InvalidSetting: `concurrency` is not above 0.
     """
 
     def __init__(
@@ -153,12 +153,12 @@ class Runs:
         model: SteerModel,
         metric: Metric,
         pairs: int,
-        concurrent: int = CONCURRENT,
+        concurrency: int = CONCURRENCY,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         if not isinstance(metric, Metric):
             raise InvalidSpec(f"metric={shown(metric)}; give a Metric, such as LogitDifference((' Mary', ' John'))")
-        limit = count_of(concurrent, "concurrent", wrong=InvalidSetting)
+        limit = count_of(concurrency, "concurrency", wrong=InvalidSetting)
         self.model = model
         self.total = 0
         self._asked: list[MetricRequest] = metric.asked(model.tokenizer, pairs)
@@ -188,7 +188,7 @@ class Runs:
         """Run a prompt, token ids of pair `pair`, with the edits of `change`, None for none; return its metric."""
         asked = self._asked[pair]
         prompt = {"prompt_token_ids": list(ids)}
-        return asked.read((await self.model.run(prompt, asked.sampling, steering=change)).output)
+        return asked.read((await self.model.run(prompt, asked.sampling_params, steering=change)).output)
 
     async def read(
         self, pair: int, ids: Sequence[int], spec: CaptureSpec, change: SteeringSpec | None = None
@@ -196,7 +196,7 @@ class Runs:
         """Run a prompt as `value` does; return its metric and captured rows. `spec` is raw, without `reduce`."""
         asked = self._asked[pair]
         prompt = {"prompt_token_ids": list(ids)}
-        found = await self.model.run(prompt, asked.sampling, capture=spec, steering=change)
+        found = await self.model.run(prompt, asked.sampling_params, capture=spec, steering=change)
         async with found.handle as handle:
             rows = {point: rows.flatten(1) for point, rows in handle.captures.items()}
             return asked.read(found.output), PatchSource(rows, tuple(handle.positions.tolist()))

@@ -11,7 +11,7 @@ from steercap.lab.personas.roles.axis_capping import (
     token_projections,
 )
 from steercap.lab.personas.roles.effects import Change, changes, compare_steering
-from steercap.lab.personas.roles.pipeline import RoleRun, load_run, run, run_share
+from steercap.lab.personas.roles.pipeline import RoleRun, load_roles_run, run_roles, run_roles_share
 from steercap.lab.personas.roles.plots import plot_changes, plot_positions, plot_roles, plot_stability
 from steercap.lab.personas.roles.reading import load_roles, shipped_roles
 from steercap.lab.personas.roles.role import ASSISTANT, Role, RoleSet, drift_prompts
@@ -42,14 +42,14 @@ __all__ = [
     "drift_cases",
     "drift_prompts",
     "load_roles",
-    "load_run",
+    "load_roles_run",
     "plot_changes",
     "plot_positions",
     "plot_roles",
     "plot_stability",
     "projections_by_text",
-    "run",
-    "run_share",
+    "run_roles",
+    "run_roles_share",
     "shipped_roles",
     "stability",
     "token_projections",

@@ -69,7 +69,7 @@ def calibration_texts(run: RoleRun) -> list[Exchange]:
     """Return the default assistant's answers in a run, on which typical projections are measured.
 
     Args:
-        run: run, as returned by `load_run`.
+        run: run, as returned by `load_roles_run`.
 
     Raises:
         InvalidFile: the folder's answers cannot be read.
@@ -156,7 +156,7 @@ async def calibrated_capping(
 
     Args:
         model: an open model, the same as the run's.
-        run: run, as returned by `load_run`.
+        run: run, as returned by `load_roles_run`.
         vectors: the axis, or other vectors, such as random ones to compare with.
         layers: layers to cap; None for all.
         percentile, tokens: arguments as for `capping`.

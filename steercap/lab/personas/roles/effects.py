@@ -80,7 +80,7 @@ async def compare_steering(
         params = sampling_of(settings, case.seed)
         return await _answer(model, case, params, ends=ends, steering=conditions[name], capture=capture)
 
-    answers = await each_of(asked, one, settings.max_in_flight)
+    answers = await each_of(asked, one, settings.concurrency)
     told = [(case, answer) for (_, case), answer in zip(asked, answers, strict=True)]
     read = await _read(model, axis, wanted, told)
     scores = await _scores(settings, scorer, told)

@@ -17,7 +17,7 @@ import msgspec
 from steercap.errors import InvalidFile
 from steercap.files.base import write_whole
 from steercap.files.folder import FolderKind, differences
-from steercap.lab.personas.folder import VERSION, RunDefinition, StageFolder
+from steercap.lab.personas.folder import VERSION, RunDefinition, StageFolder, by_field
 from steercap.lab.personas.roles.role import ASSISTANT
 from steercap.lab.personas.roles.settings import (
     RoleOutcome,
@@ -153,7 +153,7 @@ def _differing(stored: RolesDefinition, expected: RolesDefinition) -> list[str]:
     """Return descriptions of the differences that change answers of the assistant, or of roles that both have."""
     shared = [name for name in expected.settings["roles"]["roles"] if name in stored.settings["roles"]["roles"]]
     mine, theirs = (
-        {"model": one.model, **{name: generation_of(one.settings, name) for name in (ASSISTANT, *shared)}}
+        {"model": one.model, **{name: by_field(generation_of(one.settings, name)) for name in (ASSISTANT, *shared)}}
         for one in (expected, stored)
     )
     return differences(theirs, mine)

@@ -55,7 +55,9 @@ class RoleRun:
     __repr__ = brief
 
 
-async def run(model: SteerModel, settings: RoleSettings, out: str | Path, *, progress: Report | None = None) -> RoleRun:
+async def run_roles(
+    model: SteerModel, settings: RoleSettings, out: str | Path, *, progress: Report | None = None
+) -> RoleRun:
     """Generate a model's answers in many roles, and compute the mean rows of each role.
 
     The model answers every question under every system prompt of each role, and of the default assistant; answers are
@@ -79,11 +81,11 @@ async def run(model: SteerModel, settings: RoleSettings, out: str | Path, *, pro
         TooFewKept: too few answers of the assistant, or of all roles but one.
         The errors of `SteerModel.run`, and of the scorer.
     """
-    await run_share(model, settings, out, progress=progress)
-    return load_run(out)
+    await run_roles_share(model, settings, out, progress=progress)
+    return load_roles_run(out)
 
 
-async def run_share(
+async def run_roles_share(
     model: SteerModel,
     settings: RoleSettings,
     out: str | Path,
@@ -94,12 +96,12 @@ async def run_share(
     """Run all stages for a share of the roles, so that several processes, each with an engine, can share a folder.
 
     Args:
-        model, settings, out, progress: arguments as for `run`; the same for all shares.
+        model, settings, out, progress: arguments as for `run_roles`; the same for all shares.
         shard: (index of the share, from 0, number of shares n): role i is in share i mod n; role 0 is the assistant.
 
     Raises:
         InvalidSetting: there is no such share.
-        The errors of `run`, except TooFewKept.
+        The errors of `run_roles`, except TooFewKept.
     """
     require("personas")
     check(model, settings)
@@ -113,7 +115,7 @@ async def run_share(
         await _finish(model, settings, role, count)
 
 
-def load_run(out: str | Path) -> RoleRun:
+def load_roles_run(out: str | Path) -> RoleRun:
     """Load the result of a finished run, without a model.
 
     Args:

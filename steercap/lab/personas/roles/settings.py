@@ -13,7 +13,7 @@ from steercap.errors import InvalidSetting
 from steercap.lab.measures.scores import make_scorer
 from steercap.lab.personas.records import RoleRequest, RoleResponse, seed_of
 from steercap.lab.personas.roles.role import ASSISTANT, RoleSet, drift_prompts, trait_of
-from steercap.lab.personas.settings import check_fields, digest_of
+from steercap.lab.personas.settings import STORED, check_fields, digest_of
 
 #: Names of the settings that each stage of a role depends on, besides those of the stages before it.
 _DEPENDS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -21,22 +21,22 @@ _DEPENDS: Final[Mapping[str, tuple[str, ...]]] = {
     "score": ("scorer", "scorer_args"),
     "read": ("threshold", "min_kept", "layers", "site", "read_system", "read_together"),
 }
-_SIZES: Final = ("n_samples", "n_questions", "n_prompts", "max_tokens", "max_in_flight", "min_kept", "read_together")
+_SIZES: Final = ("samples", "n_questions", "n_prompts", "max_tokens", "concurrency", "min_kept", "read_together")
 _LEAST: Final = {**dict.fromkeys(_SIZES, 1), "n_questions": 2}
 
 
-class RoleSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Settings of a run over roles, see `run`. The default sizes are those of Lu et al., The Assistant Axis.
+class RoleSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename=STORED):
+    """Settings of a run over roles, see `run_roles`. The default sizes are those of Lu et al., The Assistant Axis.
 
     Args:
         roles: roles, their questions and the assistant's prompts.
         seed: seed of all draws.
-        n_samples: number of answers to each question under each system prompt; 1 at temperature 0.
+        samples: number of answers to each question under each system prompt; 1 at temperature 0.
         n_questions, n_prompts: number of questions and of each role's system prompts to use, from the first; None takes
             all.
         max_tokens: maximum tokens of an answer.
         temperature, top_p: sampling parameters.
-        max_in_flight: maximum concurrent requests.
+        concurrency: maximum concurrent requests.
         scorer: name in `steercap.lab.measures.scores.SCORERS` of the scorer of role play; None uses all answers.
         scorer_args: arguments of the scorer; no API keys, since they are written to the run folder.
         threshold: minimum score, 0 to 100, of an answer that is used. The assistant's answers are not scored.
@@ -52,13 +52,13 @@ class RoleSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     roles: RoleSet
     seed: int = 0
-    n_samples: int = 1
+    samples: int = 1
     n_questions: int | None = None
     n_prompts: int | None = None
     max_tokens: int = 512
     temperature: float = 0.7
     top_p: float = 0.9
-    max_in_flight: int = 256
+    concurrency: int = 256
     scorer: str | None = None
     scorer_args: dict[str, Any] = {}
     threshold: float = 50.0
@@ -90,7 +90,7 @@ class RoleSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     def answers_of(self, name: str) -> int:
         """Return the number of answers requested of the role of this name, or of the "assistant"."""
         prompts = len(self.roles.prompts_of(name)[: self.n_prompts])
-        return len(self.roles.questions[: self.n_questions]) * prompts * self.n_samples
+        return len(self.roles.questions[: self.n_questions]) * prompts * self.samples
 
     @classmethod
     def small(cls, roles: RoleSet, **changes: Any) -> RoleSettings:
@@ -102,7 +102,7 @@ class RoleSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             roles: the roles.
             changes: settings by name, in place of these or the defaults.
         """
-        sizes = {"n_questions": 8, "n_prompts": 2, "max_tokens": 32, "max_in_flight": 64, "read_together": 1}
+        sizes = {"n_questions": 8, "n_prompts": 2, "max_tokens": 32, "concurrency": 64, "read_together": 1}
         return cls(roles=roles, **{**sizes, **changes})
 
 
@@ -171,7 +171,7 @@ def requests_of(settings: RoleSettings, name: str) -> Iterator[RoleRequest]:
     prompts = settings.roles.prompts_of(name)[: settings.n_prompts]
     for prompt, words in enumerate(prompts):
         for question, text in enumerate(settings.roles.questions[: settings.n_questions]):
-            for sample in range(settings.n_samples):
+            for sample in range(settings.samples):
                 key = f"{name}/{prompt}/{question}/{sample}"
                 yield RoleRequest(key, name, prompt, question, sample, seed_of(settings.seed, key), words, text)
 

@@ -94,7 +94,7 @@ class Evaluation:
         methods: methods to compare.
         questions: questions, each a text, or several texts of the user's turns, each after the model's own answer to
             the one before. Use questions from which no vector was made and by which no dose was chosen.
-        sampling: vLLM sampling parameters except `n` and `seed`, which the evaluation sets.
+        sampling_params: vLLM sampling parameters except `n` and `seed`, which the evaluation sets.
         samples: number of conversations about each question; the same question, sample and turn have the same seed
             under every method.
         chat: put questions through the chat template; if False, each is a text that the model continues, after the
@@ -108,7 +108,7 @@ class Evaluation:
 
     methods: Sequence[Method]
     questions: Sequence[str | Sequence[str]]
-    sampling: Mapping[str, Any] = field(default_factory=dict)
+    sampling_params: Mapping[str, Any] = field(default_factory=dict)
     samples: int = 1
     chat: bool = True
     seed: int = 0
@@ -200,7 +200,7 @@ class Evaluation:
 
     def sampling_of(self, question: int, sample: int, turn: int) -> dict[str, Any]:
         """Return vLLM sampling parameters of the answer of these indices; the seed does not depend on the condition."""
-        return {**self.sampling, "seed": derived_seed(f"{self.seed}/{question}/{sample}/{turn}")}
+        return {**self.sampling_params, "seed": derived_seed(f"{self.seed}/{question}/{sample}/{turn}")}
 
     def definition(self, model: Mapping[str, str]) -> EvaluationDefinition:
         """Return the definition, everything that the answers depend on.
@@ -214,7 +214,7 @@ class Evaluation:
         found = EvaluationDefinition(
             model=dict(model),
             questions=[list(question) for question in self.questions],
-            sampling=dict(self.sampling),
+            sampling=dict(self.sampling_params),
             samples=self.samples,
             chat=self.chat,
             seed=self.seed,

@@ -17,7 +17,7 @@ from steercap.lab.studies.evaluation.definition import FOLDER, Condition, Conver
 from steercap.lab.studies.evaluation.results import EvaluationResults
 from steercap.lab.studies.evaluation.store import Answer, Folder
 from steercap.lab.studies.evaluation.tasks import TASKS, Task, logprobs_of, tokenized
-from steercap.lab.studies.running import CONCURRENT, ask, chosen, fill, measured, measures_of, steered
+from steercap.lab.studies.running import CONCURRENCY, ask, chosen, fill, measured, measures_of, steered
 from steercap.lab.studies.sweeps.operations import check_unbiased
 from steercap.steering.spec import SteeringSpec
 
@@ -35,7 +35,7 @@ async def evaluate(
     out: str | Path,
     measures: Sequence[str | Measure] = (),
     tasks: Sequence[str | Task] = ("passages", "choices"),
-    concurrent: int = CONCURRENT,
+    concurrency: int = CONCURRENCY,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> EvaluationResults:
     """Generate answers to every question under every method at every dose, and measure answers and fixed texts.
@@ -49,7 +49,7 @@ async def evaluate(
         out: folder of answers and values, created if needed.
         measures: measures of the answers: names in `steercap.lab.studies.sweeps.MEASURES`, or measure objects.
         tasks: tasks of fixed texts: names in `TASKS`, or task objects; they measure the cost of a method.
-        concurrent: maximum concurrent requests.
+        concurrency: maximum concurrent requests.
         progress: function called with the kind of work ("answers", or the label of a task), the number finished, and
             the number in all.
 
@@ -66,7 +66,7 @@ async def evaluate(
     if both := {measure.label for measure in taken} & {task.label for task in read}:
         raise InvalidSpec(f"{sorted(both)} are labels of a measure and of a task; leave one out")
     with locked(out):
-        run = _Run(model, evaluation, Folder(out, evaluation, model.identity()), concurrent, progress or _silent)
+        run = _Run(model, evaluation, Folder(out, evaluation, model.identity()), concurrency, progress or _silent)
         for task in read:  # first, as this is quick, and finds edits that do not fit the engine
             await run.read(task)
         await run.answer()
@@ -154,7 +154,7 @@ class _Run:
     model: SteerModel
     evaluation: Evaluation
     folder: Folder
-    concurrent: int
+    concurrency: int
     tell: Callable[[str, int, int], None]
 
     async def answer(self) -> None:
@@ -207,7 +207,7 @@ class _Run:
             kept,
             steered(missing, self.evaluation.spec),
             work,
-            concurrent=self.concurrent,
+            concurrency=self.concurrency,
             done=len(kept.rows.keys() & numbers),
             wanted=len(numbers),
             progress=partial(self.tell, what),

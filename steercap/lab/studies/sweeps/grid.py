@@ -120,7 +120,7 @@ class Sweep:
             for "cap" and "set_projection".
         seed: seed of the random vectors and of the sampling.
         prompts: str, or conversations of {"role", "content"} dicts.
-        sampling: vLLM sampling parameters except `n` and `seed`, which the sweep sets.
+        sampling_params: vLLM sampling parameters except `n` and `seed`, which the sweep sets.
         samples: number of answers to each prompt; the same prompt and sample have the same seed under every condition.
 
     Raises:
@@ -138,7 +138,7 @@ class Sweep:
     random: int = 20
     negated: bool = True
     seed: int = 0
-    sampling: Mapping[str, Any] = field(default_factory=dict)
+    sampling_params: Mapping[str, Any] = field(default_factory=dict)
     samples: int = 1
 
     __repr__ = brief
@@ -230,8 +230,7 @@ class Sweep:
 
     def sampling_of(self, request: SweepRequest) -> dict[str, Any]:
         """Return vLLM sampling parameters of one answer; its seed depends on prompt and sample, not the condition."""
-        seed = derived_seed(f"{self.seed}/{request.prompt}/{request.sample}")
-        return {**self.sampling, "seed": seed}
+        return {**self.sampling_params, "seed": derived_seed(f"{self.seed}/{request.prompt}/{request.sample}")}
 
     def definition(self, model: Mapping[str, str]) -> SweepDefinition:
         """Return the definition, everything that the answers depend on.
@@ -243,9 +242,10 @@ class Sweep:
             InvalidSpec: the sampling parameters or prompts are not JSON-compatible.
         """
         swept = sorted({layer for layers in self.groups for layer in layers})
-        names = {*SweepDefinition.__struct_fields__} - {"model"}
+        names = {*SweepDefinition.__struct_fields__} - {"model", "sampling"}
         known: dict[str, Any] = {name: getattr(self, name) for name in names} | {
             "model": dict(model),
+            "sampling": self.sampling_params,
             "vectors": {name: _digest(vectors, swept) for name, vectors in self.vectors.items()},
             "tokens": str(self.tokens),
         }

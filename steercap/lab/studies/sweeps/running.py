@@ -21,7 +21,7 @@ from steercap.files.tables import save_table, table_of
 from steercap.lab.measures import Measure
 from steercap.lab.measures.statistics import cluster_means
 from steercap.lab.studies import StudyFolder, check_same
-from steercap.lab.studies.running import CONCURRENT, ask, fill, measured, measures_of, steered
+from steercap.lab.studies.running import CONCURRENCY, ask, fill, measured, measures_of, steered
 from steercap.lab.studies.sweeps.grid import SWEEP, Condition, Sweep, SweepDefinition, SweepRequest
 from steercap.lab.studies.sweeps.operations import OPERATIONS
 from steercap.lab.studies.sweeps.summaries import Effect, Mean, Record, Summary, plot_doses
@@ -172,7 +172,7 @@ async def run_sweep(
     *,
     out: str | Path,
     measures: Sequence[str | Measure] = (),
-    concurrent: int = CONCURRENT,
+    concurrency: int = CONCURRENCY,
     progress: Callable[[int, int], None] | None = None,
 ) -> SweepResults:
     """Generate answers to every prompt under every condition, and measure the answers.
@@ -185,7 +185,7 @@ async def run_sweep(
         sweep: sweep to run.
         out: folder for answers and values, created if needed.
         measures: names in `MEASURES`, or measure objects; a later call can add others.
-        concurrent: maximum concurrent requests.
+        concurrency: maximum concurrent requests.
         progress: function called with the number of answers so far, and of all answers.
 
     Raises:
@@ -203,7 +203,7 @@ async def run_sweep(
     with locked(out):
         check_same(SWEEP, out, sweep)
         folder = open_folder(out, sweep.definition(model.identity()))
-        await _answer(model, sweep, folder, concurrent, progress or (lambda _done, _all: None))
+        await _answer(model, sweep, folder, concurrency, progress or (lambda _done, _all: None))
         records = [folder.answers.rows[request.number] for request in sweep.requests()]
         values = {measure.label: await measured(model, measure, records, folder.values(measure)) for measure in chosen}
         results = SweepResults(sweep, records, values, {measure.label: measure for measure in chosen})
@@ -242,7 +242,7 @@ async def _answer(
     model: SteerModel,
     sweep: Sweep,
     folder: StudyFolder[Record],
-    concurrent: int,
+    concurrency: int,
     progress: Callable[[int, int], None],
 ) -> None:
     """Generate the answers to all requests that `folder` lacks, and add them to it."""
@@ -272,7 +272,7 @@ async def _answer(
         kept,
         steered(missing, sweep.spec),
         work,
-        concurrent=concurrent,
+        concurrency=concurrency,
         done=len(requests) - len(missing),
         wanted=len(requests),
         progress=progress,
