@@ -278,7 +278,7 @@ async def test_a_capture_beside_it_ends_with_the_text(tiny: SteerModel, capture)
     steering = Add(TRAITS["warm"][1], 2.0, layer=1)
     run = await run_of(tiny, 13, steering)
     token = run.records[0]
-    monitor = Monitor(CALM[LAYER], run.threshold(token), LAYER, do="stop")
+    monitor = Monitor(CALM[LAYER], threshold=run.threshold(token), layer=LAYER, do="stop")
     spec = CaptureSpec(**capture)
     raw = await tiny.run(run.prompt, {**GREEDY, **IGNORED}, capture=spec, steering=steering, monitors=[monitor])
     handle = raw.handle
@@ -305,7 +305,9 @@ async def test_samples_end_each_for_itself(tiny: SteerModel) -> None:
     scores = [(handle.captures[LAYER].double() @ CALM[LAYER].double()).tolist() for handle in handles]
     tops = sorted(max(one) for one in scores)
     threshold = (tops[1] + tops[2]) / 2  # two of them reach it
-    watched = await tiny.run(prompt, params, monitors=[Monitor(CALM[LAYER], threshold, LAYER, do="stop")])
+    watched = await tiny.run(
+        prompt, params, monitors=[Monitor(CALM[LAYER], threshold=threshold, layer=LAYER, do="stop")]
+    )
     assert watched.monitors is not None
     whole = {one.index: one for one in raw.output.outputs}
     reasons = []
@@ -331,8 +333,8 @@ async def test_a_local_stream_says_where_it_fires(tiny: SteerModel) -> None:
     run = await run_of(tiny, 15)
     token = run.records[0]
     watching = [
-        Monitor(CALM[LAYER], run.threshold(token), LAYER, do="stop", name="calm"),
-        Monitor(CALM[LAYER], -1e6, LAYER, name="all"),
+        Monitor(CALM[LAYER], threshold=run.threshold(token), layer=LAYER, do="stop", name="calm"),
+        Monitor(CALM[LAYER], threshold=-1e6, layer=LAYER, name="all"),
     ]
     chunks = [chunk async for chunk in tiny.stream(run.prompt, {**GREEDY, **IGNORED}, monitors=watching)]
     assert "".join(chunk.text for chunk in chunks) == await text_of(tiny, run, token + 1)
@@ -384,7 +386,9 @@ async def test_steering_begins_where_a_probe_says(tiny: SteerModel) -> None:
     run = await run_of(tiny, 17)
     token = run.records[0]
     push = TRAITS["warm"][1] * 4
-    monitor = Monitor(CALM[LAYER], run.threshold(token), LAYER, do="steer", steering=Add(push, layer=1), name="calm")
+    monitor = Monitor(
+        CALM[LAYER], threshold=run.threshold(token), layer=LAYER, do="steer", steering=Add(push, layer=1), name="calm"
+    )
     spec = CaptureSpec(layers=[1, LAYER])
     params = {**GREEDY, **IGNORED, "max_tokens": 200}
     raw = await tiny.run(run.prompt, params, capture=spec, monitors=[monitor])
@@ -412,7 +416,9 @@ async def test_steering_begins_where_a_probe_says(tiny: SteerModel) -> None:
 async def test_samples_are_steered_or_say_that_they_were_not(tiny: SteerModel) -> None:
     """Of sixteen short texts whose probe fires at once, the receipt of each counts the rows that its report names."""
     prompt = random_prompt(20, 19)
-    monitor = Monitor(CALM[LAYER], -1e6, LAYER, do="steer", steering=Add(TRAITS["warm"][1], layer=1), name="calm")
+    monitor = Monitor(
+        CALM[LAYER], threshold=-1e6, layer=LAYER, do="steer", steering=Add(TRAITS["warm"][1], layer=1), name="calm"
+    )
     for length in (2, 24):
         params = {"max_tokens": length, "seed": 5, "n": 16, **IGNORED}
         raw = await tiny.run(prompt, params, monitors=[monitor])
@@ -449,7 +455,7 @@ async def test_a_stop_string_and_a_probe_each_end_what_they_reach_first(tiny: St
     run = await run_of(tiny, 16)
     token = run.records[0]
     params = {**GREEDY, **IGNORED, "stop": ["this never comes, and holds text back"]}
-    monitor = Monitor(CALM[LAYER], run.threshold(token), LAYER, do="stop")
+    monitor = Monitor(CALM[LAYER], threshold=run.threshold(token), layer=LAYER, do="stop")
     chunks = [chunk async for chunk in tiny.stream(run.prompt, params, monitors=[monitor])]
     assert "".join(chunk.text for chunk in chunks) == await text_of(tiny, run, token + 1)
     for before, after in pairwise(chunks):
@@ -502,7 +508,7 @@ async def test_a_probe_is_read_of_projections_on_it(served: AsyncOpenAI) -> None
 async def test_rows_that_cannot_be_trusted_have_no_scores(tiny: SteerModel) -> None:
     """Steering that overflows fails the request, watched or not, and no other."""
     wild = Add(torch.full((128,), 3e38), 3.0, layer=1, tokens="generated")
-    monitor = Monitor(CALM[LAYER], 1e30, LAYER)
+    monitor = Monitor(CALM[LAYER], threshold=1e30, layer=LAYER)
     with pytest.raises((CaptureIncomplete, SteeringNotApplied), match="overflows"):
         await tiny.run(random_prompt(9, 61), GREEDY, steering=wild, monitors=[monitor])
     run = await run_of(tiny, 19)
@@ -528,7 +534,7 @@ async def test_a_client_that_leaves_ends_what_is_watched(served: AsyncOpenAI, ti
             await tiny.run(
                 random_prompt(30, 51),
                 {"max_tokens": 200, **IGNORED},
-                monitors=[Monitor(CALM[LAYER], 0.0, LAYER)],
+                monitors=[Monitor(CALM[LAYER], threshold=0.0, layer=LAYER)],
             )
     assert await settled(tiny) == (0, 0, 0)
 
@@ -580,10 +586,10 @@ async def test_what_does_not_fit_is_an_error_before_any_token(served: AsyncOpenA
 @pytest.mark.parametrize(
     ("asked", "error", "says"),
     [
-        ({"monitors": [Monitor(CALM[3], 0.0, 3, site="k")]}, PointNotArmed, "k"),
-        ({"monitors": [Monitor(CALM[3], 0.0, 9)]}, InvalidSpec, "layer 9"),
+        ({"monitors": [Monitor(CALM[3], threshold=0.0, layer=3, site="k")]}, PointNotArmed, "k"),
+        ({"monitors": [Monitor(CALM[3], threshold=0.0, layer=9)]}, InvalidSpec, "layer 9"),
         ({"monitors": "calm"}, InvalidSpec, "a list of Monitor"),
-        ({"monitors": [Monitor(CALM[3], 0.0, 3, tokens=[900])]}, InvalidSelection, "900"),
+        ({"monitors": [Monitor(CALM[3], threshold=0.0, layer=3, tokens=[900])]}, InvalidSelection, "900"),
     ],
 )
 async def test_a_local_call_refuses_what_does_not_fit(tiny: SteerModel, asked, error, says) -> None:
@@ -594,4 +600,4 @@ async def test_a_local_call_refuses_what_does_not_fit(tiny: SteerModel, asked, e
 async def test_sketches_have_no_monitors(tiny: SteerModel) -> None:
     async with tiny.sketch(layers=[1]):
         with pytest.raises(InvalidSpec, match="monitors= cannot be used inside"):
-            await tiny.run([3, 4, 5], GREEDY, monitors=[Monitor(CALM[3], 0.0, 3)])
+            await tiny.run([3, 4, 5], GREEDY, monitors=[Monitor(CALM[3], threshold=0.0, layer=3)])

@@ -521,7 +521,7 @@ async def test_a_text_that_no_monitor_watched_is_withheld() -> None:
     """A server that knows no monitors answers as if none had been asked for."""
     async with model_of(JSONResponse({"choices": [choice()]})) as model:
         with pytest.raises(ServerFailure, match="does not report the monitors"):
-            await model.run("a", monitors=[steercap.Monitor(torch.ones(4), 1.0, 0)])
+            await model.run("a", monitors=[steercap.Monitor(torch.ones(4), threshold=1.0, layer=0)])
 
 
 async def test_arguments_that_a_server_does_not_take_are_refused_by_name() -> None:

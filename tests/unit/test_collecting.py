@@ -477,14 +477,14 @@ def test_a_probe_keeps_what_lies_far_along_it():
     rows = torch.tensor([[1.0, 0.0], [0.0, 5.0], [3.0, 1.0]])
     captures = Captures({Point(1, "resid_post"): rows}, 4)
     probe = LayerVectors({1: torch.tensor([2.0, 0.0])})
-    kept = ByProbe(probe, 1, above=2.0).kept(window(3), 3, np.arange(3), np.arange(3), captures)
+    kept = ByProbe(probe, layer=1, above=2.0).kept(window(3), 3, np.arange(3), np.arange(3), captures)
     assert kept.tolist() == [True, False, True]
-    between = ByProbe(probe, 1, above=2.0, below=5.0)
+    between = ByProbe(probe, layer=1, above=2.0, below=5.0)
     assert between.kept(window(3), 3, np.arange(3), np.arange(3), captures).tolist() == [True, False, False]
     with pytest.raises(InvalidSpec, match="threshold"):
-        ByProbe(probe, 1)
+        ByProbe(probe, layer=1)
     with pytest.raises(InvalidSpec, match="layer 2"):
-        ByProbe(probe, 2, above=0.0)
+        ByProbe(probe, layer=2, above=0.0)
 
 
 def test_samples_say_what_they_depend_on():
@@ -499,9 +499,9 @@ def test_samples_say_what_they_depend_on():
         OneIn(2, of="prompt"),
         ByPredicate(lambda _, i: i > 0, name="a"),
         ByPredicate(lambda _, i: i > 0, name="b"),
-        ByProbe(probe, 1, above=1.0),
-        ByProbe(probe, 1, below=1.0),
-        ByProbe(LayerVectors({1: torch.tensor([2.0, 0.5])}), 1, above=1.0),
+        ByProbe(probe, layer=1, above=1.0),
+        ByProbe(probe, layer=1, below=1.0),
+        ByProbe(LayerVectors({1: torch.tensor([2.0, 0.5])}), layer=1, above=1.0),
     ]
     assert len({json.dumps(one.described(), sort_keys=True) for one in samples}) == len(samples)
 
