@@ -169,7 +169,7 @@ CAPTURES: list[CaptureSpec] = [
     CaptureSpec(layers=range(3), reduce="mean"),
     CaptureSpec(layers=1, sites="mlp_out", allow_nonfinite=True),
     CaptureSpec(layers=2, codec="full8"),
-    CaptureSpec(layers=2, codec="rp8", k=64, seed=5, tokens="last_prompt"),
+    CaptureSpec(layers=2, codec="rp8", codec_k=64, codec_seed=5, tokens="last_prompt"),
     CaptureSpec(layers=1, before_edits=True),
     CaptureSpec(project=TRAITS),
     CaptureSpec(project=CALM, tokens="prompt"),

@@ -295,9 +295,9 @@ async def test_codecs_keep_what_a_handle_keeps(tiny, tmp_path) -> None:
     """Codes and scales, as `CodedRows` of `read` have them."""
     for codec, k in (("full8", None), ("rp8", 16), ("topk8", 8)):
         folder = tmp_path / codec
-        await collect(tiny, DOCUMENTS[:1], folder, layers=[1], codec=codec, k=k, concurrency=1)
+        await collect(tiny, DOCUMENTS[:1], folder, layers=[1], codec=codec, codec_k=k, concurrency=1)
         _, tensors = read(folder)
-        async with await tiny.read(DOCUMENTS[0], capture=CaptureSpec(layers=[1], codec=codec, k=k)) as handle:
+        async with await tiny.read(DOCUMENTS[0], capture=CaptureSpec(layers=[1], codec=codec, codec_k=k)) as handle:
             for name, part in handle.coded[1].parts.items():
                 assert torch.equal(tensors[f"{name}.resid_post.1"], part), (codec, name)
 

@@ -126,7 +126,12 @@ points = st.lists(
 captures = st.one_of(
     st.builds(CaptureSpec, layers=layers, sites=sites, codec=st.sampled_from([None, "raw", "full8", "int4"]), **rows),
     st.builds(
-        CaptureSpec, at=points, k=st.none() | st.integers(1, 99), codec=st.just("rp8"), seed=st.integers(0, 9), **rows
+        CaptureSpec,
+        at=points,
+        codec_k=st.none() | st.integers(1, 99),
+        codec=st.just("rp8"),
+        codec_seed=st.integers(0, 9),
+        **rows,
     ),
     st.builds(CaptureSpec, layers=layers, reduce=st.sampled_from(["mean", "sum", "max", "last"]), tokens=tokens),
     st.builds(CaptureSpec, layers=layers, attention=st.integers(1, 128), tokens=st.sampled_from(["all", slice(0, 9)])),

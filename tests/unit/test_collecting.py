@@ -32,6 +32,7 @@ from steercap.errors import (
 )
 from steercap.lab.datasets import DatasetFolder
 from steercap.lab.datasets.collecting import ByPredicate, ByProbe, OneIn, open_source
+from steercap.lab.datasets.collecting.calls import _kept, collect
 from steercap.lab.datasets.collecting.documents import CorpusDocument, Cutting, NotDocument, Window, content_of
 from steercap.lab.datasets.collecting.feeding import feed
 from steercap.lab.datasets.collecting.reading import Block, Ended
@@ -504,6 +505,13 @@ def test_samples_say_what_they_depend_on():
         ByProbe(LayerVectors({1: torch.tensor([2.0, 0.5])}), layer=1, above=1.0),
     ]
     assert len({json.dumps(one.described(), sort_keys=True) for one in samples}) == len(samples)
+
+
+async def test_a_seed_of_sampling_is_not_taken_for_that_of_a_codec(tmp_path) -> None:
+    """`seed=` beside a codec once left the codec's seed at 0, without a word."""
+    with pytest.raises(InvalidSpec, match="give codec_seed= for the matrix of a codec"):
+        await collect(None, ["a"], tmp_path, layers=[1], codec="rp8", codec_k=64, seed=3)  # type: ignore[arg-type]
+    assert _kept(None, None, codec="rp8", codec_k=64, codec_seed=3)[0].codec_seed == 3
 
 
 def test_seeds_of_documents_are_all_different():
