@@ -91,7 +91,7 @@ async def test_projections_come_with_the_tokens(served: AsyncOpenAI, tiny: Steer
         found, fields, last = await live(chunks)
         assert "".join(choice.text for chunk in found for choice in chunk.choices) == text
         for layer in (1, 3):
-            positions, numbers = together(fields, 0, f"resid_post.{layer}")
+            positions, numbers = together(fields, 0, f"resid_post[{layer}]")
             assert positions == handle.positions.tolist() == list(range(40 + 23))
             torch.testing.assert_close(numbers, handle.captures[layer], rtol=1e-5, atol=1e-5)
         tokens, reached = 0, 0
@@ -103,7 +103,7 @@ async def test_projections_come_with_the_tokens(served: AsyncOpenAI, tiny: Steer
             assert reached <= 40 + tokens - 2  # the newest token has no row
         assert events >= 3
         content = await fetched(served, last["results"][0])
-        positions, numbers = together(fields, 0, "resid_post.3")
+        positions, numbers = together(fields, 0, "resid_post[3]")
         assert torch.equal(numbers, content["rows.resid_post.3"])
     assert await settled(tiny) == (0, 0, 0)
 
@@ -132,7 +132,7 @@ async def test_numbers_of_samples_and_prompts_are_their_own(served: AsyncOpenAI)
     seen = []
     for result in last["results"]:
         rows = await fetched(served, result)
-        positions, numbers = together(fields, result["choice"], "resid_post.3")
+        positions, numbers = together(fields, result["choice"], "resid_post[3]")
         assert positions == rows["positions"].tolist()
         assert torch.equal(numbers, rows["rows.resid_post.3"])
         assert rows["prompt_token_ids"].tolist() == prompts[result["choice"] // 2]
@@ -152,8 +152,8 @@ async def test_a_chat_of_some_tokens_has_their_numbers(served: AsyncOpenAI) -> N
     _, fields, last = await live(chunks)
     rows = await fetched(served, last["results"][0])
     mine = [one for field in fields for one in field.get("scores", [])]
-    (name,) = mine[0]["scores"]["resid_post.1"]
-    numbers = [number for one in mine for number in one["scores"]["resid_post.1"][name]]
+    (name,) = mine[0]["scores"]["resid_post[1]"]
+    numbers = [number for one in mine for number in one["scores"]["resid_post[1]"][name]]
     assert torch.equal(torch.tensor(numbers)[:, None], rows["rows.resid_post.1"])
     assert len(numbers) == 23
 
@@ -498,7 +498,7 @@ async def test_a_probe_is_read_of_projections_on_it(served: AsyncOpenAI) -> None
     )
     _, fields, last = await live(chunks)
     (report,) = last["results"][0]["monitors"]
-    positions, numbers = together(fields, 0, f"resid_post.{LAYER}")
+    positions, numbers = together(fields, 0, f"resid_post[{LAYER}]")
     known = numbers[20:, 1].double() * TRAITS["cold"][LAYER].double().norm() + 1.5
     assert [one["position"] for one in report["crossings"]] == positions[20:] == list(range(20, 43))
     assert [one["score"] for one in report["crossings"]] == pytest.approx(known.tolist(), rel=1e-6)
