@@ -402,7 +402,7 @@ def noticed(reports: Any) -> list[Any]:
 
 
 def fired_at(crossings: Any) -> list[Any]:
-    return [(at.monitor, at.token, at.position) for at in crossings]
+    return [(at.monitor, at.index, at.position) for at in crossings]
 
 
 async def middling(tiny: SteerModel, prompt: list[int], tokens: int) -> float:
@@ -795,7 +795,7 @@ async def test_without_await(tiny: SteerModel, url: str) -> None:
             assert "".join(chunk.text for chunk in chunks) == text
             assert model.chat([{"role": "user", "content": "a"}], GREEDY)
             raw = model.run(prompt, GREEDY, monitors=[Monitor(vector(20), threshold=-1e6, layer=3)])
-            assert [at.token for at in raw.monitors[0][0].crossings] == [0, 1, 2, 3, 4]
+            assert [at.index for at in raw.monitors[0][0].crossings] == [0, 1, 2, 3, 4]
             assert model.stats().capture_bytes > 0
             with model.openai as client:
                 assert client.models.list().data[0].id == "tiny"

@@ -200,7 +200,7 @@ async def text_of(tiny: SteerModel, run: Run, tokens: int, steering: Any = None)
 
 def close(found: Sequence[dict[str, Any]], run: Run, tokens: Sequence[int]) -> None:
     """Crossings are at these tokens, with their scores."""
-    assert [one["token"] for one in found] == list(tokens)
+    assert [one["index"] for one in found] == list(tokens)
     assert [one["position"] for one in found] == [len(run.prompt) + token for token in tokens]
     assert [one["score"] for one in found] == pytest.approx([run.scores[token] for token in tokens], abs=1e-3)
 
@@ -313,7 +313,7 @@ async def test_samples_end_each_for_itself(tiny: SteerModel) -> None:
     reasons = []
     for sample, own, (report,) in zip(watched.output.outputs, scores, watched.monitors, strict=True):
         first = next((number for number, score in enumerate(own) if score > threshold), None)
-        assert [one.token for one in report.crossings] == ([] if first is None else [first])
+        assert [one.index for one in report.crossings] == ([] if first is None else [first])
         kept = 24 if first is None else first + 1
         full = whole[sample.index]
         assert list(sample.token_ids) == list(full.token_ids[:kept])
@@ -340,7 +340,7 @@ async def test_a_local_stream_says_where_it_fires(tiny: SteerModel) -> None:
     assert "".join(chunk.text for chunk in chunks) == await text_of(tiny, run, token + 1)
     assert [one for chunk in chunks for one in chunk.token_ids] == run.tokens[: token + 1]
     found = [one for chunk in chunks for one in chunk.crossings]
-    assert [one.token for one in found if one.monitor == "all"] == list(range(token + 1))
+    assert [one.index for one in found if one.monitor == "all"] == list(range(token + 1))
     assert chunks[-1].finish_reason == "steercap_probe"
     calm, everything = chunks[-1].monitors
     assert (calm.stopped, calm.scored, everything.scored) == (True, token + 1, token + 1)
@@ -396,7 +396,7 @@ async def test_steering_begins_where_a_probe_says(tiny: SteerModel) -> None:
     plain, other = await tiny.generate(run.prompt, params, capture=spec)
     ((report,),) = raw.monitors
     start = report.steered_from
-    assert report.crossings[0].token == token
+    assert report.crossings[0].index == token
     assert len(run.prompt) + token < start < len(run.prompt) + 190
     inputs = [*handle.prompt_token_ids, *handle.output_token_ids[:-1]]
     known = await tiny.read(inputs, capture=spec, steering=Add(push, layer=1, tokens=slice(start, None)))
@@ -443,7 +443,7 @@ async def test_a_server_steers_from_a_token_on(served: AsyncOpenAI, tiny: SteerM
         (report,), rows = result["monitors"], result["steering"]["rows"]
         assert (reason, counted) == ("length", 200)
         if fires:
-            assert report["crossings"][0]["token"] == token
+            assert report["crossings"][0]["index"] == token
             assert rows == [len(run.prompt) + 199 - report["steered_from"]] * 2
         else:
             assert (report["steered_from"], rows) == (None, [0, 0])

@@ -183,8 +183,8 @@ async def test_a_text_ends_within_what_came_at_once(new) -> None:
     assert (found[-1].outputs[0].finish_reason, found[-1].outputs[0].stop_reason) == (STOPPED, "stop")
     assert runs.closed
     stop, note = watch.reports()
-    assert [(one.token, one.position, one.score) for one in stop.crossings] == [(4, PROMPT + 4, 50.0)]
-    assert [one.token for one in note.crossings] == [1, 2, 3, 4]
+    assert [(one.index, one.position, one.score) for one in stop.crossings] == [(4, PROMPT + 4, 50.0)]
+    assert [one.index for one in note.crossings] == [1, 2, 3, 4]
     assert (stop.scored, note.scored, stop.stopped, note.stopped) == (5, 5, True, False)
 
 
@@ -328,7 +328,7 @@ async def test_numbers_go_out_with_the_next_event_of_their_choice() -> None:
     await answer(body(0))
     await answer(body(1))
     await answer(body(1))
-    call.live.append(Live(0, "crossings", {"token": 7}))
+    call.live.append(Live(0, "crossings", {"index": 7}))
     call.results.append({"choice": 0})
     await answer({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
     events = [event.removeprefix(b"data: ") for event in bytes(sent).split(b"\n\n")[:-1]]
@@ -337,7 +337,7 @@ async def test_numbers_go_out_with_the_next_event_of_their_choice() -> None:
     assert "steercap" not in first
     assert second["steercap"] == {"scores": [{"choice": 1, "positions": [3]}]}
     assert "steercap" not in third
-    assert last["steercap"] == {"results": [{"choice": 0}], "crossings": [{"choice": 0, "token": 7}]}
+    assert last["steercap"] == {"results": [{"choice": 0}], "crossings": [{"choice": 0, "index": 7}]}
 
 
 def test_widths_are_those_of_the_rows() -> None:
