@@ -174,8 +174,12 @@ def suggested_layer(directions: DirectionSet, name: str) -> Suggestion | None:
 
     Returns:
         The suggestion, with its AUC, the chance range and the layers that tie; None if no texts of one kind were held
-        out, or there is no direction of the name.
+        out.
+
+    Raises:
+        UnknownName: there is no direction of the name.
     """
+    _ = directions[name]
     known = directions.provenance
     measured, held_out = known.auc.get(name, {}), known.held_out.get(name, (0, 0))
     auc = {layer: value for layer, value in measured.items() if layer in directions.layers}  # old files have others too
