@@ -30,7 +30,7 @@ CAPTURES: dict[str, dict[str, Any] | None] = {
     "all layers": {},
     "all, full8": {"codec": "full8"},
     "all, int4": {"codec": "int4"},
-    "all, rp8": {"codec": "rp8", "k": 128},
+    "all, rp8": {"codec": "rp8", "codec_k": 128},
 }
 VARIANTS = ("plain vLLM", "plain again", *CAPTURES)
 ENGINE_ARGS: dict[str, Any] = {

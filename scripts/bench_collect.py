@@ -47,7 +47,7 @@ PLAIN, CONTROL = "plain", "control"
 MODES: dict[str, dict[str, Any]] = {
     CONTROL: {},
     "one": {"layers": [-1]},
-    "all-rp8": {"layers": "all", "codec": "rp8", "k": 512},
+    "all-rp8": {"layers": "all", "codec": "rp8", "codec_k": 512},
     "all-full8": {"layers": "all", "codec": "full8"},
     "all-raw": {"layers": "all"},
     "one-sample": {"layers": [-1], "one_in": 8},
@@ -107,8 +107,8 @@ async def run_collect(model: Any, name: str, tokens: list[list[int]], args: argp
         asked["layers"] = [model.num_layers // 2]
     if k := asked.pop("one_in", None):
         asked["tokens"] = OneIn(k)
-    if "k" in asked:
-        asked["k"] = min(asked["k"], model.hidden_size)
+    if "codec_k" in asked:
+        asked["codec_k"] = min(asked["codec_k"], model.hidden_size)
     folder = Path(tempfile.mkdtemp(prefix="steercap-bench-", dir=args.folder))
     try:
         start, cpu = time.perf_counter(), time.process_time()

@@ -51,7 +51,7 @@ CAPTURES: Final[list[Any]] = [
     {"layers": "1:3", "tokens": "-2:", "codec": "full8"},
     {"layers": "all", "tokens": ["generated", 0], "reduce": "mean"},
     {"at": ["resid_post[1]", [2, "resid_post"]]},
-    {"layers": 3, "codec": "int4", "seed": 7},
+    {"layers": 3, "codec": "int4", "codec_seed": 7},
     {"layers": [1], "project": "calm"},
     {"layers": [1], "project": "traits"},
     {"layers": [1], "before_edits": True, "allow_nonfinite": True},

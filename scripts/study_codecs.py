@@ -355,7 +355,7 @@ async def study(out: Path, *, quick: bool) -> dict[str, Any]:
             if quick and budget != "140 B":
                 continue
             rng = np.random.default_rng(SEED)
-            how = {"codec": codec, "k": k, "seed": SEED if ENCODINGS[codec].seeded else None}
+            how = {"codec": codec, "codec_k": k, "codec_seed": SEED if ENCODINGS[codec].seeded else None}
             coded = {name: await read(model, one.texts, **how) for name, one in given.items()}
             sample = coded["topic"][0].coded[LAYERS[0]]
             name = codec if k is None else f"{codec} k={k}"
@@ -374,7 +374,7 @@ async def study(out: Path, *, quick: bool) -> dict[str, Any]:
         kept = {"layers": NEURONS, "sites": "neurons"}
         known = await read(model, texts, **kept)
         for codec, k in (("topk8", 16), ("topk8", 64), ("topk8", 256), ("full8", None), ("int4", None)):
-            coded_neurons = await read(model, texts, **kept, codec=codec, k=k)
+            coded_neurons = await read(model, texts, **kept, codec=codec, codec_k=k)
             sample = coded_neurons[0].coded[NEURONS, "neurons"]
             name = codec if k is None else f"{codec} k={k}"
             results["neurons"][name] = {
@@ -417,7 +417,7 @@ async def steering(model: Any, out: Path) -> dict[str, Any]:
     known = direction(exact, labels)
     found = {"raw": known}
     for codec, k in STEERING:
-        how = {"codec": codec, "k": k, "seed": SEED if ENCODINGS[codec].seeded else None}
+        how = {"codec": codec, "codec_k": k, "codec_seed": SEED if ENCODINGS[codec].seeded else None}
         coded = await read(model, texts, layers=STEERED, **how)
         name = codec if k is None else f"{codec} k={k}"
         found[name] = in_row_space(direction(means(coded, STEERED), labels), coded[0].coded[STEERED])

@@ -410,7 +410,7 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         return self.serving.opened().vllm.hidden_size
 
     @property
-    def layers(self) -> Mapping[str, str]:
+    def layer_code(self) -> Mapping[str, str]:
         """Fingerprint of the code of `forward`, by class name of the decoder layers that were loaded."""
         return self.serving.opened().loaded.code
 

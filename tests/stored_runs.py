@@ -80,7 +80,7 @@ def steering() -> SteeringSpec:
             Add(line(1), layer=1, scale=2.0, tokens="generated"),
             AddIf(line(2), line(3), threshold=0.5, scale=-1.0, bias=0.25, layers=[1, 2], tokens=[0, -1]),
             Cap(line(4), low=-1.0, high=2.0, layers=slice(1, 3), site="mlp_out"),
-            LowRank(line(1, 8).view(2, 4), line(3, 8).view(2, 4), line(1, 2), scale=0.5, layer=0),
+            LowRank(line(1, 8).view(2, 4), line(3, 8).view(2, 4), bias=line(1, 2), scale=0.5, layer=0),
             Replace(line(5, 8).view(2, 4), positions=[0, -1], elements=[0, 1, 2, 3], layer=1),
             SAEFeature(line(1), line(2), 3.0, bias=0.5, decoder_bias=line(7), threshold=0.25, layer=2),
             SetProjection(line(5), 1.5, layer=-1, part=1, site="z"),

@@ -69,14 +69,14 @@ class RowOptions:
         return {name: value for name, value in given if not name.startswith(own) and value is not None}
 
     def coding(self, sites: Sequence[str]) -> dict[str, Any]:
-        """Return the codec of these sites as fields of `CaptureSpec`: "codec", "k" and "seed", None if not set.
+        """Return the codec of these sites as fields of `CaptureSpec`: codec, codec_k and codec_seed, None if not set.
 
         Raises:
             typer.BadParameter: --codec-k or --codec-seed beside a file of codecs.
             InvalidFile, UnknownName, InvalidSpec: the file cannot be read, or has no one codec for the sites.
         """
         if self.codec is None or not self.codec.startswith("@"):
-            return {"codec": self.codec, "k": self.codec_k, "seed": self.codec_seed}
+            return {"codec": self.codec, "codec_k": self.codec_k, "codec_seed": self.codec_seed}
         if self.codec_k is not None or self.codec_seed is not None:
             raise typer.BadParameter(
                 "a file of codecs sets k and seed; leave --codec-k and --codec-seed out", param_hint="--codec"
@@ -84,7 +84,7 @@ class RowOptions:
         from steercap.captures.site_codecs import SiteCodecs
 
         coding = SiteCodecs.load(self.codec[1:]).coding_of(sites)
-        return {"codec": coding.encoding, "k": coding.k or None, "seed": coding.seed or None}
+        return {"codec": coding.encoding, "codec_k": coding.k or None, "codec_seed": coding.seed or None}
 
 
 def table_of(captured: list[Captured]) -> Table:

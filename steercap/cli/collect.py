@@ -144,7 +144,7 @@ class SampleOptions:
                 f"give --probe-layer, and a file of one direction; {self.probe} has {len(found)}", param_hint="--probe"
             )
         (vectors,) = found.values()
-        return ByProbe(vectors, self.probe_layer, self.above, self.below, tokens)
+        return ByProbe(vectors, layer=self.probe_layer, above=self.above, below=self.below, of=tokens)
 
 
 @dataclass(frozen=True)

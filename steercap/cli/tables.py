@@ -89,9 +89,9 @@ def advice(directions: DirectionSet, name: str) -> dict[str, str]:
     held = "{} and {}".format(*directions.provenance.held_out[name])
     low, high = found.chance
     return {
-        "chance": f"AUC {low:.2f} to {high:.2f} at the best of {found.layers} layers in 95 % of directions without "
-        f"meaning, with {held} texts held out",
-        "layers tie": f"{len(found.tied)} of {found.layers} at AUC {found.auc:.3f}: {runs_of(found.tied)}"
+        "chance": f"AUC {low:.2f} to {high:.2f} at the best of {found.layer_count} layers in 95 % of directions "
+        f"without meaning, with {held} texts held out",
+        "layers tie": f"{len(found.tied)} of {found.layer_count} at AUC {found.auc:.3f}: {runs_of(found.tied)}"
         if len(found.tied) > 1
         else "",
         "suggested": f"layer {found.layer}: {found.reason}",

@@ -41,7 +41,7 @@ LACKING: Final[Mapping[str, str]] = {
     "checkpoint": "it is on the server's machine; `model` is the name there",
     "factory": "it is the server's model",
     "engine": "it is in the server's process",
-    "layers": "the server does not report which classes it loaded",
+    "layer_code": "the server does not report which classes it loaded",
     "proof": "the server does not report the checks of its start",
     "settings": "they are the server's; `stats()` has its limits",
     "unembed": "the server does not run the norm and unembedding separately; open the model with SteerModel",

@@ -47,14 +47,14 @@ SETTINGS: Final[Mapping[str, Variable]] = {
     "codec_k": Variable(
         "default `k` of the codec",
         int,
-        "`CaptureSpec(k=)`",
+        "`CaptureSpec(codec_k=)`",
         flag=True,
         default="the codec's",
     ),
     "codec_seed": Variable(
         "default `seed` of the codec",
         int,
-        "`CaptureSpec(seed=)`",
+        "`CaptureSpec(codec_seed=)`",
         flag=True,
         default="0",
     ),

@@ -88,6 +88,8 @@ _BLOCK: Final = re.compile(r"blocks\.(\d+|\*)\.(.+)", re.ASCII)
 _SHOWN: Final = re.compile(r"(.+)\[(-?\d+)\]", re.ASCII)
 _MODULE: Final = re.compile(r"(?:[A-Za-z_]\w*|\d+|\*)(?:\.(?:[A-Za-z_]\w*|\d+|\*))*\.(?:input|output)", re.ASCII)
 _LAYER: Final = re.compile(r"\.(\d+|\*)\.", re.ASCII)
+#: Name of a point in a file's tensors, such as "resid_post.5".
+_OF_TENSOR: Final = re.compile(r"(\w+)\.(\d+)", re.ASCII)
 #: Maximum number of digits of a layer index; Python refuses to parse thousands.
 _DIGITS: Final = 9
 #: Wildcard for the layer index in a module path.
@@ -116,7 +118,8 @@ def read_name(name: str) -> Name:
 
     Raises:
         UnknownName: a TransformerLens name is unknown or has no site of equal rows, a path has several layers or is a
-            whole layer, a name has two layer indices, or brackets contain something else than one index.
+            whole layer, a name has two layer indices or is that of a file's tensor, or brackets contain something else
+            than one index.
     """
     if "[" in name or "]" in name:
         return _bracketed(name)
@@ -129,6 +132,8 @@ def read_name(name: str) -> Name:
     if within in TRANSFORMER_LENS:
         return Name(TRANSFORMER_LENS[within], None if layer == EVERY else _number(layer, name))
     if not is_module(name):
+        if tensor := _OF_TENSOR.fullmatch(name):
+            raise UnknownName(f"{shown(name)} is a name of tensors in files; did you mean '{tensor[1]}[{tensor[2]}]'?")
         return Name(FORK_HOOKS.get(name, name))
     layers = _LAYER.findall(name)
     if name.count(EVERY) > 1 or (EVERY in name and layers[:1] != [EVERY]):

@@ -19,7 +19,7 @@ Layers: TypeAlias = "int | slice | range | Sequence[int] | Sequence[bool] | Mask
 At: TypeAlias = "str | tuple[int, str]"
 Reduction: TypeAlias = Literal["mean", "sum", "max", "last"]
 
-#: Maximum values of `CaptureSpec(k=)` and `CaptureSpec(seed=)`.
+#: Maximum values of `CaptureSpec(codec_k=)` and `CaptureSpec(codec_seed=)`.
 MOST_NUMBERS: Final = 1 << 16
 MOST_SEED: Final = (1 << 64) - 1
 
@@ -90,12 +90,13 @@ class CaptureSpec:
             the worker in float32: one row per point.
         codec: encoding of stored rows. "raw" keeps them bit for bit. The others are
             lossy, and decoded to float32: "full8" keeps 8 bits an element, "fp8" as floating point, "int4" 4 bits,
-            "topk8" the `k` elements of greatest magnitude, "rp8" and "rp16" `k` random projections. The maximum error
-            of an element follows from scales that are stored with the rows; see `CaptureHandle.coded`. None for that of
-            `SteerModel(codec=)` or `STEERCAP_CODEC`, else "raw". Reductions and projections have no codec.
-        k: number of values stored for a row: with "topk8" (64 by default), "rp8" and "rp16" (512); with `sae`,
-            number of features (32).
-        seed: seed of the matrix of "rp8" and "rp16", 0 by default. Rows can be compared only if their seeds are equal.
+            "topk8" the `codec_k` elements of greatest magnitude, "rp8" and "rp16" `codec_k` random projections. The
+            maximum error of an element follows from scales that are stored with the rows; see `CaptureHandle.coded`.
+            None for that of `SteerModel(codec=)` or `STEERCAP_CODEC`, else "raw". Reductions and projections have no
+            codec.
+        codec_k: number of values stored for a row with "topk8" (64 by default), "rp8" and "rp16" (512).
+        codec_seed: seed of the matrix of "rp8" and "rp16", 0 by default. Rows can be compared only if their seeds are
+            equal.
         calibration: scales for "full8", made by `steercap.lab.directions.calibrate`: each element then has a
             quantisation step of its own, and the error is several times less for the same bytes.
         before_edits: True to capture rows before the edits at their own point; by default edits are included. Edits at
@@ -103,8 +104,9 @@ class CaptureSpec:
         project: a DirectionSet, or LayerVectors for one direction: instead of each row, its scalar products with
             the unit vectors of its layer, float32 [rows, directions], computed in the worker. `layers="all"` then means
             all layers of the directions, and the site is that of the directions.
-        sae: an SAE, or several of different points: instead of each row, its `k` most active features, computed in
+        sae: an SAE, or several of different points: instead of each row, its `sae_k` most active features, computed in
             the worker; see `CaptureHandle.features`. The points are those of the SAEs.
+        sae_k: number of features of a row, with `sae`; 32 by default.
         attention: instead of queries and keys, this many positions, 1 to 128, to which each head attends most from each
             token, computed in the worker; see `CaptureHandle.attention`. They take 3 bytes each, plus 4 for each head
             and token. The sites are "q" and "k", and `tokens` must begin at the first token.
@@ -127,12 +129,13 @@ class CaptureSpec:
     tokens: Tokens | TokenSelection = "all"
     reduce: Reduction | None = None
     codec: str | None = None
-    k: int | None = None
-    seed: int | None = None
+    codec_k: int | None = None
+    codec_seed: int | None = None
     calibration: Calibrating | None = None
     before_edits: bool = False
     project: Projectable | None = None
     sae: Reader | Sequence[Reader] | None = None
+    sae_k: int | None = None
     attention: int | None = None
     allow_nonfinite: bool = False
     gather: bool = True
@@ -144,7 +147,8 @@ class CaptureSpec:
             raise InvalidSpec(f"unknown reduce={shown(self.reduce)}; {choices(self.reduce, REDUCTIONS)}, or None")
         if not (self.codec is None or isinstance(self.codec, str)):
             raise InvalidSpec(f"codec={shown(self.codec)}; give the name of one codec, such as 'raw'")
-        for name, least, most in (("k", 1, MOST_NUMBERS), ("seed", 0, MOST_SEED), ("attention", 1, MOST_TARGETS)):
+        numbers = (("codec_k", 1, MOST_NUMBERS), ("codec_seed", 0, MOST_SEED), ("sae_k", 1, MOST_NUMBERS))
+        for name, least, most in (*numbers, ("attention", 1, MOST_TARGETS)):
             given = getattr(self, name)
             number = None if given is None else index_of(given)
             if given is not None and (number is None or not least <= number <= most):
@@ -174,6 +178,8 @@ class CaptureSpec:
             if not self.sae:
                 raise InvalidSpec("sae=[] reads nothing; give an SAE, or leave it out")
         if self.sae is None:
+            if self.sae_k is not None:
+                raise InvalidSpec(f"sae_k={self.sae_k} is for sae=, which is not given; codec_k= is that of a codec")
             return
         if self.project is not None or self.reduce is not None:
             raise InvalidSpec("sae=, project= and reduce= each replace rows by something else; give only one of them")
@@ -186,7 +192,7 @@ class CaptureSpec:
         """Check that no argument given beside `attention` also determines the sites or changes the rows."""
         if self.attention is None:
             return
-        others = ("at", "reduce", "codec", "k", "seed", "calibration", "project", "sae", "before_edits")
+        others = ("at", "reduce", "codec", "codec_k", "codec_seed", "calibration", "project", "sae", "before_edits")
         values = {name: getattr(self, name) for name in (*others, "allow_nonfinite")}
         given = [name for name, value in values.items() if value is not None and value is not False]
         if self.sites not in {("resid_post",), QUERIES_AND_KEYS}:
@@ -205,14 +211,15 @@ class CaptureSpec:
         if self.calibration is not None:
             raise InvalidSpec("calibration= is for rows, and reduce=, project= or sae= keeps none; leave it out")
         asked = "sae=" if self.sae is not None else "project=" if self.reduce is None else f"reduce={self.reduce!r}"
-        for name in ("codec", "seed") if self.sae is not None else ("codec", "k", "seed"):
+        for name in ("codec", "codec_k", "codec_seed"):
             given = getattr(self, name)
             if given not in {None, "raw"}:
-                raise InvalidSpec(f"{asked} gives float32 numbers, which {name}={given!r} cannot hold; leave it out")
+                hint = "give sae_k=" if self.sae is not None and name == "codec_k" else "leave it out"
+                raise InvalidSpec(f"{asked} gives float32 numbers, which {name}={given!r} cannot hold; {hint}")
 
     def __hash__(self) -> int:
-        parts = repr(self.layers), self.sites, self.at, self.tokens, self.reduce, self.codec, self.k, self.seed
-        return hash((*parts, self.before_edits, self.attention))
+        parts = repr(self.layers), self.sites, self.at, self.tokens, self.reduce, self.codec, self.codec_k
+        return hash((*parts, self.codec_seed, self.sae_k, self.before_edits, self.attention))
 
     @property
     def keeps_rows(self) -> bool:

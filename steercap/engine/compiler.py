@@ -223,8 +223,8 @@ class Compiler:
             schema = self._schemas[point]
             if coding.k > schema.width:
                 raise InvalidSpec(
-                    f"{named} with k={coding.k} keeps more numbers than the {schema.width} of a row at "
-                    f"{point}; give a smaller k="
+                    f"{named} with codec_k={coding.k} keeps more numbers than the {schema.width} of a row at "
+                    f"{point}; give a smaller one"
                 )
             if encoding.indexed and schema.shard_width > MOST_INDEXED:
                 raise InvalidSpec(
@@ -232,7 +232,7 @@ class Compiler:
                 )
         for rank in self._ranks:
             kept = rank.kept([self._armed[point] for point in points])
-            _check_smaller(named, kept, kept, coding, "k=")
+            _check_smaller(named, kept, kept, coding, "codec_k=")
         return coding
 
     def _check_summary(self, points: Sequence[Point], coding: Coding) -> None:
@@ -282,7 +282,7 @@ def codec_for(spec: CaptureSpec, settings: Settings) -> Coding:
         UnknownName: a codec that does not exist.
         InvalidSpec: parameters that the codec does not have.
     """
-    name, k, seed = spec.codec_or(settings.codec), spec.k, spec.seed
+    name, k, seed = spec.codec_or(settings.codec), spec.codec_k, spec.codec_seed
     codec_of(name, k, seed)
     if spec.calibration is not None:
         return Coding(CALIBRATED)

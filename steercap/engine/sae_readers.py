@@ -82,10 +82,10 @@ def compile_readers(
         schemas: shape and dtype of the rows at each armed point.
 
     Raises:
-        InvalidSpec: an SAE reads rows of another width, or has fewer features than `k`.
+        InvalidSpec: an SAE reads rows of another width, or has fewer features than `sae_k`.
         PointSplit: the rows are split over ranks, and an SAE needs whole ones.
     """
-    of, k = {one.input: one for one in saes_of(spec)}, spec.k or STRONGEST.default_k
+    of, k = {one.input: one for one in saes_of(spec)}, spec.sae_k or STRONGEST.default_k
     for point in points:
         schema, sae = schemas[point], of[point]
         if schema.width != sae.d_in:
@@ -99,7 +99,7 @@ def compile_readers(
                 "and read them with SAE.strongest, or start with tensor_parallel_size=1"
             )
         if k > sae.d_sae:
-            raise InvalidSpec(f"k={k}, and {sae} has {sae.d_sae} features; give a smaller k=")
+            raise InvalidSpec(f"sae_k={k}, and {sae} has {sae.d_sae} features; give a smaller one")
     ordered = sorted(points, key=lambda point: armed[point])
     encoders = tuple(of[point].encoder for point in ordered)
     return Readers({point: armed[point] for point in ordered}, encoders, Coding(FEATURES, k))

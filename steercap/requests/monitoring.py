@@ -30,13 +30,13 @@ class Crossing:
     Args:
         monitor: the monitor's name.
         position: position of the token in the sequence.
-        token: index among the generated tokens, from 0; None for a token of the prompt.
+        index: index among the generated tokens, from 0; None for a token of the prompt.
         score: score of the row at this position.
     """
 
     monitor: str
     position: int
-    token: int | None
+    index: int | None
     score: float
 
 
@@ -269,9 +269,9 @@ class Watch:
         if sample.stop is None:
             sample.ended = output.finish_reason is not None
             return output if new else _shortened(output, len(sample.tokens))
-        assert sample.stop.token is not None, "prompts are not stopped at"
+        assert sample.stop.index is not None, "prompts are not stopped at"
         sample.ended = True
-        sample.tokens = sample.tokens[: sample.stop.token + 1]
+        sample.tokens = sample.tokens[: sample.stop.index + 1]
         sample.text = text(sample.tokens)
         tokens, characters = sample.before
         return replace(

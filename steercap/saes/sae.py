@@ -143,7 +143,7 @@ class SAE:
             return self.encoder.activations(self._flat(rows))
 
     def strongest(self, rows: torch.Tensor, k: int = 32) -> Features:
-        """Return the `k` most active features of each row, equal to those captured with `CaptureSpec(sae=, k=)`.
+        """Return the `k` most active features of each row, equal to those captured with `CaptureSpec(sae=, sae_k=)`.
 
         Raises:
             InvalidSpec: rows have another width, or `k` exceeds the number of features.

@@ -38,13 +38,14 @@ CAPTURE: Final = (
     "tokens",
     "reduce",
     "codec",
-    "k",
-    "seed",
+    "codec_k",
+    "codec_seed",
     "before_edits",
     "attention",
     "allow_nonfinite",
     "project",
     "sae",
+    "sae_k",
 )
 #: Fields of edits whose values are vectors, or the name of uploaded ones.
 VECTORS: Final = ("vector", "probe", "read", "write", "rows", "encoder", "decoder", "decoder_bias")

@@ -154,13 +154,10 @@ class Numbers:
                 self._crossings[index] = len(found)
 
     def _scores(self, came: Arrived) -> dict[str, Any]:
-        """Return the projections of rows as JSON: positions, and per point ("site.layer") a list per direction."""
+        """Return the projections of rows as JSON: positions, and per point ("resid_post[5]") a list per direction."""
         assert self._job.projected is not None
         names = self._job.projected.names
-        scores = {
-            f"{point.site}.{point.layer}": dict(zip(names, came.captures[point].T.tolist(), strict=True))
-            for point in came.captures
-        }
+        scores = {str(point): dict(zip(names, came.captures[point].T.tolist(), strict=True)) for point in came.captures}
         return {"positions": came.positions.tolist(), "scores": scores}
 
     def _put(self, index: int, kind: str, content: dict[str, Any]) -> None:

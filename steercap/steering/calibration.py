@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -53,6 +53,7 @@ class Calibration:
 
     means: Mapping[Point, Float[torch.Tensor, " width"]]
     spreads: Mapping[Point, Float[torch.Tensor, " width"]]
+    _: KW_ONLY
     model: str = ""
     revision: str = ""
     dtype: str = ""

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Final
 
@@ -54,6 +54,7 @@ class LayerVectors(Mapping[int, torch.Tensor]):
     """
 
     vectors: Mapping[int, Vector]
+    _: KW_ONLY
     name: str = ""
     model: str = ""
     site: str = "resid_post"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final, Literal, cast, get_args
 
 import torch
@@ -62,6 +62,7 @@ class Monitor:
     """
 
     probe: Vector
+    _: KW_ONLY
     threshold: float
     layer: int
     site: str = "resid_post"

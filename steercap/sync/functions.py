@@ -131,7 +131,8 @@ def activations(
     layers: Layers | None = None,
     sites: str | Sequence[str] | None = None,
     codec: str | None = None,
-    k: int | None = None,
+    codec_k: int | None = None,
+    codec_seed: int | None = None,
     capture: CaptureSpec | None = None,
     tokens: Tokens | TokenSelection | TokenSample | None = None,
     context: int | None = None,
@@ -160,7 +161,7 @@ def activations(
     Args:
         model: an open model.
         corpus: corpus as for `collect`.
-        layers, sites, codec, k, capture, tokens: rows to capture and their encoding, as for `collect`.
+        layers, sites, codec, codec_k, codec_seed, capture, tokens: rows to keep and their encoding, as for `collect`.
         context, long, bos, chat_template_kwargs, sampling_params, steering, concurrency: settings as for `collect`.
         batch_size: rows in a batch.
         buffer: number of rows in memory from which a batch is drawn, at least `batch_size`. A quarter more may queue.
@@ -194,7 +195,8 @@ def activations(
         layers=layers,
         sites=sites,
         codec=codec,
-        k=k,
+        codec_k=codec_k,
+        codec_seed=codec_seed,
         capture=capture,
         tokens=tokens,
         context=context,
@@ -296,7 +298,8 @@ def collect(
     layers: Layers | None = None,
     sites: str | Sequence[str] | None = None,
     codec: str | None = None,
-    k: int | None = None,
+    codec_k: int | None = None,
+    codec_seed: int | None = None,
     attention: int | None = None,
     capture: CaptureSpec | None = None,
     tokens: Tokens | TokenSelection | TokenSample | None = None,
@@ -329,7 +332,7 @@ def collect(
             messages, or mappings that hold one of these; or an opened `DocumentSource`: see
             `steercap.lab.datasets.collecting.open_source`.
         folder: folder to write the data set to: a path, or the URL of an fsspec file system.
-        layers, sites, codec, k, attention: shorthand for `capture=CaptureSpec(layers=..., ...)`.
+        layers, sites, codec, codec_k, codec_seed, attention: shorthand for `capture=CaptureSpec(layers=..., ...)`.
         capture: spec of the rows to keep, without `reduce`, `project`, `sae` and `gather=False`.
         tokens: selection of tokens whose rows are kept: as for `CaptureSpec`, or `OneIn`, `ByProbe`, `ByPredicate`; by
             default those of `capture`. Positions count from the start of each window.
@@ -379,7 +382,8 @@ def collect(
         layers=layers,
         sites=sites,
         codec=codec,
-        k=k,
+        codec_k=codec_k,
+        codec_seed=codec_seed,
         attention=attention,
         capture=capture,
         tokens=tokens,

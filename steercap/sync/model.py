@@ -1450,9 +1450,9 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
         return self.awaited.hidden_size
 
     @property
-    def layers(self) -> Mapping[str, str]:
+    def layer_code(self) -> Mapping[str, str]:
         """Fingerprint of the code of `forward`, by class name of the decoder layers that were loaded."""
-        return self.awaited.layers
+        return self.awaited.layer_code
 
     @property
     def verified(self) -> bool:

@@ -169,7 +169,7 @@ CAPTURES: list[CaptureSpec] = [
     CaptureSpec(layers=range(3), reduce="mean"),
     CaptureSpec(layers=1, sites="mlp_out", allow_nonfinite=True),
     CaptureSpec(layers=2, codec="full8"),
-    CaptureSpec(layers=2, codec="rp8", k=64, seed=5, tokens="last_prompt"),
+    CaptureSpec(layers=2, codec="rp8", codec_k=64, codec_seed=5, tokens="last_prompt"),
     CaptureSpec(layers=1, before_edits=True),
     CaptureSpec(project=TRAITS),
     CaptureSpec(project=CALM, tokens="prompt"),
@@ -402,7 +402,7 @@ def noticed(reports: Any) -> list[Any]:
 
 
 def fired_at(crossings: Any) -> list[Any]:
-    return [(at.monitor, at.token, at.position) for at in crossings]
+    return [(at.monitor, at.index, at.position) for at in crossings]
 
 
 async def middling(tiny: SteerModel, prompt: list[int], tokens: int) -> float:
@@ -425,9 +425,9 @@ async def test_monitors_are_asked_and_answered_as_here(
     prompt, params = random_prompt(21, 70), {**GREEDY, "max_tokens": 24}
     threshold = await middling(tiny, prompt, 24)
     monitors = [
-        Monitor(vector(20), threshold, -1, do=kind, name="over"),
-        Monitor(vector(20), threshold, 3, above=False, bias=0.5, tokens=[slice(18, 26), 0]),
-        Monitor(vector(21), 1e6, 1, site="mlp_out", tokens="all", name="never"),
+        Monitor(vector(20), threshold=threshold, layer=-1, do=kind, name="over"),
+        Monitor(vector(20), threshold=threshold, layer=3, above=False, bias=0.5, tokens=[slice(18, 26), 0]),
+        Monitor(vector(21), threshold=1e6, layer=1, site="mlp_out", tokens="all", name="never"),
     ]
     spec = CaptureSpec(layers=[1, 3], sites=["resid_post", "mlp_out"])
     asked: dict[str, Any] = {"monitors": monitors, "capture": spec, "steering": Add(vector(3), 0.01, layer=0)}
@@ -467,7 +467,9 @@ async def test_a_monitor_steers_from_where_it_says(remote: RemoteModel, tiny: St
     prompt, params = random_prompt(21, 70), {**GREEDY, "max_tokens": 200}
     add = Add(vector(6), 6.0, layer=1)
     steering: Any = SteeringSpec([SteeringSpec([add], preserve_norm=True)]) if held else add
-    monitor = Monitor(vector(20), await middling(tiny, prompt, 12), 3, do="steer", steering=steering, name="begins")
+    monitor = Monitor(
+        vector(20), threshold=await middling(tiny, prompt, 12), layer=3, do="steer", steering=steering, name="begins"
+    )
     for model in (tiny, remote):
         asked: dict[str, Any] = {"capture": CaptureSpec(layers=3), "monitors": [monitor]}
         raw = await model.run(prompt, params, **asked)
@@ -489,17 +491,26 @@ async def test_each_sample_has_reports_of_its_own(remote: RemoteModel, tiny: Ste
     """Of several prompts and samples; what a monitor asks wrongly is refused as here."""
     params = {"max_tokens": 9, "seed": 5, "n": 2, "ignore_eos": True}
     prompts = [random_prompt(12, 71), random_prompt(9, 72)]
-    monitors = [Monitor(vector(20), 0.0, 3), Monitor(vector(20), 8.0, 3, do="stop", name="ends")]
+    monitors = [
+        Monitor(vector(20), threshold=0.0, layer=3),
+        Monitor(vector(20), threshold=8.0, layer=3, do="stop", name="ends"),
+    ]
     here = await tiny.run(prompts, params, monitors=monitors)
     there = await remote.run(prompts, params, monitors=monitors)
     for one, other in zip(here, there, strict=True):
         assert [noticed(many) for many in other.monitors] == [noticed(many) for many in one.monitors]
         assert [choice.text for choice in other.output.choices] == [sample.text for sample in one.output.outputs]
     wrong: list[tuple[type[Exception], list[Any]]] = [
-        (errors.LayerOutOfRange, [Monitor(vector(20), 0.0, 99)]),
-        (errors.InvalidVector, [Monitor(vector(20)[:64], 0.0, 1)]),
-        (errors.InvalidSpec, [Monitor(vector(20), 0.0, 1, name="a"), Monitor(vector(20), 0.0, 2, name="a")]),
-        (errors.InvalidSelection, [Monitor(vector(20), 0.0, 1, tokens="prompt", do="stop")]),
+        (errors.LayerOutOfRange, [Monitor(vector(20), threshold=0.0, layer=99)]),
+        (errors.InvalidVector, [Monitor(vector(20)[:64], threshold=0.0, layer=1)]),
+        (
+            errors.InvalidSpec,
+            [
+                Monitor(vector(20), threshold=0.0, layer=1, name="a"),
+                Monitor(vector(20), threshold=0.0, layer=2, name="a"),
+            ],
+        ),
+        (errors.InvalidSelection, [Monitor(vector(20), threshold=0.0, layer=1, tokens="prompt", do="stop")]),
     ]
     for kind, asked in wrong:
         for model in (tiny, remote):
@@ -783,8 +794,8 @@ async def test_without_await(tiny: SteerModel, url: str) -> None:
             chunks = list(model.stream(prompt, GREEDY, capture_layers=[1], steering=edit))
             assert "".join(chunk.text for chunk in chunks) == text
             assert model.chat([{"role": "user", "content": "a"}], GREEDY)
-            raw = model.run(prompt, GREEDY, monitors=[Monitor(vector(20), -1e6, 3)])
-            assert [at.token for at in raw.monitors[0][0].crossings] == [0, 1, 2, 3, 4]
+            raw = model.run(prompt, GREEDY, monitors=[Monitor(vector(20), threshold=-1e6, layer=3)])
+            assert [at.index for at in raw.monitors[0][0].crossings] == [0, 1, 2, 3, 4]
             assert model.stats().capture_bytes > 0
             with model.openai as client:
                 assert client.models.list().data[0].id == "tiny"
@@ -900,7 +911,7 @@ async def test_a_sketch_says_what_a_local_model_says(remote: RemoteModel, tiny: 
 
     async def watched(model: Any) -> None:
         async with model.sketch(layers=1):
-            await model.run(random_prompt(9, 1), GREEDY, monitors=[Monitor(vector(1), 1.0, 1)])
+            await model.run(random_prompt(9, 1), GREEDY, monitors=[Monitor(vector(1), threshold=1.0, layer=1)])
 
     async def too_few(model: Any) -> None:
         async with model.sketch(layers=1) as running:

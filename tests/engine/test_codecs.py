@@ -46,7 +46,7 @@ async def test_preempted_and_chunked_requests_keep_their_codes() -> None:
 
 async def test_streams_samples_and_selections_have_codes_too(tiny) -> None:
     """Chunks of a stream together are the rows of a call; n = 3; last_prompt; rows before their edits."""
-    prompt, wanted = random_prompt(20, 9), CaptureSpec(layers=[1], codec="rp16", k=32, seed=2)
+    prompt, wanted = random_prompt(20, 9), CaptureSpec(layers=[1], codec="rp16", codec_k=32, codec_seed=2)
     _, handle = await tiny.generate(prompt, SIX, capture=wanted)
     await handle.fetch()
     chunks = [chunk async for chunk in tiny.stream(prompt, SIX, capture=wanted)]
@@ -90,7 +90,7 @@ async def test_projections_of_two_requests_estimate_their_scalar_products(tiny) 
     """Seeds apart, estimates scatter about the product of the raw rows as their k says."""
     prompts = [random_prompt(12, 1), random_prompt(12, 2)]
     _, (first, second) = await tiny.generate(prompts, SIX, capture_layers=[2])
-    specs = [CaptureSpec(layers=[2], codec="rp8", k=64, seed=seed) for seed in range(24)]
+    specs = [CaptureSpec(layers=[2], codec="rp8", codec_k=64, codec_seed=seed) for seed in range(24)]
     calls = [tiny.generate(prompts, SIX, capture=spec) for spec in specs]
     found = [handles for _, handles in await asyncio.gather(*calls)]
     await tiny.fetch_captures_batch([first, second, *(handle for pair in found for handle in pair)])
@@ -104,13 +104,13 @@ async def test_projections_of_two_requests_estimate_their_scalar_products(tiny) 
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        ({"codec": "rp8"}, "k=512 keeps more numbers than the 128 of a row"),
-        ({"codec": "full8", "k": 8}, "k=8 with codec='full8', which has no such parameter"),
-        ({"codec": "raw", "seed": 8}, "seed=8 with codec='raw'"),
-        ({"codec": "rp8", "k": 0}, "k=0; give an integer from 1"),
-        ({"codec": "rp8", "k": 4, "seed": -1}, "seed=-1; give an integer from 0"),
-        ({"codec": "rp8", "k": 4, "reduce": "mean"}, "reduce='mean' gives float32 numbers"),
-        ({"k": 4, "reduce": "mean"}, "reduce='mean' gives float32 numbers, which k=4"),
+        ({"codec": "rp8"}, "codec_k=512 keeps more numbers than the 128 of a row"),
+        ({"codec": "full8", "codec_k": 8}, "codec_k=8 with codec='full8', which has no such parameter"),
+        ({"codec": "raw", "codec_seed": 8}, "codec_seed=8 with codec='raw'"),
+        ({"codec": "rp8", "codec_k": 0}, "codec_k=0; give an integer from 1"),
+        ({"codec": "rp8", "codec_k": 4, "codec_seed": -1}, "codec_seed=-1; give an integer from 0"),
+        ({"codec": "rp8", "codec_k": 4, "reduce": "mean"}, "reduce='mean' gives float32 numbers"),
+        ({"codec_k": 4, "reduce": "mean"}, "reduce='mean' gives float32 numbers, which codec_k=4"),
         ({"codec": "lz4"}, "unknown codec 'lz4'"),
     ],
 )
@@ -184,7 +184,7 @@ async def test_a_calibration_that_does_not_fit_is_said_before_anything_runs(tiny
         ({"layers": [0], "calibration": narrow}, r"8 elements at resid_post\[0\], and its rows are 128 of float32"),
         ({"layers": [0], "calibration": 3}, "give a Calibration"),
         ({"layers": [0], "calibration": narrow, "codec": "int4"}, "for codec='full8', not for codec='int4'"),
-        ({"layers": [0], "calibration": fitting, "codec": "full8", "k": 3}, "k=3 with codec='full8'"),
+        ({"layers": [0], "calibration": fitting, "codec": "full8", "codec_k": 3}, "codec_k=3 with codec='full8'"),
         ({"layers": [0], "calibration": narrow, "reduce": "mean"}, "reduce=, project= or sae= keeps none"),
     ):
         with pytest.raises(errors.InvalidRequest, match=says):
@@ -204,7 +204,7 @@ async def test_a_check_judges_the_codes_of_the_workers(tiny) -> None:
     found = await check_codecs(tiny, texts, sites="mlp_out", candidates=list(codecs), directions=directions)
     cosines = {}
     for codec, k in {"raw": None, **codecs}.items():
-        wanted = CaptureSpec(layers=1, sites="mlp_out", codec=codec.partition(",")[0], k=k, tokens=slice(1, None))
+        wanted = CaptureSpec(layers=1, sites="mlp_out", codec=codec.partition(",")[0], codec_k=k, tokens=slice(1, None))
         handles = await tiny.read([{"prompt_token_ids": text} for text in texts], capture=wanted)
         await tiny.fetch_captures_batch(handles)
         rows = torch.cat([handle.captures[1, "mlp_out"] for handle in handles])

@@ -270,7 +270,7 @@ async def test_samples_keep_the_rows_they_name(tiny, tmp_path) -> None:
     samples = {
         "one_in": (OneIn(3, seed=1), None),
         "predicate": (ByPredicate(lambda _, ids: ids % 2 == 0, name="even"), index["token"] % 2 == 0),
-        "probe": (ByProbe(probe, 1, above=threshold), (products >= threshold).numpy()),
+        "probe": (ByProbe(probe, layer=1, above=threshold), (products >= threshold).numpy()),
         "selection": (slice(1, None), index["position"] > 0),
         "selected": (Selected(slice(1, None)), index["position"] > 0),
         "capture": (CaptureSpec(layers=[1], tokens=slice(1, None)), index["position"] > 0),
@@ -295,9 +295,9 @@ async def test_codecs_keep_what_a_handle_keeps(tiny, tmp_path) -> None:
     """Codes and scales, as `CodedRows` of `read` have them."""
     for codec, k in (("full8", None), ("rp8", 16), ("topk8", 8)):
         folder = tmp_path / codec
-        await collect(tiny, DOCUMENTS[:1], folder, layers=[1], codec=codec, k=k, concurrency=1)
+        await collect(tiny, DOCUMENTS[:1], folder, layers=[1], codec=codec, codec_k=k, concurrency=1)
         _, tensors = read(folder)
-        async with await tiny.read(DOCUMENTS[0], capture=CaptureSpec(layers=[1], codec=codec, k=k)) as handle:
+        async with await tiny.read(DOCUMENTS[0], capture=CaptureSpec(layers=[1], codec=codec, codec_k=k)) as handle:
             for name, part in handle.coded[1].parts.items():
                 assert torch.equal(tensors[f"{name}.resid_post.1"], part), (codec, name)
 
@@ -388,7 +388,7 @@ async def test_what_does_not_fit_is_told_before_anything_is_read(tiny, tmp_path)
         ({"attention": 4, "tokens": "generated"}, InvalidSpec),
         ({"attention": 4, "tokens": OneIn(2)}, InvalidSpec),
         ({"attention": 4, "statistics_every": 8}, InvalidSetting),
-        ({"layers": [1], "tokens": ByProbe(LayerVectors({2: torch.ones(128)}), 2, above=0.0)}, InvalidSpec),
+        ({"layers": [1], "tokens": ByProbe(LayerVectors({2: torch.ones(128)}), layer=2, above=0.0)}, InvalidSpec),
     ]
     for asked, error in wrong:
         with pytest.raises(error):

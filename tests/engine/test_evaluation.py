@@ -66,7 +66,7 @@ STEERED = {
             LowRank(
                 torch.stack([vector(576, seed=2), vector(576, seed=3)]) / 50,
                 torch.stack([vector(576, seed=4), vector(576, seed=5)]),
-                torch.tensor([2.0, 2.0]),
+                bias=torch.tensor([2.0, 2.0]),
                 layer=LAYER,
                 tokens="generated",
             )

@@ -80,7 +80,7 @@ ALIKE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"project": SOME, "tokens": "generated"}, {"project": "some", "tokens": "generated"}),
     ({"project": DirectionSet({"one": OTHER})}, {"project": "single"}),
     ({"project": DirectionSet({"one": OTHER})["one"]}, {"project": "single/one"}),
-    ({"sae": "own", "k": 7}, {"sae": "own", "k": 7}),
+    ({"sae": "own", "sae_k": 7}, {"sae": "own", "sae_k": 7}),
     ({"sae": ["second", "own"], "tokens": "generated"}, {"sae": ["second", "own"], "tokens": "generated"}),
     ({}, {}),
     ({"codec": "full8", "layers": [2]}, {"codec": "full8", "layers": [2]}),

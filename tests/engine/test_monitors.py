@@ -91,7 +91,7 @@ async def test_projections_come_with_the_tokens(served: AsyncOpenAI, tiny: Steer
         found, fields, last = await live(chunks)
         assert "".join(choice.text for chunk in found for choice in chunk.choices) == text
         for layer in (1, 3):
-            positions, numbers = together(fields, 0, f"resid_post.{layer}")
+            positions, numbers = together(fields, 0, f"resid_post[{layer}]")
             assert positions == handle.positions.tolist() == list(range(40 + 23))
             torch.testing.assert_close(numbers, handle.captures[layer], rtol=1e-5, atol=1e-5)
         tokens, reached = 0, 0
@@ -103,7 +103,7 @@ async def test_projections_come_with_the_tokens(served: AsyncOpenAI, tiny: Steer
             assert reached <= 40 + tokens - 2  # the newest token has no row
         assert events >= 3
         content = await fetched(served, last["results"][0])
-        positions, numbers = together(fields, 0, "resid_post.3")
+        positions, numbers = together(fields, 0, "resid_post[3]")
         assert torch.equal(numbers, content["rows.resid_post.3"])
     assert await settled(tiny) == (0, 0, 0)
 
@@ -132,7 +132,7 @@ async def test_numbers_of_samples_and_prompts_are_their_own(served: AsyncOpenAI)
     seen = []
     for result in last["results"]:
         rows = await fetched(served, result)
-        positions, numbers = together(fields, result["choice"], "resid_post.3")
+        positions, numbers = together(fields, result["choice"], "resid_post[3]")
         assert positions == rows["positions"].tolist()
         assert torch.equal(numbers, rows["rows.resid_post.3"])
         assert rows["prompt_token_ids"].tolist() == prompts[result["choice"] // 2]
@@ -152,8 +152,8 @@ async def test_a_chat_of_some_tokens_has_their_numbers(served: AsyncOpenAI) -> N
     _, fields, last = await live(chunks)
     rows = await fetched(served, last["results"][0])
     mine = [one for field in fields for one in field.get("scores", [])]
-    (name,) = mine[0]["scores"]["resid_post.1"]
-    numbers = [number for one in mine for number in one["scores"]["resid_post.1"][name]]
+    (name,) = mine[0]["scores"]["resid_post[1]"]
+    numbers = [number for one in mine for number in one["scores"]["resid_post[1]"][name]]
     assert torch.equal(torch.tensor(numbers)[:, None], rows["rows.resid_post.1"])
     assert len(numbers) == 23
 
@@ -200,7 +200,7 @@ async def text_of(tiny: SteerModel, run: Run, tokens: int, steering: Any = None)
 
 def close(found: Sequence[dict[str, Any]], run: Run, tokens: Sequence[int]) -> None:
     """Crossings are at these tokens, with their scores."""
-    assert [one["token"] for one in found] == list(tokens)
+    assert [one["index"] for one in found] == list(tokens)
     assert [one["position"] for one in found] == [len(run.prompt) + token for token in tokens]
     assert [one["score"] for one in found] == pytest.approx([run.scores[token] for token in tokens], abs=1e-3)
 
@@ -278,7 +278,7 @@ async def test_a_capture_beside_it_ends_with_the_text(tiny: SteerModel, capture)
     steering = Add(TRAITS["warm"][1], 2.0, layer=1)
     run = await run_of(tiny, 13, steering)
     token = run.records[0]
-    monitor = Monitor(CALM[LAYER], run.threshold(token), LAYER, do="stop")
+    monitor = Monitor(CALM[LAYER], threshold=run.threshold(token), layer=LAYER, do="stop")
     spec = CaptureSpec(**capture)
     raw = await tiny.run(run.prompt, {**GREEDY, **IGNORED}, capture=spec, steering=steering, monitors=[monitor])
     handle = raw.handle
@@ -305,13 +305,15 @@ async def test_samples_end_each_for_itself(tiny: SteerModel) -> None:
     scores = [(handle.captures[LAYER].double() @ CALM[LAYER].double()).tolist() for handle in handles]
     tops = sorted(max(one) for one in scores)
     threshold = (tops[1] + tops[2]) / 2  # two of them reach it
-    watched = await tiny.run(prompt, params, monitors=[Monitor(CALM[LAYER], threshold, LAYER, do="stop")])
+    watched = await tiny.run(
+        prompt, params, monitors=[Monitor(CALM[LAYER], threshold=threshold, layer=LAYER, do="stop")]
+    )
     assert watched.monitors is not None
     whole = {one.index: one for one in raw.output.outputs}
     reasons = []
     for sample, own, (report,) in zip(watched.output.outputs, scores, watched.monitors, strict=True):
         first = next((number for number, score in enumerate(own) if score > threshold), None)
-        assert [one.token for one in report.crossings] == ([] if first is None else [first])
+        assert [one.index for one in report.crossings] == ([] if first is None else [first])
         kept = 24 if first is None else first + 1
         full = whole[sample.index]
         assert list(sample.token_ids) == list(full.token_ids[:kept])
@@ -331,14 +333,14 @@ async def test_a_local_stream_says_where_it_fires(tiny: SteerModel) -> None:
     run = await run_of(tiny, 15)
     token = run.records[0]
     watching = [
-        Monitor(CALM[LAYER], run.threshold(token), LAYER, do="stop", name="calm"),
-        Monitor(CALM[LAYER], -1e6, LAYER, name="all"),
+        Monitor(CALM[LAYER], threshold=run.threshold(token), layer=LAYER, do="stop", name="calm"),
+        Monitor(CALM[LAYER], threshold=-1e6, layer=LAYER, name="all"),
     ]
     chunks = [chunk async for chunk in tiny.stream(run.prompt, {**GREEDY, **IGNORED}, monitors=watching)]
     assert "".join(chunk.text for chunk in chunks) == await text_of(tiny, run, token + 1)
     assert [one for chunk in chunks for one in chunk.token_ids] == run.tokens[: token + 1]
     found = [one for chunk in chunks for one in chunk.crossings]
-    assert [one.token for one in found if one.monitor == "all"] == list(range(token + 1))
+    assert [one.index for one in found if one.monitor == "all"] == list(range(token + 1))
     assert chunks[-1].finish_reason == "steercap_probe"
     calm, everything = chunks[-1].monitors
     assert (calm.stopped, calm.scored, everything.scored) == (True, token + 1, token + 1)
@@ -384,7 +386,9 @@ async def test_steering_begins_where_a_probe_says(tiny: SteerModel) -> None:
     run = await run_of(tiny, 17)
     token = run.records[0]
     push = TRAITS["warm"][1] * 4
-    monitor = Monitor(CALM[LAYER], run.threshold(token), LAYER, do="steer", steering=Add(push, layer=1), name="calm")
+    monitor = Monitor(
+        CALM[LAYER], threshold=run.threshold(token), layer=LAYER, do="steer", steering=Add(push, layer=1), name="calm"
+    )
     spec = CaptureSpec(layers=[1, LAYER])
     params = {**GREEDY, **IGNORED, "max_tokens": 200}
     raw = await tiny.run(run.prompt, params, capture=spec, monitors=[monitor])
@@ -392,7 +396,7 @@ async def test_steering_begins_where_a_probe_says(tiny: SteerModel) -> None:
     plain, other = await tiny.generate(run.prompt, params, capture=spec)
     ((report,),) = raw.monitors
     start = report.steered_from
-    assert report.crossings[0].token == token
+    assert report.crossings[0].index == token
     assert len(run.prompt) + token < start < len(run.prompt) + 190
     inputs = [*handle.prompt_token_ids, *handle.output_token_ids[:-1]]
     known = await tiny.read(inputs, capture=spec, steering=Add(push, layer=1, tokens=slice(start, None)))
@@ -412,7 +416,9 @@ async def test_steering_begins_where_a_probe_says(tiny: SteerModel) -> None:
 async def test_samples_are_steered_or_say_that_they_were_not(tiny: SteerModel) -> None:
     """Of sixteen short texts whose probe fires at once, the receipt of each counts the rows that its report names."""
     prompt = random_prompt(20, 19)
-    monitor = Monitor(CALM[LAYER], -1e6, LAYER, do="steer", steering=Add(TRAITS["warm"][1], layer=1), name="calm")
+    monitor = Monitor(
+        CALM[LAYER], threshold=-1e6, layer=LAYER, do="steer", steering=Add(TRAITS["warm"][1], layer=1), name="calm"
+    )
     for length in (2, 24):
         params = {"max_tokens": length, "seed": 5, "n": 16, **IGNORED}
         raw = await tiny.run(prompt, params, monitors=[monitor])
@@ -437,7 +443,7 @@ async def test_a_server_steers_from_a_token_on(served: AsyncOpenAI, tiny: SteerM
         (report,), rows = result["monitors"], result["steering"]["rows"]
         assert (reason, counted) == ("length", 200)
         if fires:
-            assert report["crossings"][0]["token"] == token
+            assert report["crossings"][0]["index"] == token
             assert rows == [len(run.prompt) + 199 - report["steered_from"]] * 2
         else:
             assert (report["steered_from"], rows) == (None, [0, 0])
@@ -449,7 +455,7 @@ async def test_a_stop_string_and_a_probe_each_end_what_they_reach_first(tiny: St
     run = await run_of(tiny, 16)
     token = run.records[0]
     params = {**GREEDY, **IGNORED, "stop": ["this never comes, and holds text back"]}
-    monitor = Monitor(CALM[LAYER], run.threshold(token), LAYER, do="stop")
+    monitor = Monitor(CALM[LAYER], threshold=run.threshold(token), layer=LAYER, do="stop")
     chunks = [chunk async for chunk in tiny.stream(run.prompt, params, monitors=[monitor])]
     assert "".join(chunk.text for chunk in chunks) == await text_of(tiny, run, token + 1)
     for before, after in pairwise(chunks):
@@ -492,7 +498,7 @@ async def test_a_probe_is_read_of_projections_on_it(served: AsyncOpenAI) -> None
     )
     _, fields, last = await live(chunks)
     (report,) = last["results"][0]["monitors"]
-    positions, numbers = together(fields, 0, f"resid_post.{LAYER}")
+    positions, numbers = together(fields, 0, f"resid_post[{LAYER}]")
     known = numbers[20:, 1].double() * TRAITS["cold"][LAYER].double().norm() + 1.5
     assert [one["position"] for one in report["crossings"]] == positions[20:] == list(range(20, 43))
     assert [one["score"] for one in report["crossings"]] == pytest.approx(known.tolist(), rel=1e-6)
@@ -502,7 +508,7 @@ async def test_a_probe_is_read_of_projections_on_it(served: AsyncOpenAI) -> None
 async def test_rows_that_cannot_be_trusted_have_no_scores(tiny: SteerModel) -> None:
     """Steering that overflows fails the request, watched or not, and no other."""
     wild = Add(torch.full((128,), 3e38), 3.0, layer=1, tokens="generated")
-    monitor = Monitor(CALM[LAYER], 1e30, LAYER)
+    monitor = Monitor(CALM[LAYER], threshold=1e30, layer=LAYER)
     with pytest.raises((CaptureIncomplete, SteeringNotApplied), match="overflows"):
         await tiny.run(random_prompt(9, 61), GREEDY, steering=wild, monitors=[monitor])
     run = await run_of(tiny, 19)
@@ -528,7 +534,7 @@ async def test_a_client_that_leaves_ends_what_is_watched(served: AsyncOpenAI, ti
             await tiny.run(
                 random_prompt(30, 51),
                 {"max_tokens": 200, **IGNORED},
-                monitors=[Monitor(CALM[LAYER], 0.0, LAYER)],
+                monitors=[Monitor(CALM[LAYER], threshold=0.0, layer=LAYER)],
             )
     assert await settled(tiny) == (0, 0, 0)
 
@@ -580,10 +586,10 @@ async def test_what_does_not_fit_is_an_error_before_any_token(served: AsyncOpenA
 @pytest.mark.parametrize(
     ("asked", "error", "says"),
     [
-        ({"monitors": [Monitor(CALM[3], 0.0, 3, site="k")]}, PointNotArmed, "k"),
-        ({"monitors": [Monitor(CALM[3], 0.0, 9)]}, InvalidSpec, "layer 9"),
+        ({"monitors": [Monitor(CALM[3], threshold=0.0, layer=3, site="k")]}, PointNotArmed, "k"),
+        ({"monitors": [Monitor(CALM[3], threshold=0.0, layer=9)]}, InvalidSpec, "layer 9"),
         ({"monitors": "calm"}, InvalidSpec, "a list of Monitor"),
-        ({"monitors": [Monitor(CALM[3], 0.0, 3, tokens=[900])]}, InvalidSelection, "900"),
+        ({"monitors": [Monitor(CALM[3], threshold=0.0, layer=3, tokens=[900])]}, InvalidSelection, "900"),
     ],
 )
 async def test_a_local_call_refuses_what_does_not_fit(tiny: SteerModel, asked, error, says) -> None:
@@ -594,4 +600,4 @@ async def test_a_local_call_refuses_what_does_not_fit(tiny: SteerModel, asked, e
 async def test_sketches_have_no_monitors(tiny: SteerModel) -> None:
     async with tiny.sketch(layers=[1]):
         with pytest.raises(InvalidSpec, match="monitors= cannot be used inside"):
-            await tiny.run([3, 4, 5], GREEDY, monitors=[Monitor(CALM[3], 0.0, 3)])
+            await tiny.run([3, 4, 5], GREEDY, monitors=[Monitor(CALM[3], threshold=0.0, layer=3)])

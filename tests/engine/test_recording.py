@@ -243,8 +243,8 @@ async def test_each_site_is_recorded_in_its_codec(tiny: SteerModel, tmp_path) ->
         await served.openai.completions.create(model="tiny", prompt=prompt, **GREEDY)
         (found,) = await served.written(1)
     specs = [
-        CaptureSpec(layers=[1, 3], sites="resid_post", codec="rp8", k=64, seed=2),
-        CaptureSpec(layers=[1, 3], sites="mlp_out", codec="topk8", k=16),
+        CaptureSpec(layers=[1, 3], sites="resid_post", codec="rp8", codec_k=64, codec_seed=2),
+        CaptureSpec(layers=[1, 3], sites="mlp_out", codec="topk8", codec_k=16),
         CaptureSpec(layers=[1, 3], sites="attn_out"),
     ]
     for part, spec in zip(found.handles(), specs, strict=True):

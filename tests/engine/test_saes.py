@@ -50,7 +50,7 @@ async def test_features_come_exactly_as_the_library_reads_the_rows(tiny, tmp_pat
     """One request, alone: ids are equal, and values but for the rounding of another shape of matrix; streamed and saved, too."""
     sae = SAE.load(RandomSAE("jumprelu", WIDTH, FEATURES).write(tmp_path))
     other = SAE.load(RandomSAE("standard", WIDTH, 300, seed=5).write(tmp_path / "other"), input=(3, "mlp_out"))
-    prompt, params, both = random_prompt(40, 3), {"max_tokens": 6, **GREEDY}, CaptureSpec(sae=[sae, other], k=300)
+    prompt, params, both = random_prompt(40, 3), {"max_tokens": 6, **GREEDY}, CaptureSpec(sae=[sae, other], sae_k=300)
     _, read = await tiny.generate(prompt, params, capture=both)
     _, whole = await tiny.generate(prompt, params, capture=CaptureSpec(layers=[1, 3], sites=["resid_post", "mlp_out"]))
     await tiny.fetch_captures_batch([read, whole])
@@ -135,7 +135,7 @@ async def test_saes_make_room_for_each_other_and_are_refused_where_there_is_none
     prompt, params = random_prompt(5, 0), {"max_tokens": 2, **GREEDY}
     try:
         for sae in (*saes, saes[2], saes[0]):
-            _, handle = await tiny.generate(prompt, params, capture=CaptureSpec(sae=sae, k=5))
+            _, handle = await tiny.generate(prompt, params, capture=CaptureSpec(sae=sae, sae_k=5))
             handle.release()
             stats = await tiny.stats()
             assert stats.saes <= 2
@@ -160,7 +160,7 @@ async def test_what_cannot_be_read_is_refused_before_it_runs(tiny, tmp_path) -> 
     for spec, error, says in (
         (CaptureSpec(sae=wide), errors.InvalidSpec, "made for another model"),
         (CaptureSpec(sae=deep), errors.LayerOutOfRange, "is it of another model"),
-        (CaptureSpec(sae=sae, k=65), errors.InvalidSpec, "has 64 features"),
+        (CaptureSpec(sae=sae, sae_k=65), errors.InvalidSpec, "has 64 features"),
         (CaptureSpec(sae=[sae, sae]), errors.InvalidSpec, "two SAEs that read"),
         (CaptureSpec(sae="sae"), errors.InvalidSpec, "give an SAE"),
     ):
@@ -176,7 +176,7 @@ async def test_a_logit_is_what_features_and_the_rest_give_to_it(architecture, ti
     _, whole = await tiny.generate(
         prompt, params, capture=CaptureSpec(layers=[1, last], sites=["resid_pre", "resid_post"])
     )
-    _, read = await tiny.generate(prompt, params, capture=CaptureSpec(sae=sae, k=500))
+    _, read = await tiny.generate(prompt, params, capture=CaptureSpec(sae=sae, sae_k=500))
     await tiny.fetch_captures_batch([whole, read])
     table = logit_attribution(whole, tiny, sae, top=500)
     rows = whole.captures[last, "resid_post"]

@@ -201,8 +201,8 @@ async def test_bfloat16_edits_are_those_of_transformers(record_property) -> None
             edit = AddIf(
                 added,
                 probe,
-                threshold,
-                dose,
+                threshold=threshold,
+                scale=dose,
                 relative=relative,
                 layer=15,
                 site=site,

@@ -225,8 +225,8 @@ async def test_one_call_over_ten_times_the_memory(spilling, tiny, tiny_reference
     [
         CaptureSpec(sites=ALL_SITES),
         CaptureSpec(codec="full8"),
-        CaptureSpec(codec="topk8", k=8),
-        CaptureSpec(codec="rp8", k=32),
+        CaptureSpec(codec="topk8", codec_k=8),
+        CaptureSpec(codec="rp8", codec_k=32),
         CaptureSpec(sites=["attn_out", "mlp_out"], tokens="prompt"),
     ],
     ids=["all sites", "full8", "topk8", "rp8", "prompt"],

@@ -238,7 +238,7 @@ def asks_of(vectors: LayerVectors) -> dict[str, dict[str, Any]]:
         "spec": {"steering": SteeringSpec([replace(Add(vectors, layer=1), scale=0.5)])},
         "project": {"capture": CaptureSpec(project=vectors)},
         "directions": {"capture": CaptureSpec(project=DirectionSet({"it": vectors}))},
-        "monitors": {"monitors": [Monitor(vectors, 1e9, 1)]},
+        "monitors": {"monitors": [Monitor(vectors, threshold=1e9, layer=1)]},
     }
 
 

@@ -74,7 +74,7 @@ def spec_of(coding: Coding, sites: tuple[str, ...]) -> CaptureSpec:
     """What a user asks for rows in a codec."""
     codec = ENCODINGS[coding.encoding]
     k = coding.k if codec.default_k else None
-    return CaptureSpec(sites=sites, codec=coding.encoding, k=k, seed=coding.seed if codec.seeded else None)
+    return CaptureSpec(sites=sites, codec=coding.encoding, codec_k=k, codec_seed=coding.seed if codec.seeded else None)
 
 
 def compare(raw: CaptureHandle, coded: CaptureHandle, coding: Coding) -> float:

@@ -75,7 +75,7 @@ async def features_agree(
     params = {"max_tokens": 7, **GREEDY}
     layer, site = sae.input
     both = []
-    for spec in (CaptureSpec(sae=sae, k=k), CaptureSpec(layers=layer, sites=site)):
+    for spec in (CaptureSpec(sae=sae, sae_k=k), CaptureSpec(layers=layer, sites=site)):
         _, handles = await model.generate(prompts, params, capture=spec)
         await model.fetch_captures_batch(handles)
         both.append(handles)

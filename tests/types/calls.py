@@ -64,7 +64,7 @@ async def generations(model: SteerModel) -> None:
     assert_type(found.handle, CaptureHandle)
     assert_type(found.handles, tuple[CaptureHandle, ...] | None)
     assert_type(found.steering, tuple[SteeringReceipt, ...] | None)
-    watched = await model.run("Hello", PARAMS, monitors=[Monitor([1.0], 0.0, 4)])
+    watched = await model.run("Hello", PARAMS, monitors=[Monitor([1.0], threshold=0.0, layer=4)])
     assert_type(watched.monitors, tuple[tuple[MonitorReport, ...], ...] | None)
     assert_type(await model.run("Hello", capture_layers=4), Generation)
     assert_type(await model.run([1, 2, 3], capture=SPEC), Generation)

@@ -457,8 +457,8 @@ def test_workers_make_the_summary_of_rows_that_came_in_chunks(kind, ranks, total
                 {"at": "q[1]"},
                 {"reduce": "mean"},
                 {"codec": "full8"},
-                {"k": 8},
-                {"seed": 0},
+                {"codec_k": 8},
+                {"codec_seed": 0},
                 {"before_edits": True},
                 {"allow_nonfinite": True},
             )

@@ -590,7 +590,7 @@ def test_what_is_converted_is_what_was_there(directions, tmp_path) -> None:
     known = DirectionSet.load(directions)["kind"]
     gguf, pt, native = tmp_path / "a.gguf", tmp_path / "b.pt", tmp_path / "c.safetensors"
     assert call("vectors", "convert", directions, "--out", gguf, "--name", "kind", "--layers", "1:").exit_code == 0
-    assert load_control_vector(gguf) == LayerVectors({at: known[at] for at in (1, 2, 3)}, "kind", "tiny")
+    assert load_control_vector(gguf) == LayerVectors({at: known[at] for at in (1, 2, 3)}, name="kind", model="tiny")
     assert call("vectors", "convert", directions, "--out", pt, "--name", "kind", "--base", "1").exit_code == 0
     assert load_layers_pt(pt, base=1, name="kind", model="tiny") == known
     assert call("vectors", "convert", gguf, "--out", native, "--name", "better").exit_code == 0

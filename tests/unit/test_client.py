@@ -126,7 +126,12 @@ points = st.lists(
 captures = st.one_of(
     st.builds(CaptureSpec, layers=layers, sites=sites, codec=st.sampled_from([None, "raw", "full8", "int4"]), **rows),
     st.builds(
-        CaptureSpec, at=points, k=st.none() | st.integers(1, 99), codec=st.just("rp8"), seed=st.integers(0, 9), **rows
+        CaptureSpec,
+        at=points,
+        codec_k=st.none() | st.integers(1, 99),
+        codec=st.just("rp8"),
+        codec_seed=st.integers(0, 9),
+        **rows,
     ),
     st.builds(CaptureSpec, layers=layers, reduce=st.sampled_from(["mean", "sum", "max", "last"]), tokens=tokens),
     st.builds(CaptureSpec, layers=layers, attention=st.integers(1, 128), tokens=st.sampled_from(["all", slice(0, 9)])),
@@ -521,7 +526,7 @@ async def test_a_text_that_no_monitor_watched_is_withheld() -> None:
     """A server that knows no monitors answers as if none had been asked for."""
     async with model_of(JSONResponse({"choices": [choice()]})) as model:
         with pytest.raises(ServerFailure, match="does not report the monitors"):
-            await model.run("a", monitors=[steercap.Monitor(torch.ones(4), 1.0, 0)])
+            await model.run("a", monitors=[steercap.Monitor(torch.ones(4), threshold=1.0, layer=0)])
 
 
 async def test_arguments_that_a_server_does_not_take_are_refused_by_name() -> None:

@@ -370,11 +370,15 @@ def test_labels_are_read_beside_their_texts(tmp_path) -> None:
 
 def test_the_file_is_the_codec_of_a_capture(tmp_path) -> None:
     path = SiteCodecs.parse(["resid_post=rp8,k=64", "neurons=topk8,k=32", "mlp_out=rp8,k=64"]).save(tmp_path / "c.json")
-    assert RowOptions(f"@{path}").coding(["resid_post", "mlp_out"]) == {"codec": "rp8", "k": 64, "seed": None}
-    assert RowOptions(f"@{path}").coding(["neurons"]) == {"codec": "topk8", "k": 32, "seed": None}
-    assert RowOptions("rp8", 16, 2).coding(["neurons"]) == {"codec": "rp8", "k": 16, "seed": 2}
+    assert RowOptions(f"@{path}").coding(["resid_post", "mlp_out"]) == {
+        "codec": "rp8",
+        "codec_k": 64,
+        "codec_seed": None,
+    }
+    assert RowOptions(f"@{path}").coding(["neurons"]) == {"codec": "topk8", "codec_k": 32, "codec_seed": None}
+    assert RowOptions("rp8", 16, 2).coding(["neurons"]) == {"codec": "rp8", "codec_k": 16, "codec_seed": 2}
     seeded = SiteCodecs.parse(["z=rp16,k=8,seed=5", "q=raw"]).save(tmp_path / "d.json")
-    assert RowOptions(f"@{seeded}").coding(["z"]) == {"codec": "rp16", "k": 8, "seed": 5}
+    assert RowOptions(f"@{seeded}").coding(["z"]) == {"codec": "rp16", "codec_k": 8, "codec_seed": 5}
     assert CaptureSpec(**RowOptions(f"@{seeded}").coding(["q"])).codec == "raw"
     (tmp_path / "a.txt").write_text("a")
     for command in (("capture", "a", "--out", "o"), ("collect", str(tmp_path / "a.txt"), "--out", "o")):

@@ -32,6 +32,7 @@ from steercap.errors import (
 )
 from steercap.lab.datasets import DatasetFolder
 from steercap.lab.datasets.collecting import ByPredicate, ByProbe, OneIn, open_source
+from steercap.lab.datasets.collecting.calls import _kept, collect
 from steercap.lab.datasets.collecting.documents import CorpusDocument, Cutting, NotDocument, Window, content_of
 from steercap.lab.datasets.collecting.feeding import feed
 from steercap.lab.datasets.collecting.reading import Block, Ended
@@ -477,14 +478,14 @@ def test_a_probe_keeps_what_lies_far_along_it():
     rows = torch.tensor([[1.0, 0.0], [0.0, 5.0], [3.0, 1.0]])
     captures = Captures({Point(1, "resid_post"): rows}, 4)
     probe = LayerVectors({1: torch.tensor([2.0, 0.0])})
-    kept = ByProbe(probe, 1, above=2.0).kept(window(3), 3, np.arange(3), np.arange(3), captures)
+    kept = ByProbe(probe, layer=1, above=2.0).kept(window(3), 3, np.arange(3), np.arange(3), captures)
     assert kept.tolist() == [True, False, True]
-    between = ByProbe(probe, 1, above=2.0, below=5.0)
+    between = ByProbe(probe, layer=1, above=2.0, below=5.0)
     assert between.kept(window(3), 3, np.arange(3), np.arange(3), captures).tolist() == [True, False, False]
     with pytest.raises(InvalidSpec, match="threshold"):
-        ByProbe(probe, 1)
+        ByProbe(probe, layer=1)
     with pytest.raises(InvalidSpec, match="layer 2"):
-        ByProbe(probe, 2, above=0.0)
+        ByProbe(probe, layer=2, above=0.0)
 
 
 def test_samples_say_what_they_depend_on():
@@ -499,11 +500,18 @@ def test_samples_say_what_they_depend_on():
         OneIn(2, of="prompt"),
         ByPredicate(lambda _, i: i > 0, name="a"),
         ByPredicate(lambda _, i: i > 0, name="b"),
-        ByProbe(probe, 1, above=1.0),
-        ByProbe(probe, 1, below=1.0),
-        ByProbe(LayerVectors({1: torch.tensor([2.0, 0.5])}), 1, above=1.0),
+        ByProbe(probe, layer=1, above=1.0),
+        ByProbe(probe, layer=1, below=1.0),
+        ByProbe(LayerVectors({1: torch.tensor([2.0, 0.5])}), layer=1, above=1.0),
     ]
     assert len({json.dumps(one.described(), sort_keys=True) for one in samples}) == len(samples)
+
+
+async def test_a_seed_of_sampling_is_not_taken_for_that_of_a_codec(tmp_path) -> None:
+    """`seed=` beside a codec once left the codec's seed at 0, without a word."""
+    with pytest.raises(InvalidSpec, match="give codec_seed= for the matrix of a codec"):
+        await collect(None, ["a"], tmp_path, layers=[1], codec="rp8", codec_k=64, seed=3)  # type: ignore[arg-type]
+    assert _kept(None, None, codec="rp8", codec_k=64, codec_seed=3)[0].codec_seed == 3
 
 
 def test_seeds_of_documents_are_all_different():

@@ -169,7 +169,7 @@ def test_what_was_measured_at_a_layer_goes_with_it() -> None:
     for one in (some, dataclasses.replace(some, provenance=mine.provenance)):  # the latter as in files of before
         found = suggested_layer(one, "d0a")
         assert found is not None
-        assert (found.layer, found.layers) == (5, 1)
+        assert (found.layer, found.layer_count) == (5, 1)
 
 
 def test_sets_are_joined_only_if_they_were_made_alike() -> None:

@@ -407,11 +407,29 @@ BY_LAYER = LayerVectors({layer: [1.0, 2.0] for layer in (3, 5, 30)}, site="attn_
 def test_vectors_by_layer_that_lack_the_layer_say_what_they_have(scope, given, says) -> None:
     """No vector of another layer, site or meaning is taken, and no number of a layer for a number of a vector."""
     scope = {"site": "attn_out"} | scope
-    one_layer = [lambda: Monitor(given, 0.5, **scope)] if "layer" in scope else []
+    one_layer = [lambda: Monitor(given, threshold=0.5, **scope)] if "layer" in scope else []
     for make in (lambda: Add(given, **scope), *one_layer):
         with pytest.raises(InvalidVector) as raised:
             make()
         assert says in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Add(V, 2.0, True, layer=1),
+        lambda: AddIf(V, V, 2.0, layer=1),
+        lambda: Cap(V, 2.5, layer=1),
+        lambda: SAEFeature(V, V, 1.0, 0.5, layer=1),
+        lambda: LowRank([V], [V], [1.0], layer=1),
+        lambda: Monitor(V, 1.0, layer=1),
+    ],
+    ids=["Add", "AddIf", "Cap", "SAEFeature", "LowRank", "Monitor"],
+)
+def test_numbers_of_unclear_meaning_are_given_by_name(make) -> None:
+    """`Cap(v, 2.5)` once set the lower bound, and `AddIf(v, probe, 2.0)` the threshold."""
+    with pytest.raises(TypeError, match="positional arguments"):
+        make()
 
 
 def test_layers_are_numbers_of_any_library() -> None:
@@ -685,7 +703,7 @@ def test_an_edit_knows_the_model_of_its_vectors(tmp_path: Path) -> None:
     assert spec.sha256 == SteeringSpec([Add([1.0, 2.0], layer=1), SteeringSpec([Ablate([1.0, 2.0], layer=1)])]).sha256
     read = SteeringSpec.load(spec.save(tmp_path / "spec.safetensors"))
     assert [one.model for one in read.of_rows()] == ["gpt2", "gpt2"]
-    assert Monitor(made, 0.5, 1).model == "gpt2"
+    assert Monitor(made, threshold=0.5, layer=1).model == "gpt2"
     again = Add(LayerVectors({1: [1.0, 2.0]}, model="openai/GPT2"), layer=1)
     mixed = SteeringSpec([edit, Add([1.0, 2.0], layer=1), again])
     read = SteeringSpec.load(mixed.save(tmp_path / "mixed.safetensors"))

@@ -236,7 +236,7 @@ def test_values_read_beside_a_bias_by_older_versions_are_refused(tmp_path) -> No
 def test_random_edits_are_as_long() -> None:
     """A vector keeps its norm; a low-rank edit its singular values and all products of what it reads and writes."""
     own = vectors(1)
-    low = LowRank(torch.randn(2, WIDTH), torch.randn(2, WIDTH), torch.randn(2), layer=1, scale=2)
+    low = LowRank(torch.randn(2, WIDTH), torch.randn(2, WIDTH), bias=torch.randn(2), layer=1, scale=2)
     spec = SteeringSpec([Add(own[1], layer=1, scale=0.5), low])
     add, turned = random_spec(spec, "mine", 0, 0).edits
     assert float(add.vector.norm()) == pytest.approx(float(own[1].norm()), rel=1e-6)

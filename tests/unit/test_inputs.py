@@ -271,8 +271,9 @@ def sites() -> Iterator[Site]:
         "tokens": "tokens",
         "reduce": "reduce?",
         "codec": "codec?",
-        "k": "?",
-        "seed": "?",
+        "codec_k": "?",
+        "codec_seed": "?",
+        "sae_k": "?",
         "before_edits": "flag",
         "project": "?",
     }.items():

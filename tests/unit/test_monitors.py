@@ -59,10 +59,10 @@ def test_a_monitor_says_what_is_wrong_with_it(wrong, error, says) -> None:
 
 def test_monitors_have_names_of_their_own() -> None:
     """Those without one have their number."""
-    one = Monitor(PROBE, 0.0, 1)
+    one = Monitor(PROBE, threshold=0.0, layer=1)
     assert monitors_of([one, one]) == (one, one)
     with pytest.raises(InvalidSpec, match="a name= of its own"):
-        monitors_of([one, Monitor(PROBE, 0.0, 1, name="0")])
+        monitors_of([one, Monitor(PROBE, threshold=0.0, layer=1, name="0")])
     with pytest.raises(InvalidSpec, match="may have 64"):
         monitors_of([one] * 65)
     with pytest.raises(InvalidSpec, match="list of Monitor"):
@@ -70,16 +70,20 @@ def test_monitors_have_names_of_their_own() -> None:
 
 
 def test_a_score_at_the_threshold_is_not_beyond_it() -> None:
-    assert not Monitor(PROBE, 1.0, 1).fires(1.0)
-    assert not Monitor(PROBE, 1.0, 1, above=False).fires(1.0)
-    assert Monitor(PROBE, 1.0, 1).fires(1.1)
-    assert Monitor(PROBE, 1.0, 1, above=False).fires(0.9)
+    assert not Monitor(PROBE, threshold=1.0, layer=1).fires(1.0)
+    assert not Monitor(PROBE, threshold=1.0, layer=1, above=False).fires(1.0)
+    assert Monitor(PROBE, threshold=1.0, layer=1).fires(1.1)
+    assert Monitor(PROBE, threshold=1.0, layer=1, above=False).fires(0.9)
 
 
 def test_points_keep_as_many_products_each() -> None:
     """Each monitor finds its own; where a point has fewer probes, they come again."""
     other = Point(2, "resid_post")
-    probes = [Monitor([2.0, 0.0], 0.0, 2), Monitor([0.0, 3.0], 0.0, 1), Monitor([1.0, 1.0], 0.0, 2)]
+    probes = [
+        Monitor([2.0, 0.0], threshold=0.0, layer=2),
+        Monitor([0.0, 3.0], threshold=0.0, layer=1),
+        Monitor([1.0, 1.0], threshold=0.0, layer=2),
+    ]
     projected, columns = compile_probes(probes, [other, POINT, other], {POINT: 4, other: 7})
     assert (columns, projected.points, projected.names) == ((0, 0, 1), (POINT, other), ("0", "1"))
     (data,) = projected.lowered.vectors.values()
@@ -90,7 +94,11 @@ def test_points_keep_as_many_products_each() -> None:
 
 def test_probes_of_one_request_are_of_one_width() -> None:
     with pytest.raises(InvalidSpec, match="one width"):
-        compile_probes([Monitor([1.0], 0.0, 1), Monitor([1.0, 2.0], 0.0, 1)], [POINT, POINT], {POINT: 0})
+        compile_probes(
+            [Monitor([1.0], threshold=0.0, layer=1), Monitor([1.0, 2.0], threshold=0.0, layer=1)],
+            [POINT, POINT],
+            {POINT: 0},
+        )
 
 
 # What a watch makes of outputs
@@ -158,14 +166,14 @@ async def seen(watch: Watch, runs: Runs, *, final: bool = False) -> list[Request
     return [output async for output in outputs]
 
 
-STOP = Monitor(PROBE, 45.0, 1, do="stop", name="stop")
+STOP = Monitor(PROBE, threshold=45.0, layer=1, do="stop", name="stop")
 
 
 @pytest.mark.parametrize("new", [False, True])
 async def test_a_text_ends_within_what_came_at_once(new) -> None:
     """The fourth of five new tokens fires: the fifth is never handed on, and vLLM's request is closed."""
     runs = Runs((0, [1], None), (0, [2, 3, 4, 5, 6], None), (0, [7], "length"), new=new)
-    watch = watch_of(STOP, Monitor(PROBE, 15.0, 1, name="note"))
+    watch = watch_of(STOP, Monitor(PROBE, threshold=15.0, layer=1, name="note"))
     found = await seen(watch, runs)
     tokens = [token for one in found for token in one.outputs[0].token_ids] if new else found[-1].outputs[0].token_ids
     assert tokens == [1, 2, 3, 4, 5]
@@ -175,8 +183,8 @@ async def test_a_text_ends_within_what_came_at_once(new) -> None:
     assert (found[-1].outputs[0].finish_reason, found[-1].outputs[0].stop_reason) == (STOPPED, "stop")
     assert runs.closed
     stop, note = watch.reports()
-    assert [(one.token, one.position, one.score) for one in stop.crossings] == [(4, PROMPT + 4, 50.0)]
-    assert [one.token for one in note.crossings] == [1, 2, 3, 4]
+    assert [(one.index, one.position, one.score) for one in stop.crossings] == [(4, PROMPT + 4, 50.0)]
+    assert [one.index for one in note.crossings] == [1, 2, 3, 4]
     assert (stop.scored, note.scored, stop.stopped, note.stopped) == (5, 5, True, False)
 
 
@@ -213,7 +221,7 @@ async def test_a_sample_that_has_ended_says_no_more(final) -> None:
 
 async def test_steering_begins_once_for_each_sample() -> None:
     """Where its monitor first fires, unless the text has ended by then."""
-    steer = Monitor(PROBE, 15.0, 1, do="steer", steering=Add([0.0, 1.0], layer=1), name="steer")
+    steer = Monitor(PROBE, threshold=15.0, layer=1, do="steer", steering=Add([0.0, 1.0], layer=1), name="steer")
     runs = Runs(
         (0, [1], None), (0, [2, 3], None), (1, [1], None), (0, [4] * 3, "length"), (1, [2, 3], "length"), new=True
     )
@@ -230,7 +238,7 @@ async def test_steering_that_comes_too_late_says_so(new, more) -> None:
     """The first row that could be edited is that of `PROMPT + 4`, and the last token of a text has none: a text that
     has ended by then was not steered, and its report says that, and not a position.
     """
-    steer = Monitor(PROBE, 15.0, 1, do="steer", steering=Add([0.0, 1.0], layer=1), name="steer")
+    steer = Monitor(PROBE, threshold=15.0, layer=1, do="steer", steering=Add([0.0, 1.0], layer=1), name="steer")
     tokens = [[1], [2, 3], [0] * (1 + more)]
     watch = watch_of(steer)
     await seen(watch, Runs((0, tokens[0], None), (0, tokens[1], None), (0, tokens[2], "length"), new=new))
@@ -242,7 +250,7 @@ async def test_steering_that_comes_too_late_says_so(new, more) -> None:
 
 async def test_samples_that_fire_together_begin_together() -> None:
     """One question to the workers for all of them: none waits for another's answer."""
-    steer = Monitor(PROBE, 15.0, 1, do="steer", steering=Add([0.0, 1.0], layer=1), name="steer")
+    steer = Monitor(PROBE, threshold=15.0, layer=1, do="steer", steering=Add([0.0, 1.0], layer=1), name="steer")
     runs = Together((0, [2], None), (0, [3], None), (0, [0, 0, 0], "length"), new=True)
     watch = watch_of(steer, samples=16)
     await seen(watch, runs)
@@ -275,7 +283,7 @@ async def test_a_row_without_a_score_is_an_error(value) -> None:
 
 async def test_products_are_scaled_to_the_probe() -> None:
     """What `project=` keeps are products with a probe at length 1; scores are those with the probe, and its bias."""
-    monitor = Monitor([3.0, 4.0], 0.0, 1, bias=0.5)
+    monitor = Monitor([3.0, 4.0], threshold=0.0, layer=1, bias=0.5)
     captures = Captures({POINT: torch.tensor([[9.0, 2.0], [9.0, -1.0]])}, 4)
     monitor_reader = MonitorReader(monitor, "0", POINT, (), 1, monitor.length)
     assert monitor_reader.scores(captures).tolist() == pytest.approx([10.5, -4.5])
@@ -286,7 +294,7 @@ def test_a_score_is_the_same_whatever_else_is_kept(size) -> None:
     """A row on the threshold: from products on the worker, and from rows. The products of probes are as exact as these."""
     probe = np.array([3, 4, -1], np.float32) * np.float32(size)
     rows = torch.tensor([[1.0, 1.0, 0.0], [-7.0, 2.5, 11.0]])
-    monitor = Monitor(probe, 0.0, 1)
+    monitor = Monitor(probe, threshold=0.0, layer=1)
     projected, (column,) = compile_probes([monitor], [POINT], {POINT: 0})
     (data,) = projected.lowered.vectors.values()
     coding, schema = Coding("projected", 1), PointSchema((3,), "float32")
@@ -320,7 +328,7 @@ async def test_numbers_go_out_with_the_next_event_of_their_choice() -> None:
     await answer(body(0))
     await answer(body(1))
     await answer(body(1))
-    call.live.append(Live(0, "crossings", {"token": 7}))
+    call.live.append(Live(0, "crossings", {"index": 7}))
     call.results.append({"choice": 0})
     await answer({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
     events = [event.removeprefix(b"data: ") for event in bytes(sent).split(b"\n\n")[:-1]]
@@ -329,7 +337,7 @@ async def test_numbers_go_out_with_the_next_event_of_their_choice() -> None:
     assert "steercap" not in first
     assert second["steercap"] == {"scores": [{"choice": 1, "positions": [3]}]}
     assert "steercap" not in third
-    assert last["steercap"] == {"results": [{"choice": 0}], "crossings": [{"choice": 0, "token": 7}]}
+    assert last["steercap"] == {"results": [{"choice": 0}], "crossings": [{"choice": 0, "index": 7}]}
 
 
 def test_widths_are_those_of_the_rows() -> None:
@@ -337,4 +345,4 @@ def test_widths_are_those_of_the_rows() -> None:
 
     schema = PointSchema((3,), "float32")
     with pytest.raises(InvalidVector, match="width 2"):
-        check_widths([Monitor(PROBE, 0.0, 1)], [POINT], {POINT: schema})
+        check_widths([Monitor(PROBE, threshold=0.0, layer=1)], [POINT], {POINT: schema})

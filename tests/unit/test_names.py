@@ -64,6 +64,7 @@ def test_a_name_says_its_site_and_maybe_its_layer(name, site, layer) -> None:
         ("model.layers[5].mlp.input[-1]", "gives its layer twice, 5 and -1"),
         ("model.layers[-1].mlp.input", "brackets hold the number of one layer"),
         ("model.layers[0:3].mlp.input", "brackets hold the number of one layer"),
+        ("resid_post.5", r"did you mean 'resid_post\[5\]'\?"),
         (f"resid_post[{'9' * 5000}]", "no model has so many layers"),
         (f"blocks.{'9' * 5000}.hook_resid_post", "no model has so many layers"),
         (f"model.layers.{'9' * 5000}.mlp.input", "no model has so many layers"),

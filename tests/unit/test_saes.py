@@ -403,12 +403,17 @@ def test_a_spec_with_an_sae_asks_for_nothing_else(tmp_path) -> None:
         {"sites": "mlp_out"},
         {"reduce": "mean"},
         {"codec": "full8"},
-        {"seed": 1},
+        {"codec_seed": 1},
+        {"codec_k": 3},
         {"sae": []},
     ):
         with pytest.raises(InvalidSpec):
             CaptureSpec(**{"sae": sae, **given})
-    assert CaptureSpec(sae=[sae], k=3).saes == CaptureSpec(sae=sae).saes
+    with pytest.raises(InvalidSpec, match="codec_k=3 cannot hold; give sae_k="):
+        CaptureSpec(sae=sae, codec_k=3)
+    with pytest.raises(InvalidSpec, match="sae_k=3 is for sae=, which is not given"):
+        CaptureSpec(codec="rp8", sae_k=3)
+    assert CaptureSpec(sae=[sae], sae_k=3).saes == CaptureSpec(sae=sae).saes
 
 
 def test_a_point_that_is_split_is_refused(tmp_path) -> None:

@@ -624,7 +624,7 @@ def test_folders_of_what_comes_with_steercap_keep_their_names() -> None:
         (OneIn(4), {"tokens": "'all'", "one_in": 4, "seed": 0}),
         (ByPredicate(np.equal, name="mine"), {"tokens": "'all'", "predicate": "mine"}),
         (
-            ByProbe(vectors(), 2, above=0.5),
+            ByProbe(vectors(), layer=2, above=0.5),
             {
                 "tokens": "'all'",
                 "probe": "8a59f4faf430796775b04a8275c706f1bb9c2a871b3093a31b6e94ecdf9a424f",

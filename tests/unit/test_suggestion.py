@@ -9,6 +9,7 @@ import pytest
 import torch
 from scipy.stats import mannwhitneyu
 
+from steercap.errors import UnknownName
 from steercap.lab.directions import Suggestion, chance_band, suggested_layer
 from steercap.lab.directions.methods import middle_of_best, runs_of
 from steercap.steering import DirectionSet, LayerVectors, Provenance
@@ -99,6 +100,8 @@ def test_a_suggestion_says_why_and_what_chance_gives() -> None:
     assert (strong.layer, strong.tied, strong.is_chance) == (2, (2,), False)
     assert "is the highest" in strong.reason
     assert of({}, (0, 0)) is None
+    with pytest.raises(UnknownName, match="no direction 'joi'; did you mean 'joy'"):
+        suggested_layer(DirectionSet({"joy": vectors}), "joi")
 
 
 def test_layers_in_few_words() -> None:

@@ -145,7 +145,7 @@ def some_edits(width: int) -> dict[str, Edit]:
         "add relative": Add(v, scale=0.3, relative=True, **at),
         "add_if": AddIf(v, u, threshold=0.2, bias=0.1, **at),
         "add_if relative": AddIf(v, u, threshold=0.2, scale=0.4, relative=True, **at),
-        "low_rank": LowRank(drawn(3, width, seed=4), drawn(3, width, seed=5), drawn(3, seed=6), scale=0.1, **at),
+        "low_rank": LowRank(drawn(3, width, seed=4), drawn(3, width, seed=5), bias=drawn(3, seed=6), scale=0.1, **at),
         "ablate": Ablate(v, keep=0.3, **at),
         "cap": Cap(v, low=-0.2, high=0.1, **at),
         "set_projection": SetProjection(v, value=1.5, **at),

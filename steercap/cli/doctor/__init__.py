@@ -54,7 +54,7 @@ async def start(model: ModelOptions, terminal: Terminal) -> Check:
             seconds = time.monotonic() - begun
             runner = "V2" if open_model.engine.vllm_config.use_v2_model_runner else "V1"
             points = len(open_model.points)
-            layers = ", ".join(f"{name} {code or 'of unknown code'}" for name, code in open_model.layers.items())
+            layers = ", ".join(f"{name} {code or 'of unknown code'}" for name, code in open_model.layer_code.items())
             known = "compared with transformers'" if open_model.verified else "not compared with transformers', proved"
             claims = len(open_model.proof)
     except SteercapError as error:

@@ -61,7 +61,7 @@ class Encoding(ABC):
     align: ClassVar[int] = LINE_BYTES
     #: True if `CaptureSpec(codec=)` accepts it; the others follow from `reduce=`, `project=` and `calibration=`.
     is_codec: ClassVar[bool] = False
-    #: Numbers stored per row if `CaptureSpec(k=)` is not given; 0 if the encoding has no `k`.
+    #: Numbers stored per row if `CaptureSpec(codec_k=)` is not given; 0 if the encoding has no `k`.
     default_k: ClassVar[int] = 0
     #: True if rows store 16-bit indices of elements.
     indexed: ClassVar[bool] = False
@@ -239,6 +239,7 @@ def codec_of(name: str, k: int | None = None, seed: int | None = None) -> Coding
     for parameter, value, having in parameters:
         if value is not None and name not in having:
             raise InvalidSpec(
-                f"{parameter}={value} with codec={name!r}, which has no such parameter; {', '.join(having)} have it"
+                f"codec_{parameter}={value} with codec={name!r}, which has no such parameter; "
+                f"{', '.join(having)} have it"
             )
     return Coding(name, codecs[name].default_k if k is None else k, seed or 0)

@@ -133,14 +133,14 @@ class Suggestion:
             texts.
         chance: 95 % chance range of all layers' AUCs, see `chance_band`.
         tied: layers with this AUC, up to rounding.
-        layers: number of layers compared.
+        layer_count: number of layers compared.
     """
 
     layer: int
     auc: float
     chance: tuple[float, float]
     tied: tuple[int, ...]
-    layers: int
+    layer_count: int
 
     @property
     def is_chance(self) -> bool:
@@ -154,8 +154,8 @@ class Suggestion:
             why = f"its AUC, {self.auc:.3f}, is the highest"
         else:
             why = (
-                f"{len(self.tied)} of {self.layers} layers tie at AUC {self.auc:.3f}, and it is in the middle of the "
-                "longest run of them"
+                f"{len(self.tied)} of {self.layer_count} layers tie at AUC {self.auc:.3f}, and it is in the middle of "
+                "the longest run of them"
             )
         if self.is_chance:
             return (
@@ -174,8 +174,12 @@ def suggested_layer(directions: DirectionSet, name: str) -> Suggestion | None:
 
     Returns:
         The suggestion, with its AUC, the chance range and the layers that tie; None if no texts of one kind were held
-        out, or there is no direction of the name.
+        out.
+
+    Raises:
+        UnknownName: there is no direction of the name.
     """
+    _ = directions[name]
     known = directions.provenance
     measured, held_out = known.auc.get(name, {}), known.held_out.get(name, (0, 0))
     auc = {layer: value for layer, value in measured.items() if layer in directions.layers}  # old files have others too

@@ -8,7 +8,7 @@ arXiv:2409.05907. Representation fine-tuning: Wu et al. 2024, arXiv:2404.03592. 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Final
 
 import torch
@@ -31,6 +31,7 @@ class Add(Edit):
 
     vector: Vector
     scale: float = 1.0
+    _: KW_ONLY
     relative: bool = False
 
     def _check(self) -> None:
@@ -64,6 +65,7 @@ class AddIf(Edit):
 
     vector: Vector
     probe: Vector
+    _: KW_ONLY
     threshold: float = 0.0
     scale: float = 1.0
     bias: float = 0.0
@@ -109,6 +111,7 @@ class LowRank(Edit):
 
     read: Vector
     write: Vector
+    _: KW_ONLY
     bias: Vector | None = None
     scale: float = 1.0
 
@@ -161,6 +164,7 @@ class SAEFeature(Edit):
     encoder: Vector
     decoder: Vector
     value: float
+    _: KW_ONLY
     bias: float = 0.0
     decoder_bias: Vector | None = None
     threshold: float = 0.0

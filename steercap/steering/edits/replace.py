@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from math import inf
 from typing import Any, Final, cast
 
@@ -163,6 +163,7 @@ class Cap(Edit):
     """
 
     vector: Vector
+    _: KW_ONLY
     low: float | None = None
     high: float | None = None
 

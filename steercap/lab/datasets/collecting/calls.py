@@ -39,7 +39,8 @@ async def collect(
     layers: Layers | None = None,
     sites: str | Sequence[str] | None = None,
     codec: str | None = None,
-    k: int | None = None,
+    codec_k: int | None = None,
+    codec_seed: int | None = None,
     attention: int | None = None,
     capture: CaptureSpec | None = None,
     tokens: Tokens | TokenSelection | TokenSample | None = None,
@@ -72,7 +73,7 @@ async def collect(
             messages, or mappings that hold one of these; or an opened `DocumentSource`: see
             `steercap.lab.datasets.collecting.open_source`.
         folder: folder to write the data set to: a path, or the URL of an fsspec file system.
-        layers, sites, codec, k, attention: shorthand for `capture=CaptureSpec(layers=..., ...)`.
+        layers, sites, codec, codec_k, codec_seed, attention: shorthand for `capture=CaptureSpec(layers=..., ...)`.
         capture: spec of the rows to keep, without `reduce`, `project`, `sae` and `gather=False`.
         tokens: selection of tokens whose rows are kept: as for `CaptureSpec`, or `OneIn`, `ByProbe`, `ByPredicate`; by
             default those of `capture`. Positions count from the start of each window.
@@ -112,7 +113,10 @@ async def collect(
         MissingExtra: the extra `datasets`, or with `ray` the extra `ray`, is not installed.
         The errors of `generate`.
     """
-    kept, chosen = _kept(capture, tokens, layers=layers, sites=sites, codec=codec, k=k, attention=attention)
+    coding = {"codec": codec, "codec_k": codec_k, "codec_seed": codec_seed}
+    kept, chosen = _kept(capture, tokens, layers=layers, sites=sites, attention=attention, **coding)
+    if seed and params is None:
+        raise InvalidSpec(f"seed={seed} is that of sampling with params=; give codec_seed= for the matrix of a codec")
     asked = CollectArguments(
         capture=kept,
         tokens=chosen,
@@ -144,7 +148,8 @@ def activations(
     layers: Layers | None = None,
     sites: str | Sequence[str] | None = None,
     codec: str | None = None,
-    k: int | None = None,
+    codec_k: int | None = None,
+    codec_seed: int | None = None,
     capture: CaptureSpec | None = None,
     tokens: Tokens | TokenSelection | TokenSample | None = None,
     context: int | None = None,
@@ -173,7 +178,7 @@ def activations(
     Args:
         model: an open model.
         corpus: corpus as for `collect`.
-        layers, sites, codec, k, capture, tokens: rows to capture and their encoding, as for `collect`.
+        layers, sites, codec, codec_k, codec_seed, capture, tokens: rows to keep and their encoding, as for `collect`.
         context, long, bos, chat_template_kwargs, sampling_params, steering, concurrency: settings as for `collect`.
         batch_size: rows in a batch.
         buffer: number of rows in memory from which a batch is drawn, at least `batch_size`. A quarter more may queue.
@@ -197,7 +202,8 @@ def activations(
         ModelClosed: the model was never started, or is closed.
         WrongEventLoop: the model was started in another event loop.
     """
-    kept, chosen = _kept(capture, tokens, layers=layers, sites=sites, codec=codec, k=k)
+    coding = {"codec": codec, "codec_k": codec_k, "codec_seed": codec_seed}
+    kept, chosen = _kept(capture, tokens, layers=layers, sites=sites, **coding)
     if kept.attention is not None:
         raise InvalidSpec(f"attention={kept.attention}: batches hold rows; use collect() to keep targets of attention")
     asked = CollectArguments(

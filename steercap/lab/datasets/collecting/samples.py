@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -227,6 +227,7 @@ class ByProbe(TokenSample):
     """
 
     probe: LayerVectors
+    _: KW_ONLY
     layer: int
     above: float | None = None
     below: float | None = None
