@@ -48,7 +48,7 @@ class RowOptions:
     codec_k: Annotated[int | None, _row(help="Values stored per row, for topk8, rp8 and rp16.")] = None
     codec_seed: Annotated[int | None, _row(help="Seed of the random matrix of rp8 and rp16.")] = None
     capture_bytes: Annotated[int | None, _row(help="Maximum shared memory for rows on each worker, in bytes.")] = None
-    arena_bytes: Annotated[int | None, _row(help="Device memory that rows pass through, in bytes.")] = None
+    device_ring_bytes: Annotated[int | None, _row(help="Device memory that rows pass through, in bytes.")] = None
     reduce_bytes: Annotated[int | None, _row(help="Maximum device memory for running reductions, in bytes.")] = None
     overflow: Annotated[str | None, _row(help="When memory for rows is full: wait, error or spill (to disk).")] = None
     overflow_timeout: Annotated[
