@@ -18,7 +18,7 @@ from steercap.core.prompts import tokens_of
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
 from steercap.core.tokens import TokenSelection
-from steercap.errors import EngineFailure, InvalidFile, InvalidSelection, InvalidSpec
+from steercap.errors import EngineFailure, InvalidFile, InvalidSelection, InvalidSpec, UnknownName
 from steercap.lab.mechanism.patching import (
     Effects,
     Grid,
@@ -84,6 +84,7 @@ def test_elements_of_a_head_are_its_part_of_the_row() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "says"),
     [
+        (lambda: Grid(sites=["z", "resid"]), UnknownName, "unknown site 'resid'; did you mean"),
         (lambda: Grid(heads="some"), InvalidSpec, "heads='some'"),
         (lambda: Grid(heads=[1, 1]), InvalidSpec, "several that differ"),
         (lambda: Grid(heads=[True]), InvalidSpec, "heads="),

@@ -915,6 +915,7 @@ def test_the_command_trains_each_trait_of_a_file(tmp_path, monkeypatch) -> None:
         ({"prompt": "a", "response": "b"}, ["--layers", "1", "--edit", "low_rank", "--norm", "1"], "--norm"),
         ({"prompt": "a", "response": "b"}, ["--layers", "1", "--edit", "low_rank", "--relative"], "--relative"),
         ({"prompt": "a", "response": "b"}, ["--edit", "none.safetensors", "--site", "attn_out"], "--site"),
+        ({"prompt": "a", "response": "b"}, ["--layers", "1", "--site", "resid"], "unknown site 'resid'"),
     ],
 )
 def test_the_command_says_what_is_wrong_before_it_loads_a_model(tmp_path, monkeypatch, line, more, says) -> None:
