@@ -30,7 +30,7 @@ from steercap.lab.mechanism.views import TokenHeatmap, heatmap_of, heatmap_of_la
 from steercap.lab.mechanism.views.heatmap import colour, contrast, ink
 from steercap.lab.studies import StudyFolder, Table, Value, check_same
 from steercap.lab.studies.running import measures_of
-from steercap.lab.studies.sweeps import MEASURES, OPERATIONS, Answered, Condition, Sweep, SweepResults
+from steercap.lab.studies.sweeps import MEASURES, OPERATIONS, Answered, Sweep, SweepCondition, SweepResults
 from steercap.lab.studies.sweeps.grid import SWEEP
 from steercap.lab.studies.sweeps.running import _answer, mean_of, open_folder, run_sweep
 from steercap.lab.studies.sweeps.summaries import Mean, Record, _figure
@@ -61,7 +61,7 @@ def sweep(**changed) -> Sweep:
 def test_every_sweep_has_its_controls() -> None:
     """No steering once; for each vector, place and scale: as many random vectors as asked, and the other sign."""
     found = sweep().conditions()
-    assert found[0] == Condition(control="none")
+    assert found[0] == SweepCondition(control="none")
     assert len(set(found)) == len(found) == 1 + 2 * (2 + 2 + 3 * 2)
     for layer in (1, 3):
         here = {(one.control, one.scale) for one in found if one.layers == (layer,)}
@@ -82,7 +82,7 @@ def test_a_scale_that_changes_nothing_is_no_steering() -> None:
     """0 of "add" is the one clean run; 0 of "cap" bounds the projection at 0, and is run."""
     assert not [one for one in sweep().conditions() if one.control != "none" and one.scale == 0]
     assert [one for one in sweep(operations=("cap",)).conditions() if one.scale == 0 and one.control == ""]
-    assert sweep().spec(Condition(control="none")) is None
+    assert sweep().spec(SweepCondition(control="none")) is None
 
 
 @pytest.mark.parametrize("at", [0, 7])

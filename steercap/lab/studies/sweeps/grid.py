@@ -25,7 +25,7 @@ from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec
 
 
-class Condition(msgspec.Struct, frozen=True, kw_only=True):
+class SweepCondition(msgspec.Struct, frozen=True, kw_only=True):
     """One way of steering in a sweep.
 
     Args:
@@ -55,7 +55,7 @@ class SweepRequest(NamedTuple):
     """
 
     number: int
-    condition: Condition
+    condition: SweepCondition
     prompt: int
     sample: int
 
@@ -196,9 +196,9 @@ class Sweep:
         """Groups of layers steered together."""
         return self.layers  # type: ignore[return-value]  # normalised above
 
-    def conditions(self) -> tuple[Condition, ...]:
+    def conditions(self) -> tuple[SweepCondition, ...]:
         """Return all conditions: no steering first, then by vector, operation and layers, each with its controls."""
-        found: dict[Condition, None] = {Condition(control="none"): None}
+        found: dict[SweepCondition, None] = {SweepCondition(control="none"): None}
         for name, operation, layers in product(self.vectors, self.operations, self.groups):
             neutral = OPERATIONS[operation].neutral
             scales = [scale for scale in self.scales if scale != neutral]
@@ -206,11 +206,11 @@ class Sweep:
             negated = [-scale for scale in scales if -scale not in self.scales] if both else []
             controls = {"": scales, "negated": negated} | {f"random-{at:02}": scales for at in range(self.random)}
             for control, own in controls.items():
-                one = Condition(vector=name, operation=operation, layers=layers, control=control)
+                one = SweepCondition(vector=name, operation=operation, layers=layers, control=control)
                 found |= {msgspec.structs.replace(one, scale=scale): None for scale in own}
         return tuple(found)
 
-    def spec(self, condition: Condition) -> SteeringSpec | None:
+    def spec(self, condition: SweepCondition) -> SteeringSpec | None:
         """Return the edits of a condition, None for no steering; made on each call, to keep no random vectors."""
         if condition.control == "none":
             return None
