@@ -300,7 +300,7 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         model = str(Path(self.model).resolve()) if Path(self.model).exists() else self.model
         return partial(_alike, model, self.settings, serving.engine_args, serving.cut)
 
-    async def token_ids(self, text: Any, *, add_special_tokens: bool | None = None) -> list[int]:
+    async def tokenize(self, text: Any, *, add_special_tokens: bool | None = None) -> list[int]:
         """Return the token ids of a prompt as the model reads it.
 
         Args:

@@ -577,18 +577,18 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
         """
         self.bridge.done(self.awaited.fetch_captures_batch, handles)
 
-    def token_ids(self, text: Any, *, add_special_tokens: bool | None = None) -> list[int]:
+    def tokenize(self, text: Any, *, add_special_tokens: bool | None = None) -> list[int]:
         """Return the token ids of a prompt as the model reads it, from the server's tokenizer.
 
         Args:
-            text, add_special_tokens: as for `SteerModel.token_ids`.
+            text, add_special_tokens: as for `SteerModel.tokenize`.
 
         Raises:
             InvalidSpec: neither text, token ids nor a conversation.
             InvalidPrompt: a str that cannot be encoded in UTF-8.
             InvalidRequest: the model has no chat template, or the template refuses the conversation.
         """
-        return self.bridge.done(self.awaited.token_ids, text, add_special_tokens=add_special_tokens)
+        return self.bridge.done(self.awaited.tokenize, text, add_special_tokens=add_special_tokens)
 
     def stats(self) -> Stats:
         """Return the current use of memory and slots of the server's model, by all clients, and the limits."""
@@ -1367,7 +1367,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
         """
         self.bridge.done(self.awaited.fetch_captures_batch, handles)
 
-    def token_ids(self, text: Any, *, add_special_tokens: bool | None = None) -> list[int]:
+    def tokenize(self, text: Any, *, add_special_tokens: bool | None = None) -> list[int]:
         """Return the token ids of a prompt as the model reads it.
 
         Args:
@@ -1379,7 +1379,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
             InvalidSpec: `text` is of another type.
             InvalidRequest: the model has no chat template, or the template refuses the conversation.
         """
-        return self.bridge.done(self.awaited.token_ids, text, add_special_tokens=add_special_tokens)
+        return self.bridge.done(self.awaited.tokenize, text, add_special_tokens=add_special_tokens)
 
     def check_memory(self) -> MemoryNeed:
         """Compare the memory that the model needs with the free memory, without starting an engine.
