@@ -67,9 +67,11 @@ def spec_of(operation: str, width: int, seed: int) -> SteeringSpec:
     return SteeringSpec([LowRank(read, write, layers="all")])
 
 
-def cuda_taps(width: int, tokens: int, transfers: Transfers, arena_bytes: int | None = None) -> CudaTaps:
+def cuda_taps(width: int, tokens: int, transfers: Transfers, device_ring_bytes: int | None = None) -> CudaTaps:
     """The taps of a worker whose passes have so many tokens."""
-    sizes = TapSizes(slots=256, bank_rows=4096, entries=16, tokens=max(tokens, 256), arena_bytes=arena_bytes)
+    sizes = TapSizes(
+        slots=256, bank_rows=4096, entries=16, tokens=max(tokens, 256), device_ring_bytes=device_ring_bytes
+    )
     schema = PointSchema((width,), "bfloat16")
     installed = Installed(tuple(range(POINTS)), (schema,) * POINTS, (True,) * POINTS)
     return CudaTaps(installed, sizes, transfers)

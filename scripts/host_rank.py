@@ -136,7 +136,7 @@ class Rank:
     def __init__(self, tokens: int, transfers: Transfers | NoDevice) -> None:
         schema = PointSchema((WIDTH,), "bfloat16", changes_kv=True)
         installed = Installed(tuple(range(POINTS)), (schema,) * POINTS, (True,) * POINTS)
-        sizes = TapSizes(slots=256, bank_rows=4096, entries=4, tokens=tokens, arena_bytes=64 << 20)
+        sizes = TapSizes(slots=256, bank_rows=4096, entries=4, tokens=tokens, device_ring_bytes=64 << 20)
         self.transfers, device = transfers, transfers.device
         self.runtime = Runtime(
             CudaTaps(installed, sizes, transfers), [f"resid_post[{point}]" for point in range(POINTS)], device

@@ -37,8 +37,10 @@ if TYPE_CHECKING:
     from steercap.saes.encoder import Features
     from steercap.saes.sae import SAE
     from steercap.steering.calibration import Calibration
+    from steercap.steering.directions import DirectionSet
     from steercap.steering.edits.add import Add, AddIf, LowRank, SAEFeature
     from steercap.steering.edits.replace import Ablate, Cap, Replace, SetProjection
+    from steercap.steering.layers import LayerVectors
     from steercap.steering.monitor import Monitor
     from steercap.steering.spec import LogitBias, SteeringSpec
 
@@ -56,8 +58,10 @@ _HOMES = {
     "CaptureSpec": "core.spec",
     "Chunk": "requests.stream",
     "Crossing": "requests.monitoring",
+    "DirectionSet": "steering.directions",
     "Encoded": "captures.pooled",
     "Features": "saes.encoder",
+    "LayerVectors": "steering.layers",
     "LogitBias": "steering.spec",
     "LowRank": "steering.edits.add",
     "Manifest": "captures.manifest",
@@ -96,9 +100,11 @@ __all__ = [
     "CaptureSpec",
     "Chunk",
     "Crossing",
+    "DirectionSet",
     "Encoded",
     "Features",
     "Generation",
+    "LayerVectors",
     "LogitBias",
     "LowRank",
     "Manifest",

@@ -70,7 +70,7 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         steering_slots: maximum number of distinct steering configurations in use at once; see `overflow`.
         vector_bytes: memory for the vectors of all configurations on each worker, in bytes, float32.
         edits_per_point: maximum number of rank-one edits of a spec at one layer and site.
-        arena_bytes: on CUDA, device memory on each capturing worker for rows on their way to shared memory; see
+        device_ring_bytes: on CUDA, device memory on each capturing worker for rows on their way to shared memory; see
             `Settings`.
         reduce_bytes: maximum device memory on each capturing worker for the running reductions of `reduce=` requests,
             in bytes; see `Settings`.
@@ -111,7 +111,7 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         steering_slots: int | None = None,
         vector_bytes: int | None = None,
         edits_per_point: int | None = None,
-        arena_bytes: int | None = None,
+        device_ring_bytes: int | None = None,
         reduce_bytes: int | None = None,
         sketch_bytes: int | None = None,
         sae_bytes: int | None = None,
@@ -134,7 +134,7 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
             steering_slots=steering_slots,
             vector_bytes=vector_bytes,
             edits_per_point=edits_per_point,
-            arena_bytes=arena_bytes,
+            device_ring_bytes=device_ring_bytes,
             reduce_bytes=reduce_bytes,
             sketch_bytes=sketch_bytes,
             sae_bytes=sae_bytes,
@@ -300,7 +300,7 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         model = str(Path(self.model).resolve()) if Path(self.model).exists() else self.model
         return partial(_alike, model, self.settings, serving.engine_args, serving.cut)
 
-    async def token_ids(self, text: Any, *, add_special_tokens: bool | None = None) -> list[int]:
+    async def tokenize(self, text: Any, *, add_special_tokens: bool | None = None) -> list[int]:
         """Return the token ids of a prompt as the model reads it.
 
         Args:

@@ -120,7 +120,7 @@ def some_runtime(
     bank_rows: int = 64,
     entries: int = 8,
     tokens: int = 1024,
-    arena_bytes: int | None = 1 << 20,
+    device_ring_bytes: int | None = 1 << 20,
     local: Sequence[int] | None = None,
     accumulators: int = 8,
     lag: int = 1,
@@ -134,7 +134,7 @@ def some_runtime(
 
     With `layers` it knows the layer of each, so that rows of large passes leave while the pass runs.
     """
-    sizes = TapSizes(slots, bank_rows, entries, tokens, arena_bytes, accumulators, lag, held, graph_tokens)
+    sizes = TapSizes(slots, bank_rows, entries, tokens, device_ring_bytes, accumulators, lag, held, graph_tokens)
     own = tuple(range(points) if local is None else local)
     if schemas is None:
         schemas = schemas_of(len(own), width, dtype)

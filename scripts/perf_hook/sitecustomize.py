@@ -13,7 +13,7 @@ PERF_STRIP=need     the same, and other passes replay graphs with the taps of th
 Plain vLLM in the same run is timed too, and never stripped. How much of what all sites cost idle are kernels, and how
 much are fusions that taps broke? Run this twice, the second time with PERF_STRIP=idle:
 
-    export STEERCAP_ARENA_BYTES=4000000000     # or the rows of all sites leave no room for two engines on 80 GB
+    export STEERCAP_DEVICE_RING_BYTES=4000000000     # or the rows of all sites leave no room for two engines on 80 GB
     PERF_TIMES=out/armed python scripts/bench_gpu.py --random-weights --workloads 64x128+200,1x32+200 --modes control,idle \
         --arm attn_in,attn_out,k,mlp_in,mlp_out,neurons,q,resid_mid,resid_pre,v,z
 """

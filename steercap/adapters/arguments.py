@@ -166,7 +166,7 @@ def worker_config(armed: Sequence[Point], settings: Settings, candidate: int) ->
         "slots": settings.steering_slots,
         "vector_bytes": settings.vector_bytes,
         "edits_per_point": settings.edits_per_point,
-        "arena_bytes": settings.arena_bytes,
+        "device_ring_bytes": settings.device_ring_bytes,
         "reduce_bytes": settings.reduce_bytes,
         "candidate": candidate,
         "source": source_digest(),
@@ -222,7 +222,7 @@ def tap_sizes(config: Any, installed: Installed, tokens: int) -> TapSizes:
         bank_rows=found["vector_bytes"] // (installed.bank_width * torch.float32.itemsize),
         entries=found["edits_per_point"],
         tokens=tokens,
-        arena_bytes=found["arena_bytes"],
+        device_ring_bytes=found["device_ring_bytes"],
         # A few more than can run, so that the next ones are at hand when some end.
         accumulators=min(5 * config.scheduler_config.max_num_seqs // 4 + 4, found["reduce_bytes"] // max(each, 1)),
         lag=lag,

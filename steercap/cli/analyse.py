@@ -15,7 +15,7 @@ from steercap.cli.command import command
 from steercap.cli.contents import FILES, directions_in, group_in, kind_of, load
 from steercap.cli.destinations import Force, folder_ready, may_replace
 from steercap.cli.engines import SMOLLM2, located
-from steercap.cli.parsing import Base, Level, base_of, layers_of, names_of
+from steercap.cli.parsing import FirstRow, Level, first_row_of, layers_of, names_of
 from steercap.cli.tables import facts, titled
 from steercap.cli.terminal import Terminal
 from steercap.core.extras import require
@@ -142,7 +142,7 @@ def compared(comparison: CheckpointComparison, out: Path, terminal: Terminal) ->
 
 
 def has_tensor(path: Path) -> bool:
-    """Return whether a file, or one in a folder, is a `.pt` tensor of layers, which --base is for."""
+    """Return whether a file, or one in a folder, is a `.pt` tensor of layers, which --first-row is for."""
     import torch
 
     from steercap.files.base import read_pt
@@ -191,9 +191,7 @@ def register_comparison(app: typer.Typer) -> None:
         correction: Annotated[str, typer.Option(help="Correction of the tests: holm, bh or none.")] = "holm",
         level: Level = None,
         raw: Annotated[bool, typer.Option("--raw", help="Do not subtract the default of persona files.")] = False,
-        row_base: Annotated[
-            int | None, typer.Option("--base", min=0, max=1, help="Index of layer 0 in a .pt tensor: 0 or 1.")
-        ] = None,
+        first_row: FirstRow = None,
         out: Annotated[
             Path, typer.Option(file_okay=False, help="Folder for tables (Parquet) and pictures; resumed.")
         ] = Path("out/comparison"),
@@ -204,9 +202,14 @@ def register_comparison(app: typer.Typer) -> None:
         """
         require("analysis")
         folder_ready(out)
-        if row_base is not None and not any(map(has_tensor, [*vectors, *([] if components is None else [components])])):
-            raise typer.BadParameter(f"{vectors[0]} says itself which layers it has; leave it out", param_hint="--base")
-        reading = partial(group_in, layer=layer, base=base_of(row_base), say=terminal.say, level=level, raw=raw)
+        if first_row is not None and not any(
+            map(has_tensor, [*vectors, *([] if components is None else [components])])
+        ):
+            why = f"{vectors[0]} says itself which layers it has; leave it out"
+            raise typer.BadParameter(why, param_hint="--first-row")
+        reading = partial(
+            group_in, layer=layer, first_row=first_row_of(first_row), say=terminal.say, level=level, raw=raw
+        )
         groups = {group_name(path): reading(path) for path in vectors}
         if len(groups) < len(vectors):
             raise typer.BadParameter("two files or folders have the same name; rename one", param_hint="--vectors")
@@ -266,7 +269,7 @@ def register(app: typer.Typer) -> None:
         top: Annotated[int, typer.Option(min=1, help="Number of tokens, neurons and features listed per vector.")] = 8,
         random: Annotated[int, typer.Option(min=20, help="Number of random vectors to compare heads with.")] = 1000,
         seed: Annotated[int, typer.Option(help="Seed of the random vectors.")] = 0,
-        base: Base = None,
+        first_row: FirstRow = None,
         out: Annotated[
             Path | None, typer.Option(file_okay=False, help="Folder for all tables (Parquet) and pictures.")
         ] = None,
@@ -280,7 +283,7 @@ def register(app: typer.Typer) -> None:
         if out is not None:
             folder_ready(out)
             may_replace(out, terminal, force=force, pattern="*.parquet")
-        directions = directions_in(load(file, base=base_of(base)), file)
+        directions = directions_in(load(file, first_row=first_row_of(first_row)), file)
         directions = directions if names is None else directions.select(names_of(names))
         at = one_layer(directions, layer)
         with terminal.status(f"reading weights of {model}"):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 import typer
 from rich.console import Group
@@ -17,9 +17,9 @@ from steercap.cli.captured import Captured, Store, arguments_of_call, capture_to
 from steercap.cli.command import command
 from steercap.cli.contents import directions_in, load
 from steercap.cli.destinations import Force, folder_ready, may_replace
-from steercap.cli.engines import ReachOptions
+from steercap.cli.engines import ReachOptions, opened
 from steercap.cli.generate import SamplingOptions
-from steercap.cli.parsing import SteerOptions, layers_of, names_of, sites_of, tokens_of
+from steercap.cli.parsing import SteerOptions, layers_of, names_of, refuse, sites_of, tokens_of
 from steercap.cli.preflight import preflight, reached
 from steercap.cli.prompts import PromptOptions
 from steercap.cli.terminal import Terminal
@@ -28,8 +28,11 @@ from steercap.core.display import span
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from steercap.core.spec import Layers
+    from steercap.cli.preflight import Preflight
+    from steercap.core.names import Name
+    from steercap.core.spec import CaptureSpec, Layers
     from steercap.lab.mechanism.views.heatmap import TokenHeatmap
+    from steercap.saes.sae import SAE
     from steercap.steering.directions import DirectionSet
 
 _row = partial(typer.Option, rich_help_panel="Rows (see docs/settings.md)")
@@ -48,7 +51,7 @@ class RowOptions:
     codec_k: Annotated[int | None, _row(help="Values stored per row, for topk8, rp8 and rp16.")] = None
     codec_seed: Annotated[int | None, _row(help="Seed of the random matrix of rp8 and rp16.")] = None
     capture_bytes: Annotated[int | None, _row(help="Maximum shared memory for rows on each worker, in bytes.")] = None
-    arena_bytes: Annotated[int | None, _row(help="Device memory that rows pass through, in bytes.")] = None
+    device_ring_bytes: Annotated[int | None, _row(help="Device memory that rows pass through, in bytes.")] = None
     reduce_bytes: Annotated[int | None, _row(help="Maximum device memory for running reductions, in bytes.")] = None
     overflow: Annotated[str | None, _row(help="When memory for rows is full: wait, error or spill (to disk).")] = None
     overflow_timeout: Annotated[
@@ -121,6 +124,38 @@ def heatmaps_of(captured: list[Captured], directions: DirectionSet, layer: int, 
     ]
 
 
+def saes_of(folders: Sequence[Path], url: str | None) -> list[SAE] | None:
+    """Load the SAEs in folders, None if there are none; a server, at `url`, has its own.
+
+    Raises:
+        typer.BadParameter: SAEs beside --url.
+        InvalidFile: a folder holds no SAE.
+    """
+    if not folders:
+        return None
+    from steercap.saes.sae import SAE
+
+    refuse("a server has its own SAEs", {"--url": url})
+    return [SAE.load(folder) for folder in folders]
+
+
+def sites_read(spec: CaptureSpec) -> tuple[str, ...]:
+    """Return the names of the sites that a spec reads, to arm in the engine."""
+    if spec.at is not None:
+        return tuple(name.site for name in cast("tuple[Name, ...]", spec.at))
+    if spec.project is not None:
+        return (spec.project.site,)
+    return tuple(one.input.site for one in spec.saes) or tuple(spec.sites)
+
+
+def check_points(planned: Preflight, spec: CaptureSpec) -> None:
+    """Check that the points of a spec can be captured; raise the errors of `Preflight.check_capture`."""
+    for one in spec.saes:
+        planned.check_layers([one.input.layer], one.input.site)
+    if not spec.saes:
+        planned.check_capture(spec)
+
+
 def check_heat(directions: DirectionSet, layer: int, layers: Layers, num_layers: int) -> None:
     """Check that a layer is captured and has directions, for its heat map; a negative `layer` counts from the last.
 
@@ -136,7 +171,7 @@ def check_heat(directions: DirectionSet, layer: int, layers: Layers, num_layers:
     kept = directions.layers if layers == "all" else resolve_layers(layers, num_layers)
     asked = layer + num_layers if layer < 0 else layer
     if asked not in kept or asked not in directions.layers:
-        raise typer.BadParameter(f"layer {layer} is not captured; give one of {span(kept)}", param_hint="--heat")
+        raise typer.BadParameter(f"layer {layer} is not captured; give one of {span(kept)}", param_hint="--heat-layer")
 
 
 def register(app: typer.Typer) -> None:
@@ -150,8 +185,9 @@ def register(app: typer.Typer) -> None:
             "steercap capture --prompts prompts.txt --tokens generated --reduce mean --out out/means",
             "steercap capture --prompts prompts.txt --codec full8 --out out/coded",
             "steercap capture --chat --prompts questions.txt --sites attn_out,mlp_out --layers 4:20:2 --out out/blocks",
+            "steercap capture --prompts prompts.txt --at 'resid_post[8],z[9]' --out out/points",
             "steercap capture --prompts prompts.txt --attention 8 --layers 10:20 --out out/attention",
-            'steercap capture --chat "How was your day?" --project directions.safetensors --heat 18 --out out/day',
+            'steercap capture --chat "How was your day?" --project traits.safetensors --heat-layer 18 --out out/day',
         ],
     )
     async def capture(
@@ -171,10 +207,30 @@ def register(app: typer.Typer) -> None:
             typer.Option(help="Tokens: all, prompt, generated, last_prompt, positions, slices, or several: prompt,-1."),
         ] = "all",
         reduce: Annotated[str | None, typer.Option(help="Reduce to one row per point: mean, sum, max or last.")] = None,
+        at: Annotated[
+            str | None,
+            typer.Option(
+                help="Points, in place of --layers and --sites: resid_post[5], blocks.5.attn.hook_z, "
+                "model.layers.5.mlp.input, ..., separated by commas."
+            ),
+        ] = None,
+        sae: Annotated[
+            list[Path] | None,
+            typer.Option(
+                exists=True, help="Keep the strongest features of this SAE, a folder, instead of rows; repeatable."
+            ),
+        ] = None,
+        before_edits: Annotated[
+            bool, typer.Option("--before-edits", help="Capture rows before the edits of their own point.")
+        ] = False,
+        allow_nonfinite: Annotated[
+            bool,
+            typer.Option("--allow-nonfinite", help="Save rows with NaN or infinity; by default they are an error."),
+        ] = False,
         project: Annotated[
             Path | None, typer.Option(help="Keep each row's projections on this file's directions instead of the row.")
         ] = None,
-        heat: Annotated[
+        heat_layer: Annotated[
             int | None, typer.Option(help="Show the projections of this layer token by token; needs --project.")
         ] = None,
         force: Force = False,
@@ -185,7 +241,7 @@ def register(app: typer.Typer) -> None:
         With --project a few numbers per token are saved instead of each row. manifest.json lists the files; an
         interrupted call is resumed by the same call.
         """
-        from steercap.core.spec import REDUCTIONS, CaptureSpec
+        from steercap.core.spec import REDUCTIONS, CaptureSpec, parse_names
 
         model.require_there()
         folder_ready(out)
@@ -194,35 +250,37 @@ def register(app: typer.Typer) -> None:
             raise typer.BadParameter("capture keeps one answer per prompt; leave --samples out", param_hint="--samples")
         if reduce is not None and reduce not in REDUCTIONS:
             raise typer.BadParameter(f"{reduce!r}; give {', '.join(REDUCTIONS)}", param_hint="--reduce")
-        if heat is not None and project is None:
-            raise typer.BadParameter("there is nothing to show without --project FILE", param_hint="--heat")
+        if heat_layer is not None and project is None:
+            raise typer.BadParameter("there is nothing to show without --project FILE", param_hint="--heat-layer")
         directions = None if project is None else directions_in(load(project), project)
         wanted = CaptureSpec(
             layers=layers_of(layers),
             sites=names_of(sites),
+            at=None if at is None else names_of(at),
             tokens=tokens_of(tokens),
             reduce=reduce,
             project=directions,
+            sae=saes_of(sae or [], model.url),
+            before_edits=before_edits,
+            allow_nonfinite=allow_nonfinite,
             attention=stored.attention,
-            **stored.coding(names_of(sites)),
+            **stored.coding([name.site for name in parse_names(names_of(at or sites))]),
         )
-        named = names_of(sites) if stored.attention is None else wanted.sites
-        kept = named if directions is None else (directions.site,)
-        armed = tuple(dict.fromkeys((*kept, *sites_of(spec))))
+        armed = tuple(dict.fromkeys((*sites_read(wanted), *sites_of(spec))))
         planned = preflight(model, sites=armed, **stored.settings())
-        planned.check_capture(wanted)
+        check_points(planned, wanted)
         planned.check_steering(spec)
-        if directions is not None and heat is not None:
-            check_heat(directions, heat, wanted.layers, planned.model.layers)
+        if directions is not None and heat_layer is not None:
+            check_heat(directions, heat_layer, wanted.layers, planned.model.layers)
         goes_on = not force and check_goes_on(out, arguments_of_call(asked, params, wanted))
         if not goes_on:
             may_replace(out, terminal, force=force, pattern="*.safetensors")  # last: it asks
-        async with reached(model, terminal, sites=armed, **stored.settings()) as open_model:
+        async with (opened if sae else reached)(model, terminal, sites=armed, **stored.settings()) as open_model:
             store = Store(out, terminal, afresh=not goes_on)
             found = await capture_to(open_model, asked, params, wanted, store, terminal, steering=spec)
             shown: RenderableType = table_of(found)
-            if directions is not None and heat is not None:
-                shown = Group(*heatmaps_of(found, directions, heat, open_model.tokenizer), shown)
+            if directions is not None and heat_layer is not None:
+                shown = Group(*heatmaps_of(found, directions, heat_layer, open_model.tokenizer), shown)
             terminal.show({"model": model.url or model.model, "captures": found}, shown)
             if store.error is not None:
                 raise store.error

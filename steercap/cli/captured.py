@@ -180,11 +180,17 @@ def arguments_of_call(prompts: list[Prompt], params: dict[str, Any], spec: Captu
     """Return the inputs of captures that are known before the model is open, to compare with a folder's manifest.
 
     Returns:
-        The SHA-256 of all prompts, the sampling parameters, and the spec's layers, sites, tokens, reduction and
-        attention, by name; `arguments_of_model` returns those that need the model.
+        The SHA-256 of all prompts, the sampling parameters, and the spec's layers, sites, tokens and reduction, by
+        name, and further arguments that it has; `arguments_of_model` returns those that need the model.
     """
     known = [prompt.content if prompt.special is None else [prompt.content, prompt.special] for prompt in prompts]
     contents = msgspec.json.encode(known)
+    further = {
+        "attention": spec.attention,
+        "at": spec.at,
+        "before_edits": spec.before_edits or None,
+        "sae": [sae.encoder.digest().hex() for sae in spec.saes] or None,
+    }
     return {
         "prompts": hashlib.sha256(contents).hexdigest(),
         "sampling": params,
@@ -192,7 +198,7 @@ def arguments_of_call(prompts: list[Prompt], params: dict[str, Any], spec: Captu
         "sites": spec.sites,
         "tokens": f"TokenSelection(terms={spec.selection.terms!r})",  # in manifests, whatever the class is called
         "reduce": spec.reduce,
-        **({} if spec.attention is None else {"attention": spec.attention}),  # older manifests have no such key
+        **{name: value for name, value in further.items() if value is not None},  # older manifests have no such keys
     }
 
 

@@ -29,26 +29,26 @@ Content: TypeAlias = "SteeringSpec | LayerVectors | DirectionSet | dict[str, Ste
 FILES: Final = (".gguf", ".pt", ".safetensors")
 
 
-def load(path: Path, *, base: Literal[0, 1] | None = None, bound: Literal["high", "low"] | None = None) -> Content:
+def load(path: Path, *, first_row: Literal[0, 1] | None = None, bound: Literal["high", "low"] | None = None) -> Content:
     """Read a file of steering, vectors or directions, of steercap or another tool.
 
-    `base` is the row of layer 0 in a `.pt` tensor of layers; for `bound` see `load_capping`.
+    `first_row` is the row of layer 0 in a `.pt` tensor of layers; for `bound` see `load_capping`.
 
     Raises:
         InvalidFile: the file does not exist, is damaged, or is of another kind.
-        InvalidSpec: a `.pt` tensor of layers without `base`.
-        typer.BadParameter: `base` or `bound`, and a file to which it means nothing.
+        InvalidSpec: a `.pt` tensor of layers without `first_row`.
+        typer.BadParameter: `first_row` or `bound`, and a file to which it means nothing.
     """
     kind = kind_of(path)
     if kind != "pt":
-        _refuse_reading(path, base=base, bound=bound)
+        _refuse_reading(path, first_row=first_row, bound=bound)
     match kind:
         case "gguf":
             from steercap.steering.formats import load_control_vector
 
             return load_control_vector(path)
         case "pt":
-            return _load_pt(path, base, bound)
+            return _load_pt(path, first_row, bound)
         case "safetensors":
             return _load_native(path)
         case _:
@@ -74,29 +74,29 @@ def kind_of(path: Path) -> str:
     raise InvalidFile(f"{path} is not a file that steercap knows; it reads .safetensors, .gguf, .pt and .parquet")
 
 
-def _refuse_reading(path: Path, *, base: int | None = None, bound: str | None = None) -> None:
-    if base is not None:
-        raise typer.BadParameter(f"{path} says itself which layers it has; leave it out", param_hint="--base")
+def _refuse_reading(path: Path, *, first_row: int | None = None, bound: str | None = None) -> None:
+    if first_row is not None:
+        raise typer.BadParameter(f"{path} says itself which layers it has; leave it out", param_hint="--first-row")
     if bound is not None:
         raise typer.BadParameter(f"{path} holds no capping experiments; leave it out", param_hint="--bound")
 
 
-def _load_pt(path: Path, base: Literal[0, 1] | None, bound: Literal["high", "low"] | None) -> Content:
+def _load_pt(path: Path, first_row: Literal[0, 1] | None, bound: Literal["high", "low"] | None) -> Content:
     import torch
 
     from steercap.files.base import read_pt
     from steercap.steering.formats import load_capping, load_layers_pt
 
     if not isinstance(read_pt(path), torch.Tensor):
-        _refuse_reading(path, base=base)
+        _refuse_reading(path, first_row=first_row)
         return load_capping(path, bound=bound or "high")
     _refuse_reading(path, bound=bound)
-    if base is None:
+    if first_row is None:
         raise InvalidSpec(
-            f"{path} does not say which layer its row 0 is; give --base 1 (base: 1 in YAML) if it is "
+            f"{path} does not say which layer its row 0 is; give --first-row 1 (first_row: 1 in YAML) if it is "
             "the embeddings, as in persona vectors, or 0 if it is layer 0"
         )
-    return load_layers_pt(path, base=base, name=path.stem)
+    return load_layers_pt(path, first_row=first_row, name=path.stem)
 
 
 def _load_native(path: Path) -> Content:
@@ -135,11 +135,11 @@ def directions_in(content: Content, path: Path) -> DirectionSet:
 
 
 def group_in(
-    path: Path, *, layer: int, base: Literal[0, 1] | None, say: Callable[[str], object], **reading: Any
+    path: Path, *, layer: int, first_row: Literal[0, 1] | None, say: Callable[[str], object], **reading: Any
 ) -> DirectionSet:
     """Return the vectors of one layer in a file or in all files of a folder; persona files are read by `load_personas`.
 
-    `base` is for the `.pt` tensors among them. `say` is called with a summary of persona files; `reading` are `level`
+    `first_row` is for `.pt` tensors among them. `say` is called with a summary of persona files; `reading` are `level`
     and `raw` of `load_personas`.
 
     Raises:
@@ -156,7 +156,8 @@ def group_in(
         return personas.directions
     found: dict[str, LayerVectors] = {}
     for file in files:
-        directions = directions_in(load(file, base=base if kind_of(file) == "pt" else None), file).at_layers([layer])
+        content = load(file, first_row=first_row if kind_of(file) == "pt" else None)
+        directions = directions_in(content, file).at_layers([layer])
         if twice := found.keys() & directions.keys():
             raise InvalidFile(f"{file} holds {min(twice)!r}, and so does another file of {path}; rename one")
         found |= directions
@@ -209,13 +210,13 @@ def write(
     *,
     name: str | None,
     layers: Layers,
-    base: Literal[0, 1] | None,
+    first_row: Literal[0, 1] | None,
     model_hint: str,
 ) -> dict[str, Any]:
     """Write some layers of the content of `source`, a file, to `target`; return facts about it to show, by name.
 
-    `name` is one of several directions or experiments, or a new name for a single one; `base` is the row of layer 0 in
-    a `.pt` file, `model_hint` the model hint in a GGUF file.
+    `name` is one of several directions or experiments, or a new name for a single one; `first_row` is layer 0's in a
+    `.pt` file, `model_hint` the model hint in a GGUF file.
 
     Raises:
         InvalidSpec: an unknown extension, a format that cannot hold the content, or layers or a name of edits.
@@ -233,7 +234,7 @@ def write(
     if form is Target.SAFETENSORS:
         directions.save(target)
     else:
-        _write_one(directions, target, form, base, model_hint)
+        _write_one(directions, target, form, first_row, model_hint)
     return {
         "format": form.value,
         "names": ", ".join(directions),
@@ -250,16 +251,16 @@ def _by_extension(target: Path) -> Target:
         raise InvalidSpec(f"{target}: {target.suffix or 'no extension'!r} is not a known format; use {known}") from None
 
 
-def _write_one(directions: DirectionSet, target: Path, form: Target, base: Literal[0, 1] | None, hint: str) -> None:
+def _write_one(directions: DirectionSet, target: Path, form: Target, row: Literal[0, 1] | None, hint: str) -> None:
     from steercap.steering.formats import save_control_vector, save_layers_pt
 
     vectors = only(directions, None)
     if form is Target.GGUF:
         save_control_vector(vectors, target, model_hint=hint)
         return
-    if base is None:
-        raise InvalidSpec(f"{target}: give --base, the row of layer 0: 1 if row 0 is the embeddings, otherwise 0")
-    save_layers_pt(vectors, target, base=base)
+    if row is None:
+        raise InvalidSpec(f"{target}: give --first-row, the row of layer 0: 1 if row 0 is the embeddings, otherwise 0")
+    save_layers_pt(vectors, target, first_row=row)
 
 
 def _write_steering(spec: SteeringSpec, target: Path, form: Target) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class MethodFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     Args:
         file: path of steering, vectors or directions, relative to the folder of the YAML file.
         name: name of the direction to use, if the file has several.
-        base: row of layer 0 in a `.pt` file.
+        first_row: row of layer 0 in a `.pt` file.
         layers: layers at which vectors are added, all at once; all of the file's if left out.
         tokens: tokens at which vectors are added, as for the option `--tokens`; generated if left out.
         doses: factors by which the steering is multiplied.
@@ -41,7 +41,7 @@ class MethodFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     file: str = ""
     name: str | None = None
-    base: Literal[0, 1] | None = None
+    first_row: Literal[0, 1] | None = None
     layers: tuple[int, ...] | None = None
     tokens: str | None = None
     doses: tuple[float, ...] = (1.0,)
@@ -57,7 +57,7 @@ class MethodFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             InvalidSpec: a control has keys of a method, or a method those of a control, or of a file that it lacks.
         """
         given = {key for key, default in msgspec.structs.asdict(MethodFile()).items() if getattr(self, key) != default}
-        unused = given & {"count", "seed", *(() if self.file else ("name", "base"))}
+        unused = given & {"count", "seed", *(() if self.file else ("name", "first_row"))}
         if self.random:
             unused = given - {"random", "count", "seed"}
         if unused:
@@ -76,7 +76,7 @@ class MethodFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         given: dict[str, Any] = {"name": name, "doses": self.doses, "system": self.system}
         if not self.file:
             return Method(**given, layers=self.layers, tokens=self.tokens)
-        content = loaded(Path(self.file), self.base, f"base of method {name!r}")
+        content = loaded(Path(self.file), self.first_row, f"first_row of method {name!r}")
         if isinstance(content, dict):
             raise InvalidSpec(f"{self.file} holds several experiments; evaluate their specs in Python")
         if isinstance(content, SteeringSpec):

@@ -21,7 +21,7 @@ from steercap.errors import InvalidFile
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from steercap.lab.datasets import DatasetFolder, Receipt
+    from steercap.lab.datasets import DatasetFolder, ShardReceipt
     from steercap.lab.studies.sweeps.grid import SweepDefinition
 
 
@@ -68,7 +68,7 @@ def inspected_dataset(path: Path, *, verify: bool) -> tuple[dict[str, Any], list
     return document, [facts(str(path), known), *_norms(folder, complete=is_whole)]
 
 
-def _counted(receipts: dict[int, Receipt]) -> dict[str, str]:
+def _counted(receipts: dict[int, ShardReceipt]) -> dict[str, str]:
     found = list(receipts.values())
     return {
         "shards": f"{len(found):,}, {decimal(sum(receipt.bytes for receipt in found))}",

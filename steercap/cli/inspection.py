@@ -170,7 +170,7 @@ def _pt(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
             "kind": "tensor of layers" if len(shape) == 2 else "tensor",
             "shape": " × ".join(map(str, shape)),
             "dtype": dtype,
-            "layers": "the file does not say which layer row 0 is; --base of the commands does",
+            "layers": "the file does not say which layer row 0 is; --first-row of the commands does",
         }
         norms = content.float().norm(dim=-1).tolist() if len(shape) == 2 else None
         return {"kind": known["kind"], "shape": shape, "dtype": dtype, "norms": norms}, [facts(str(path), known)]

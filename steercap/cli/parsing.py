@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from steercap.steering.spec import SteeringSpec
 
 _steering = partial(typer.Option, rich_help_panel="Steering")
-#: Options `--base` and `--level` of several commands that read files of vectors.
-Base: TypeAlias = Annotated[int | None, typer.Option(min=0, max=1, help="Index of layer 0 in a .pt tensor: 0 or 1.")]
+#: Options `--first-row` and `--level` of several commands that read files of vectors.
+FirstRow: TypeAlias = Annotated[
+    int | None, typer.Option(min=0, max=1, help="Index of layer 0 in a .pt tensor: 0 or 1.")
+]
 Level: TypeAlias = Annotated[
     str | None,
     typer.Option(
@@ -155,7 +157,7 @@ class SteerOptions:
         str | None,
         _steering(help="Tokens to add vectors at: all (default), prompt, generated, last_prompt, or positions."),
     ] = None
-    base: Annotated[int | None, _steering(min=0, max=1, help="Index of layer 0 in a .pt tensor: 0 or 1.")] = None
+    first_row: Annotated[int | None, _steering(min=0, max=1, help="Index of layer 0 in a .pt tensor: 0 or 1.")] = None
 
     def spec(self) -> SteeringSpec | None:
         """Return the steering spec that the options describe; None without --steer.
@@ -166,14 +168,14 @@ class SteerOptions:
         """
         said = [
             f"--{name.replace('_', '-')}"
-            for name in ("steer_layers", "scale", "name", "steer_tokens", "base")
+            for name in ("steer_layers", "scale", "name", "steer_tokens", "first_row")
             if getattr(self, name) is not None
         ]
         if self.steer is None:
             if said:
                 raise typer.BadParameter(f"{said[0]} needs vectors or steering; give --steer FILE", param_hint=said[0])
             return None
-        content = load(self.steer, base=base_of(self.base))
+        content = load(self.steer, first_row=first_row_of(self.first_row))
         if isinstance(content, dict):
             return _experiment(content, self.steer, self.name, said)
         from steercap.steering.spec import SteeringSpec
@@ -225,18 +227,18 @@ def sites_of(spec: SteeringSpec | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(edit.site for edit in spec.of_rows())) if spec is not None else ()
 
 
-def loaded(path: Path, base: Literal[0, 1] | None, option: str) -> Content:
-    """Return the content of a file, as `load` does; `option` is what gave `base`, for errors: --base, or a YAML key."""
+def loaded(path: Path, first_row: Literal[0, 1] | None, option: str) -> Content:
+    """Return the content of a file, as `load` does; `option` is the option or YAML key of `first_row`, for errors."""
     try:
-        return load(path, base=base)
+        return load(path, first_row=first_row)
     except typer.BadParameter as error:
         raise typer.BadParameter(error.message, param_hint=option) from error
 
 
-def base_of(base: int | None) -> Literal[0, 1] | None:
-    """Return `base`, which the option has checked to be 0, 1 or None, with a narrower type."""
-    assert base in {0, 1, None}
-    return cast("Literal[0, 1] | None", base)
+def first_row_of(first_row: int | None) -> Literal[0, 1] | None:
+    """Return `first_row`, which the option has checked to be 0, 1 or None, with a narrower type."""
+    assert first_row in {0, 1, None}
+    return cast("Literal[0, 1] | None", first_row)
 
 
 def _experiment(experiments: dict[str, SteeringSpec], path: Path, name: str | None, texts: list[str]) -> SteeringSpec:

@@ -246,10 +246,7 @@ def _register_run(app: typer.Typer) -> None:
         ] = "resid_post",
         method: Annotated[str, typer.Option(help="Method of the vectors: difference, pca or probe.")] = "difference",
         held_out: Annotated[float, typer.Option(min=0.01, max=0.99, help="Fraction of the questions held out.")] = 0.25,
-        read_system: Annotated[
-            bool,
-            typer.Option("--read-system/--no-read-system", help="Read answers with the system prompt before them."),
-        ] = True,
+        read_system: roles.ReadSystem = True,
     ) -> None:
         """Find the vectors of traits by the method of persona vectors: the model answers under contrasting system
         prompts, answers are scored and filtered, read once more, and their mean rows compared. An interrupted run is

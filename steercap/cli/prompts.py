@@ -16,11 +16,12 @@ import msgspec
 import typer
 
 from steercap.concurrency.loops import each_of
-from steercap.errors import InvalidFile
+from steercap.errors import InvalidFile, InvalidPrompt
 
 if TYPE_CHECKING:
     from steercap.captures.handle import CaptureHandle
     from steercap.core.spec import CaptureSpec
+    from steercap.lab.training.training import AnyExample
     from steercap.model import SteerModel
     from steercap.requests.call_types import Generation
     from steercap.steering.spec import SteeringSpec
@@ -180,6 +181,27 @@ def _stdin() -> str:
     if sys.stdin is None:
         raise InvalidFile("stdin is closed; give a file, or pipe texts in")
     return sys.stdin.read()
+
+
+def examples_in(path: Path, name: str) -> dict[str, list[AnyExample]]:
+    """Read the examples of a JSONL file, as lists by trait; `name` is the trait of lines without one.
+
+    A line is as for `steercap.lab.training.datasets.example_of`, and has a `trait` where several are trained.
+
+    Raises:
+        InvalidFile: it cannot be read, or a line is not an example.
+    """
+    from steercap.lab.training.datasets import example_of
+
+    found: dict[str, list[AnyExample]] = {}
+    for number, value in records_of(str(path)):
+        given = dict(value) if isinstance(value, dict) else {}
+        trait = str(given.pop("trait", name))
+        try:
+            found.setdefault(trait, []).append(example_of(given))
+        except InvalidPrompt as error:
+            raise InvalidFile(f"{path}, line {number}: {error}") from error
+    return found
 
 
 def _parsed(name: str, number: int, line: str) -> Any:

@@ -89,7 +89,10 @@ AxisKind: TypeAlias = Annotated[
     Literal["contrast", "pca"],
     typer.Option(help="Direction: assistant minus roles, or first component of the roles."),
 ]
-#: Option `--scorer-arg` of the commands of traits and of roles.
+#: Options `--read-system` and `--scorer-arg` of the commands of traits and of roles.
+ReadSystem: TypeAlias = Annotated[
+    bool, typer.Option("--read-system/--no-read-system", help="Read answers with the system prompt before them.")
+]
 ScorerArguments = Annotated[
     list[str] | None, scoring_option(metavar="KEY=VALUE", help="Argument of the scorer, value in JSON; repeatable.")
 ]
@@ -201,6 +204,7 @@ def _register_roles(app: typer.Typer) -> None:
         site: Annotated[
             str, typer.Option(help="Site to read: resid_pre, resid_post, attn_out or mlp_out.")
         ] = "resid_post",
+        read_system: ReadSystem = True,
         shard: Annotated[
             str,
             typer.Option(metavar="WHICH/OF", help="Share of the roles, for one of several processes, each on its GPU."),
@@ -217,7 +221,8 @@ def _register_roles(app: typer.Typer) -> None:
         require("personas")
         model.require_there()
         folder_ready(out)
-        share, wanted, asked = shard_of(shard), layers_of(layers), options.settings(path, site=site)
+        share, wanted = shard_of(shard), layers_of(layers)
+        asked = options.settings(path, site=site, read_system=read_system)
         check_sampling(temperature=asked.temperature, seed=asked.seed)
         preflight(model, sites=site).check_capture(CaptureSpec(layers=wanted, sites=site))
         check_same(out, asked)

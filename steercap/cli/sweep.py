@@ -17,7 +17,7 @@ from rich.text import Text
 from steercap.cli.command import command
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import ReachOptions
-from steercap.cli.parsing import Base, Concurrency, names_of, numbers_of
+from steercap.cli.parsing import Concurrency, FirstRow, names_of, numbers_of
 from steercap.cli.preflight import Preflight, check_sampling, preflight, reached
 from steercap.cli.sweep_file import measure_of, measures_in, read_settings, sweep_of
 from steercap.cli.tables import titled
@@ -144,7 +144,7 @@ def register(app: typer.Typer) -> None:
         samples: Annotated[int | None, typer.Option(min=1, help="Number of answers per prompt (default 1).")] = None,
         seed: Annotated[int | None, typer.Option(help="Seed of sampling and of random vectors.")] = None,
         concurrency: Concurrency = None,
-        base: Base = None,
+        first_row: FirstRow = None,
         plot: Annotated[bool, typer.Option("--plot/--no-plot", help="Plot each measure against the scale.")] = True,
     ) -> None:
         """Steer by each vector at each layer and scale, on the same prompts, and measure the answers. Controls run
@@ -163,7 +163,14 @@ def register(app: typer.Typer) -> None:
             "negated": negated,
             "concurrency": concurrency,
         }
-        same = {"chat": chat, "tokens": tokens, "relative": relative, "random": random, "base": base, "seed": seed}
+        same = {
+            "chat": chat,
+            "tokens": tokens,
+            "relative": relative,
+            "random": random,
+            "first_row": first_row,
+            "seed": seed,
+        }
         flags |= {**same, "max_tokens": max_tokens, "temperature": temperature, "samples": samples}
         model.require_there()
         folder_ready(out)

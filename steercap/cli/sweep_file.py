@@ -28,7 +28,7 @@ class SweepFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     Args:
         vectors: path of vectors or directions, relative to the folder of the YAML file.
         names: names of the directions to use; all if left out.
-        base: row of layer 0 in a `.pt` file.
+        first_row: row of layer 0 in a `.pt` file.
         layers: layers, each alone, or several at once: `[10, [10, 12, 14]]`.
         scales: factors by which vectors are multiplied.
         prompts: path of a file of prompts, or texts.
@@ -46,7 +46,7 @@ class SweepFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     scales: tuple[float, ...]
     prompts: str | tuple[str, ...]
     names: tuple[str, ...] | None = None
-    base: Literal[0, 1] | None = None
+    first_row: Literal[0, 1] | None = None
     chat: bool = False
     operations: tuple[str, ...] = ("add",)
     tokens: str = "generated"
@@ -128,9 +128,11 @@ def sweep_of(settings: SweepFile, flags: Mapping[str, Any] | None = None) -> Swe
     """
     from steercap.lab.studies.sweeps import Sweep
 
-    base, tokens = (f"--{one}" if (flags or {}).get(one) is not None else one for one in ("base", "tokens"))
+    first_row, tokens = (
+        f"--{one.replace('_', '-')}" if (flags or {}).get(one) is not None else one for one in ("first_row", "tokens")
+    )
     path = Path(settings.vectors)
-    directions = directions_in(loaded(path, settings.base, base), path)
+    directions = directions_in(loaded(path, settings.first_row, first_row), path)
     if isinstance(settings.prompts, str):
         prompts = PromptOptions(file=settings.prompts, chat=settings.chat).read()
     else:

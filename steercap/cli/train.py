@@ -17,14 +17,14 @@ from steercap.cli.contents import load
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import SMOLLM2, located
 from steercap.cli.parsing import dtype_of, layers_of, names_of, numbers_of, refuse, tokens_of
-from steercap.cli.prompts import records_of
+from steercap.cli.prompts import examples_in
 from steercap.cli.tables import facts, titled
 from steercap.cli.terminal import Terminal
-from steercap.errors import InvalidFile, InvalidPrompt
+from steercap.errors import InvalidFile
 
 if TYPE_CHECKING:
     from steercap.lab.training import ExampleFolder, Trained, TrainedDatasets
-    from steercap.lab.training.training import AnyEdit, AnyExample
+    from steercap.lab.training.training import AnyEdit
     from steercap.steering.spec import SteeringSpec
 
 #: Makers of options for training steps, and for a folder of data sets.
@@ -67,6 +67,9 @@ class StepOptions:
         float | None, _step(min=0, help="Weight of the L1 penalty (sum of absolute values).")
     ] = None
     max_grad_norm: Annotated[float | None, _step(help="Maximum norm of the gradient (clipping).")] = None
+    gate_width: Annotated[
+        float | None, _step(min=0, help="Width of a trained gate's relaxed threshold, in the projection's units (1).")
+    ] = None
     seed: Annotated[int | None, _step(help="Seed of training (default 0).")] = None
     device_map: Annotated[
         str | None, _step(help="Spread the model over several devices with accelerate: auto or balanced.")
@@ -125,8 +128,13 @@ def check_options(examples: Path, of_file: Mapping[str, Any], of_folder: Mapping
         raise typer.BadParameter(f"this option is for {kind}{hint}", param_hint=f"--{wrong[0].replace('_', '-')}")
 
 
-def edit_of(edit: str, layers: str | None, rank: int | None, norm: float | None, tokens: str | None) -> AnyEdit:
+def edit_of(edit: str, layers: str | None, **options: Any) -> AnyEdit:
     """Return the edit to start from: a new "add" or "low_rank" at some layers, or the steering in the file `edit`.
+
+    Args:
+        edit: kind, or path of a file.
+        layers: value of --layers; None if left out.
+        options: values of the other options of new edits, by name; None if left out.
 
     Raises:
         typer.BadParameter: no layers for a kind, or an option that the edit does not have.
@@ -134,17 +142,17 @@ def edit_of(edit: str, layers: str | None, rank: int | None, norm: float | None,
     """
     from steercap.lab.training import TrainableAdd, TrainableLowRank
 
-    lacking: dict[str, dict[str, object]] = {"add": {"--rank": rank}, "low_rank": {"--norm": norm}}
-    every: dict[str, object] = {"--layers": layers, "--tokens": tokens, "--rank": rank, "--norm": norm}
-    refuse(f"--edit {edit} has none, or its own", lacking.get(edit, every))
+    lacking = {"add": ["rank"], "low_rank": ["norm", "relative"]}.get(edit, ["layers", *options])
+    every = {"layers": layers, **options}
+    refuse(f"--edit {edit} has none, or its own", {f"--{name}": every[name] for name in lacking})
     if edit not in set(TrainableKind):
         return steering_of(Path(edit))
     if layers is None:
         raise typer.BadParameter("give layers such as 14, or 10,14", param_hint="--layers")
-    where: dict[str, Any] = {"layers": layers_of(layers), "tokens": tokens_of(tokens or "all")}
-    if edit == TrainableKind.ADD:
-        return TrainableAdd(norm=norm or 0.0, **where)
-    return TrainableLowRank(rank=4 if rank is None else rank, **where)
+    said = {name: value for name, value in options.items() if value is not None}
+    if "tokens" in said:
+        said["tokens"] = tokens_of(said["tokens"])
+    return (TrainableAdd if edit == TrainableKind.ADD else TrainableLowRank)(layers=layers_of(layers), **said)
 
 
 def steering_of(path: Path) -> SteeringSpec:
@@ -227,6 +235,11 @@ def register(app: typer.Typer) -> None:
         norm: Annotated[
             float | None, typer.Option(min=0, help="Initial norm of --edit add (default 0); reps needs one above 0.")
         ] = None,
+        relative: Annotated[
+            bool | None,
+            typer.Option("--relative", help="Scale --edit add by each row's norm; needs a --norm above 0."),
+        ] = None,
+        site: Annotated[str | None, typer.Option(help="Site to edit (default resid_post).")] = None,
         tokens: Annotated[str | None, typer.Option(help="Tokens to edit (default all).")] = None,
         fields: Annotated[
             str | None, typer.Option(help="Fields of a file's edits to train, such as vector,probe.")
@@ -255,7 +268,7 @@ def register(app: typer.Typer) -> None:
         check_options(examples, {"name": name, "held_out": held_out, "lr": lr}, vars(folder))
         said = {
             **steps.said(),
-            "edit": edit_of(edit, layers, rank, norm, tokens),
+            "edit": edit_of(edit, layers, rank=rank, norm=norm, relative=relative, site=site, tokens=tokens),
             "out": out,
             "objective": objective,
             "fields": None if fields is None else names_of(fields),
@@ -275,24 +288,3 @@ def register(app: typer.Typer) -> None:
             report_datasets(swept, terminal)
         else:
             report(found, terminal)
-
-
-def examples_in(path: Path, name: str) -> dict[str, list[AnyExample]]:
-    """Read the examples of a JSONL file, as lists by trait; `name` is the trait of lines without one.
-
-    A line is as for `steercap.lab.training.datasets.example_of`, and has a `trait` where several are trained.
-
-    Raises:
-        InvalidFile: it cannot be read, or a line is not an example.
-    """
-    from steercap.lab.training.datasets import example_of
-
-    found: dict[str, list[AnyExample]] = {}
-    for number, value in records_of(str(path)):
-        given = dict(value) if isinstance(value, dict) else {}
-        trait = str(given.pop("trait", name))
-        try:
-            found.setdefault(trait, []).append(example_of(given))
-        except InvalidPrompt as error:
-            raise InvalidFile(f"{path}, line {number}: {error}") from error
-    return found

@@ -18,7 +18,7 @@ from steercap.cli.command import command, group_of
 from steercap.cli.contents import Target, directions_in, kind_of, load, write
 from steercap.cli.destinations import Force, file_ready, may_replace, saved
 from steercap.cli.engines import ReachOptions, located
-from steercap.cli.parsing import Base, Level, base_of, dtype_of, layers_of, refuse, tokens_of
+from steercap.cli.parsing import FirstRow, Level, dtype_of, first_row_of, layers_of, refuse, tokens_of
 from steercap.cli.preflight import preflight, reached
 from steercap.cli.prompts import SpecialTokens, records_of
 from steercap.cli.tables import (
@@ -306,7 +306,7 @@ def _register_show(app: typer.Typer) -> None:
         examples=[
             "steercap vectors show praise.safetensors",
             "steercap vectors show traits.safetensors --cosines --layer 16",
-            "steercap vectors show persona.pt --base 1 --json",
+            "steercap vectors show persona.pt --first-row 1 --json",
         ],
     )
     def show(
@@ -315,12 +315,12 @@ def _register_show(app: typer.Typer) -> None:
         name: Annotated[str | None, typer.Option(help="Name of the direction to show.")] = None,
         compare: Annotated[bool, typer.Option("--cosines", help="Show cosines of all pairs of directions.")] = False,
         layer: Annotated[int | None, typer.Option(help="Layer of the cosines (default: the middle one).")] = None,
-        base: Base = None,
+        first_row: FirstRow = None,
     ) -> None:
         """Show directions: names, layers, norms, the texts they were made from, how well they separate held-out texts,
         and their cosines.
         """
-        found = directions_in(load(file, base=base_of(base)), file)
+        found = directions_in(load(file, first_row=first_row_of(first_row)), file)
         found = found if name is None else found.select(name)
         document, tables = document_of(found), [part for one in found for part in told_of(found, one)]
         if compare or layer is not None:
@@ -406,7 +406,7 @@ def _register_convert(app: typer.Typer) -> None:
         "convert",
         examples=[
             "steercap vectors convert praise.safetensors --out praise.gguf --layers 1: --model-hint llama",
-            "steercap vectors convert response_avg_diff.pt --out evil.safetensors --base 1 --name evil",
+            "steercap vectors convert response_avg_diff.pt --out evil.safetensors --first-row 1 --name evil",
             "steercap vectors convert capping_config.pt --out cap.safetensors --name layers_46:54-p0.25",
         ],
     )
@@ -418,7 +418,7 @@ def _register_convert(app: typer.Typer) -> None:
             str | None, typer.Option(help="Name of the direction or experiment to take from several, or a new one.")
         ] = None,
         layers: Annotated[str, typer.Option(help="Layers to keep.")] = "all",
-        base: Annotated[
+        first_row: Annotated[
             int | None, typer.Option(min=0, max=1, help="Index of layer 0 in a .pt tensor, read or written: 0 or 1.")
         ] = None,
         bound: Annotated[
@@ -433,7 +433,7 @@ def _register_convert(app: typer.Typer) -> None:
         force: Force = False,
     ) -> None:
         """Convert vectors to another format. Reads steercap's .safetensors, GGUF control vectors of repeng and
-        llama.cpp, .pt tensors of persona vectors (--base says which row is layer 0) and .pt capping experiments of the
+        llama.cpp, .pt tensors of persona vectors (--first-row is the row of layer 0) and .pt capping experiments of the
         assistant axis; writes the first three. Experiments become steering that is ready to use.
         """
         extensions = [f".{one}" for one in Target]
@@ -442,7 +442,9 @@ def _register_convert(app: typer.Typer) -> None:
             refuse(f"{out} is no GGUF file", {"--model-hint": model_hint})
         written_alone = out.suffix.lower() == ".pt" and kind_of(source) != "pt"
         content = load(
-            source, base=None if written_alone else base_of(base), bound=None if bound is None else bound.value
+            source,
+            first_row=None if written_alone else first_row_of(first_row),
+            bound=None if bound is None else bound.value,
         )
         may_replace(out, terminal, force=force)
         written = write(
@@ -451,7 +453,7 @@ def _register_convert(app: typer.Typer) -> None:
             out,
             name=name,
             layers=layers_of(layers),
-            base=base_of(base),
+            first_row=first_row_of(first_row),
             model_hint=model_hint or "",
         )
         terminal.show({"file": str(out), **written}, facts("", {"file": out, **written}))

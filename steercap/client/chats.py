@@ -71,7 +71,7 @@ def token_text(token: str, *, in_bytes: bool) -> str:
 
 
 async def tokenised(connection: Connection, text: str, *, special: bool | None = None) -> list[int]:
-    """Return the token ids of a text as the server's model reads it; `special` as for `SteerModel.token_ids`.
+    """Return the token ids of a text as the server's model reads it; `special` as for `SteerModel.tokenize`.
 
     Raises:
         The errors of `Connection.ask`.
@@ -183,7 +183,7 @@ def tokenizer_here(description: Mapping[str, str], url: str) -> Any:
 
     name, instead = (
         description["name"],
-        "`await model.token_ids(text)` asks the server, and token ids are taken as they are",
+        "`await model.tokenize(text)` asks the server, and token ids are taken as they are",
     )
     try:
         found = AutoTokenizer.from_pretrained(name, revision=description["revision"] or None)

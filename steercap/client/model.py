@@ -149,11 +149,11 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         """
         await fetch_all([handle.lifecycle for handle in flat(handles)])
 
-    async def token_ids(self, text: Any, *, add_special_tokens: bool | None = None) -> list[int]:
+    async def tokenize(self, text: Any, *, add_special_tokens: bool | None = None) -> list[int]:
         """Return the token ids of a prompt as the model reads it, from the server's tokenizer.
 
         Args:
-            text, add_special_tokens: as for `SteerModel.token_ids`.
+            text, add_special_tokens: as for `SteerModel.tokenize`.
 
         Raises:
             InvalidSpec: neither text, token ids nor a conversation.

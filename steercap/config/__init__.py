@@ -53,7 +53,7 @@ DEFAULT_CAPTURE_BYTES: Final = 4 << 30
 DEFAULT_SPILL_BYTES: Final = 32 << 30
 
 #: Default `reduce_bytes`: 450 requests of an 8B model that reduce at all layers; less if fewer can run. With
-#: `arena_bytes` and the tables of edits it is less than 4 GB, with every site of such a model armed.
+#: `device_ring_bytes` and the tables of edits it is less than 4 GB, with every site of such a model armed.
 DEFAULT_REDUCE_BYTES: Final = 1 << 29
 
 #: Default `vector_bytes`: 16,384 vectors of an 8B model; resident only when used.
@@ -118,9 +118,9 @@ class Settings:
         steering_slots: maximum number of different steering configurations in use at once; further requests wait.
         vector_bytes: memory of the vector bank on each worker, float32, in bytes.
         edits_per_point: maximum number of rank-one edits of one configuration at one point.
-        arena_bytes: device memory on each capturing worker for rows on their way to shared memory, in bytes; None for
-            at most 2.5 GiB and a tenth of the device, or more if a pass in a CUDA graph or the rows of one layer need
-            it. Rows of larger passes are copied out while the pass runs. Not used on CPU.
+        device_ring_bytes: device memory on each capturing worker for rows on their way to shared memory, in bytes; None
+            for at most 2.5 GiB and a tenth of the device, or more if a pass in a CUDA graph or the rows of one layer
+            need it. Rows of larger passes are copied out while the pass runs. Not used on CPU.
         reduce_bytes: maximum memory on each capturing worker's device for reductions that are updated in each pass, in
             bytes; further requests wait, whatever `overflow` says. 0: rows are kept until their request ends, and
             reduced then.
@@ -149,7 +149,7 @@ class Settings:
     steering_slots: int = 256
     vector_bytes: int = DEFAULT_VECTOR_BYTES
     edits_per_point: int = 16
-    arena_bytes: int | None = None
+    device_ring_bytes: int | None = None
     reduce_bytes: int = DEFAULT_REDUCE_BYTES
     sketch_bytes: int = DEFAULT_SKETCH_BYTES
     sae_bytes: int = DEFAULT_SAE_BYTES
@@ -176,8 +176,12 @@ class Settings:
             keep(self, name, _whole(name, getattr(self, name), least=1))
         for name in ("reduce_bytes", "sketch_bytes", "sae_bytes"):
             keep(self, name, _whole(name, getattr(self, name), least=0))
-        if self.arena_bytes is not None:
-            keep(self, "arena_bytes", _whole("arena_bytes", self.arena_bytes, least=1, otherwise=", or None"))
+        if self.device_ring_bytes is not None:
+            keep(
+                self,
+                "device_ring_bytes",
+                _whole("device_ring_bytes", self.device_ring_bytes, least=1, otherwise=", or None"),
+            )
         keep(self, "overflow_timeout", _seconds("overflow_timeout", self.overflow_timeout))
         if not isinstance(self.restart, bool):
             raise InvalidSetting(f"restart={shown(self.restart)}; give True or False")

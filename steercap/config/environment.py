@@ -59,7 +59,7 @@ SETTINGS: Final[Mapping[str, Variable]] = {
         default="0",
     ),
     "capture_bytes": Variable("maximum shared memory of captured rows on each worker, in bytes", int, flag=True),
-    "arena_bytes": Variable(
+    "device_ring_bytes": Variable(
         "device memory of rows on their way to shared memory on each worker, in bytes",
         int,
         flag=True,

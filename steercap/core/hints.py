@@ -23,7 +23,7 @@ ATTRIBUTES: Final[Mapping[str, str]] = {
         ("run_with_hooks add_hook add_hooks reset_hooks register_forward_hook register_hook", f"{_READ}; {_EDIT}"),
         ("trace session scan invoke edit intervene", f"{_READ}; {_EDIT}"),
         ("steer set_control add_vector apply_steering steering set_steering", _EDIT),
-        ("tokenize to_tokens to_single_token", "use token_ids(text), or the tokenizer itself, model.tokenizer"),
+        ("to_tokens to_single_token", "use tokenize(text), or the tokenizer itself, model.tokenizer"),
         ("decode to_string to_str_tokens detokenize", "use model.tokenizer.decode(ids)"),
         ("logit_lens lens", "use handle.lens() of a fetched handle, or unembed(rows)"),
         ("embed classify score", 'use encode(prompts) of a model opened with runner="pooling"'),

@@ -57,8 +57,8 @@ class ReadingModel(OpenModel, Protocol):
     def origin(self) -> Mapping[str, str]:
         """Revision and dtype of the model; see `SteerModel.origin`."""
 
-    async def token_ids(self, text: Any, *, add_special_tokens: bool | None = None) -> list[int]:
-        """Tokenise a text; see `SteerModel.token_ids`."""
+    async def tokenize(self, text: Any, *, add_special_tokens: bool | None = None) -> list[int]:
+        """Tokenise a text; see `SteerModel.tokenize`."""
 
     async def read(self, prompts: Any, *, capture: Any, steering: Any) -> Any:
         """Run prompts and return handles of their captured rows; see `SteerModel.read`."""

@@ -24,8 +24,8 @@ class Stats:
         spill_bytes_in_use: part used by rows of unfetched handles, or reserved for rows that leave memory.
         spill_bytes_written: bytes written to disk since the start.
         handles_spilled: number of handles whose rows are on disk; a request whose rows leave memory counts as one.
-        arena_bytes: device memory for rows that are being copied to the host, on the worker with most; 0 on CPU.
-        arena_bytes_in_use: part of `arena_bytes` with rows that are not copied yet, on the fullest worker.
+        device_ring_bytes: device memory for rows that are being copied to the host, on the worker with most; 0 on CPU.
+        device_ring_bytes_in_use: part of `device_ring_bytes` with rows that are not copied yet, on the fullest worker.
         reduce_bytes: memory for reductions that run with their requests, on the worker with most.
         pinned_bytes: pinned host memory, on the worker with most; 0 on CPU.
         wire_bytes: maximum bytes of rows in RPCs at once, of all workers together; 0 where memory is shared.
@@ -58,8 +58,8 @@ class Stats:
     spill_bytes_in_use: int
     spill_bytes_written: int
     handles_spilled: int
-    arena_bytes: int
-    arena_bytes_in_use: int
+    device_ring_bytes: int
+    device_ring_bytes_in_use: int
     reduce_bytes: int
     pinned_bytes: int
     wire_bytes: int
@@ -100,8 +100,8 @@ async def stats_of(engine: Engine, restarts: int = 0) -> Stats:
         spill_bytes_in_use=0 if file is None else file.bytes_in_use,
         spill_bytes_written=0 if file is None else file.bytes_written,
         handles_spilled=0 if file is None else file.stored,
-        arena_bytes=max(count.tables.ring for count in counts),
-        arena_bytes_in_use=max(count.tables.ring_in_use for count in counts),
+        device_ring_bytes=max(count.tables.ring for count in counts),
+        device_ring_bytes_in_use=max(count.tables.ring_in_use for count in counts),
         reduce_bytes=max(count.tables.accumulators for count in counts),
         pinned_bytes=max(count.tables.pinned + count.arena_pinned * _resident(count) for count in counts),
         wire_bytes=sum(reader.wire_bytes for reader in engine.line_readers),

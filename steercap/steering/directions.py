@@ -12,11 +12,12 @@ import torch
 from jaxtyping import Float
 
 from steercap.core.display import brief, html_table
+from steercap.core.spec import Layers
 from steercap.core.values import choices, shown
 from steercap.errors import InvalidSpec, InvalidVector, UnknownName
 from steercap.files import native
 from steercap.files.native import FileKind
-from steercap.steering.edits.inputs import FrozenMapping, Mark, marks_of, several
+from steercap.steering.edits.inputs import FrozenMapping, Mark, layers_among, marks_of, several
 from steercap.steering.layers import LayerVectors
 
 
@@ -165,15 +166,14 @@ class DirectionSet(Mapping[str, LayerVectors]):
         wanted = [names] if isinstance(names, str) else several(names, "names")
         return replace(self, directions={name: self[name] for name in wanted})
 
-    def at_layers(self, layers: Iterable[int]) -> DirectionSet:
+    def at_layers(self, layers: Layers) -> DirectionSet:
         """Return the same directions with the vectors, and the provenance, of some layers only.
 
         Raises:
             LayerOutOfRange: there are no vectors for a layer.
         """
-        wanted = several(layers, "layers")
-        found = self._each(lambda vectors: vectors.at_layers(wanted))
-        known = self.provenance
+        wanted = layers_among(layers, self.layers)
+        found, known = self._each(lambda vectors: vectors.at_layers(wanted)), self.provenance
 
         def kept(measured: Mapping[str, Mapping[int, float]]) -> dict[str, dict[int, float]]:
             return {name: {at: by[at] for at in found.layers if at in by} for name, by in measured.items()}

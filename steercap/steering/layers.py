@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Final
@@ -19,12 +19,12 @@ import torch
 from jaxtyping import Float
 
 from steercap.architectures.sites import SITES
-from steercap.core.spec import name_of_site
-from steercap.core.values import FAR, index_of, number_of, parts_of, shown
+from steercap.core.spec import Layers, name_of_site
+from steercap.core.values import FAR, index_of, number_of, shown
 from steercap.errors import InvalidSpec, InvalidVector, LayerOutOfRange
 from steercap.files import native
 from steercap.files.native import FileKind
-from steercap.steering.edits.inputs import FrozenMapping, Vector, float32_copy
+from steercap.steering.edits.inputs import FrozenMapping, Vector, float32_copy, layers_among
 
 #: Singular values below this fraction of the largest are taken for rounding errors.
 RANK_TOLERANCE: Final = 1e-6
@@ -92,16 +92,14 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         object.__setattr__(other, "name", name)
         return other
 
-    def at_layers(self, layers: Iterable[int]) -> LayerVectors:
+    def at_layers(self, layers: Layers) -> LayerVectors:
         """Return the vectors of some layers only, with the same name, model and site.
 
         Raises:
-            InvalidSpec: `layers` is empty or not a list.
+            InvalidSpec: `layers` is empty, or means no layers.
             LayerOutOfRange: there is no vector for a layer.
         """
-        wanted = parts_of(layers, "layers")
-        if wanted is None:
-            raise InvalidSpec(f"layers={shown(layers)}; give a list of some of {list(self)}")
+        wanted = layers_among(layers, self)
         if missing := [layer for layer in wanted if index_of(layer) not in self.vectors]:
             raise LayerOutOfRange(f"no vectors for layers {shown(missing)}; they are for {list(self)}")
         return dataclasses.replace(self, vectors={layer: self[layer] for layer in wanted})

@@ -577,18 +577,18 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
         """
         self.bridge.done(self.awaited.fetch_captures_batch, handles)
 
-    def token_ids(self, text: Any, *, add_special_tokens: bool | None = None) -> list[int]:
+    def tokenize(self, text: Any, *, add_special_tokens: bool | None = None) -> list[int]:
         """Return the token ids of a prompt as the model reads it, from the server's tokenizer.
 
         Args:
-            text, add_special_tokens: as for `SteerModel.token_ids`.
+            text, add_special_tokens: as for `SteerModel.tokenize`.
 
         Raises:
             InvalidSpec: neither text, token ids nor a conversation.
             InvalidPrompt: a str that cannot be encoded in UTF-8.
             InvalidRequest: the model has no chat template, or the template refuses the conversation.
         """
-        return self.bridge.done(self.awaited.token_ids, text, add_special_tokens=add_special_tokens)
+        return self.bridge.done(self.awaited.tokenize, text, add_special_tokens=add_special_tokens)
 
     def stats(self) -> Stats:
         """Return the current use of memory and slots of the server's model, by all clients, and the limits."""
@@ -739,7 +739,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
         steering_slots: maximum number of distinct steering configurations in use at once; see `overflow`.
         vector_bytes: memory for the vectors of all configurations on each worker, in bytes, float32.
         edits_per_point: maximum number of rank-one edits of a spec at one layer and site.
-        arena_bytes: on CUDA, device memory on each capturing worker for rows on their way to shared memory; see
+        device_ring_bytes: on CUDA, device memory on each capturing worker for rows on their way to shared memory; see
             `Settings`.
         reduce_bytes: maximum device memory on each capturing worker for the running reductions of `reduce=` requests,
             in bytes; see `Settings`.
@@ -780,7 +780,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
         steering_slots: int | None = None,
         vector_bytes: int | None = None,
         edits_per_point: int | None = None,
-        arena_bytes: int | None = None,
+        device_ring_bytes: int | None = None,
         reduce_bytes: int | None = None,
         sketch_bytes: int | None = None,
         sae_bytes: int | None = None,
@@ -805,7 +805,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
                 steering_slots=steering_slots,
                 vector_bytes=vector_bytes,
                 edits_per_point=edits_per_point,
-                arena_bytes=arena_bytes,
+                device_ring_bytes=device_ring_bytes,
                 reduce_bytes=reduce_bytes,
                 sketch_bytes=sketch_bytes,
                 sae_bytes=sae_bytes,
@@ -1367,7 +1367,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
         """
         self.bridge.done(self.awaited.fetch_captures_batch, handles)
 
-    def token_ids(self, text: Any, *, add_special_tokens: bool | None = None) -> list[int]:
+    def tokenize(self, text: Any, *, add_special_tokens: bool | None = None) -> list[int]:
         """Return the token ids of a prompt as the model reads it.
 
         Args:
@@ -1379,7 +1379,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
             InvalidSpec: `text` is of another type.
             InvalidRequest: the model has no chat template, or the template refuses the conversation.
         """
-        return self.bridge.done(self.awaited.token_ids, text, add_special_tokens=add_special_tokens)
+        return self.bridge.done(self.awaited.tokenize, text, add_special_tokens=add_special_tokens)
 
     def check_memory(self) -> MemoryNeed:
         """Compare the memory that the model needs with the free memory, without starting an engine.

@@ -153,10 +153,10 @@ async def test_a_conversation_that_does_not_fit_is_one_error(remote: RemoteModel
     for text in ({}, b"abc", {1, 2}, None, 5):
         for model in (tiny, remote):
             with pytest.raises(errors.InvalidSpec):
-                await model.token_ids(text)
+                await model.tokenize(text)
     for model in (tiny, remote):
         with pytest.raises(errors.InvalidPrompt, match="half of a surrogate pair"):
-            await model.token_ids("a\ud800b")
+            await model.tokenize("a\ud800b")
         with pytest.raises(errors.InvalidRequest):
             await model.generate("a", {"temperature": float("nan")})
 
@@ -551,12 +551,12 @@ async def test_a_direction_extracted_over_the_connection_is_the_local_one(
             with pytest.raises(errors.InvalidRequest):
                 await extract(model, wrong * 2, wrong * 2, name="kind", held_out=0.0)
     chat: Any = [{"role": "user", "content": "Hello"}]
-    assert await remote.token_ids(chat) == list(
+    assert await remote.tokenize(chat) == list(
         (await remote.chat(chat, GREEDY, capture_layers=[1]))[1].prompt_token_ids
     )
-    assert tokens_of(remote.tokenizer, chat, special=False) == await remote.token_ids(chat)
+    assert tokens_of(remote.tokenizer, chat, special=False) == await remote.tokenize(chat)
     for special in (True, False):
-        assert await remote.token_ids("Hello there", add_special_tokens=special) == await tiny.token_ids(
+        assert await remote.tokenize("Hello there", add_special_tokens=special) == await tiny.tokenize(
             "Hello there", add_special_tokens=special
         )
 

@@ -42,11 +42,11 @@ class Bench:
         capture_bytes: int = 1 << 20,
         dtype: torch.dtype = torch.float32,
         tokens: int = 1024,
-        arena_bytes: int = 1 << 20,
+        device_ring_bytes: int = 1 << 20,
         width: int = WIDTH,
     ) -> None:
         self.width = width
-        self.runtime = some_runtime(self.kind, POINTS, width, dtype, tokens=tokens, arena_bytes=arena_bytes)
+        self.runtime = some_runtime(self.kind, POINTS, width, dtype, tokens=tokens, device_ring_bytes=device_ring_bytes)
         self.attached = self.ask(Attach(capture_bytes))
         assert isinstance(self.attached, Attached)
         self.reader = open_reader(self.attached, "shared", self.no_wire)

@@ -80,7 +80,7 @@ class Engine:
         self.kind, self.drafts, self.late, self.width = kind, drafts, late, width
         self.rng = np.random.default_rng(seed)
         self.runtime = some_runtime(
-            kind, POINTS, width, tokens=256, arena_bytes=256 * POINTS * max(width * 4, LINE_BYTES),
+            kind, POINTS, width, tokens=256, device_ring_bytes=256 * POINTS * max(width * 4, LINE_BYTES),
             accumulators=ACCUMULATORS, lag=late + drafts, held=max(late + drafts, 1),
         )  # fmt: skip
         self.ask(Attach(20 << 20))

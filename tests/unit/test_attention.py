@@ -321,7 +321,7 @@ def runtime_of(kind: str, rules: dict[int, AttentionRule], shard: int, ranks: in
     """One rank with the queries and keys of two layers, as bfloat16, and a point of the stream between them."""
     heads = [PointSchema((count, SIZE), "bfloat16", shards=ranks) for count in (HEADS, KV_HEADS)]
     runtime = some_runtime(
-        kind, 5, schemas=[*heads, PointSchema((8,), "bfloat16"), *heads], shard=shard, arena_bytes=8 << 20
+        kind, 5, schemas=[*heads, PointSchema((8,), "bfloat16"), *heads], shard=shard, device_ring_bytes=8 << 20
     )
     runtime._attention = rules
     assert isinstance(decode_answer(runtime.answer(encode(Call((), Attach(8 << 20))))), Attached)

@@ -49,7 +49,9 @@ class Chunked(Bench):
     """A bench whose runtime has a file for rows that leave its arena."""
 
     def __init__(self, folder: Path, pages: int, file_bytes: int = 1 << 20) -> None:
-        self.runtime = some_runtime(self.kind, POINTS, self.width, torch.float32, tokens=1024, arena_bytes=1 << 20)
+        self.runtime = some_runtime(
+            self.kind, POINTS, self.width, torch.float32, tokens=1024, device_ring_bytes=1 << 20
+        )
         self.attached = self.ask(Attach(pages * 9 * LINE_BYTES, str(folder), file_bytes))
         assert isinstance(self.attached, Attached)
         self.reader = open_reader(self.attached, "shared", self.no_wire)

@@ -558,7 +558,7 @@ def test_steering_that_is_not_clear_is_refused(directions, tmp_path) -> None:
         SteerOptions(steer=file, scale=2.0).spec()
     persona = tmp_path / "persona.pt"
     torch.save(torch.randn(5, 8), persona)
-    with pytest.raises(InvalidSpec, match="give --base 1"):
+    with pytest.raises(InvalidSpec, match="give --first-row 1"):
         SteerOptions(steer=persona, steer_layers="1").spec()
     rows = torch.load(persona)
     (edit,) = SteerOptions(steer=persona, steer_layers="1", base=1).spec().flat()
@@ -591,8 +591,8 @@ def test_what_is_converted_is_what_was_there(directions, tmp_path) -> None:
     gguf, pt, native = tmp_path / "a.gguf", tmp_path / "b.pt", tmp_path / "c.safetensors"
     assert call("vectors", "convert", directions, "--out", gguf, "--name", "kind", "--layers", "1:").exit_code == 0
     assert load_control_vector(gguf) == LayerVectors({at: known[at] for at in (1, 2, 3)}, name="kind", model="tiny")
-    assert call("vectors", "convert", directions, "--out", pt, "--name", "kind", "--base", "1").exit_code == 0
-    assert load_layers_pt(pt, base=1, name="kind", model="tiny") == known
+    assert call("vectors", "convert", directions, "--out", pt, "--name", "kind", "--first-row", "1").exit_code == 0
+    assert load_layers_pt(pt, first_row=1, name="kind", model="tiny") == known
     assert call("vectors", "convert", gguf, "--out", native, "--name", "better").exit_code == 0
     assert list(DirectionSet.load(native)) == ["better"]
     assert torch.equal(DirectionSet.load(native)["better"][2], known[2])
@@ -647,7 +647,7 @@ def test_a_renamed_direction_keeps_its_provenance(directions, tmp_path) -> None:
     [
         (["x.gguf"], "2 directions; give --name"),
         (["x.gguf", "--name", "kind"], "vector at layer 0"),
-        (["x.pt", "--name", "kind"], "--base"),
+        (["x.pt", "--name", "kind"], "--first-row"),
         (["x.bin"], ".safetensors, .gguf, .pt"),
         (["x.safetensors", "--name", "cold"], "no direction 'cold'"),
         (["x.safetensors", "--layers", "7"], "outside this model of 4 layers"),
@@ -1009,7 +1009,7 @@ def test_a_server_that_is_none_of_ours_fails_the_smoke_test(tmp_path) -> None:
         address = f"http://127.0.0.1:{other.server_address[1]}"
         found = call("smoke", address, "--json")
         assert (found.exit_code, [one["state"] for one in json.loads(found.stdout)["checks"]]) == (1, ["ok", "problem"])
-        nowhere = call("smoke", f"{address}/nowhere")
+        nowhere = call("smoke", f"{address}/nowhere", "--timeout", "30")
         other.shutdown()
     gone = call("smoke", address)
     for result in (nowhere, gone):

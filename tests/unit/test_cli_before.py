@@ -28,11 +28,11 @@ from cli_calls import call, captured, directions, shell, vectors
 from rich.console import Console
 from rich.progress import Progress
 
-from steercap import Add, SteeringSpec
+from steercap import Add, CaptureSpec, SteeringSpec
 from steercap.captures.handle import CaptureHandle
 from steercap.captures.manifest import Manifest
 from steercap.cli.app import app
-from steercap.cli.captured import Store
+from steercap.cli.captured import Store, arguments_of_call
 from steercap.cli.engines import ModelOptions, ReachOptions
 from steercap.cli.generate import PrintedAnswer, answer, report
 from steercap.cli.persona import folded, sweeps_of
@@ -50,7 +50,9 @@ from steercap.lab.personas import PersonaResult, PersonaSettings, shipped_traits
 from steercap.lab.personas.folder import open_folder
 from steercap.lab.personas.report import Outcome
 from steercap.lab.studies.sweeps.grid import SweepDefinition
+from steercap.saes import SAE
 from steercap.steering import DirectionSet
+from steercap.testing.saes import RandomSAE
 
 __all__ = ["directions"]  # a fixture
 
@@ -76,10 +78,10 @@ def here(tmp_path, directions, monkeypatch) -> Path:  # noqa: ARG001 -- makes a 
     torch.save(torch.ones(4, 8), tmp_path / "layers.pt")
     torch.save({"vectors": {"axis": {"vector": torch.ones(8), "layer": 2}}, "experiments": []}, tmp_path / "capping.pt")
     torch.save({"pos_3": torch.ones(4, 8)}, tmp_path / "levels.pt")
-    (tmp_path / "methods.yaml").write_text("methods: {x: {file: deep.safetensors, base: 1}}\nquestions: [Who?]\n")
+    (tmp_path / "methods.yaml").write_text("methods: {x: {file: deep.safetensors, first_row: 1}}\nquestions: [Who?]\n")
     (tmp_path / "empty.yaml").touch()
-    (tmp_path / "based.yaml").write_text("base: 1")
-    (tmp_path / "far.yaml").write_text("base: 2")
+    (tmp_path / "based.yaml").write_text("first_row: 1")
+    (tmp_path / "far.yaml").write_text("first_row: 2")
     (tmp_path / "spoken.yaml").write_text("tokens: nowhere")
     (tmp_path / "drawn").mkdir()
     (tmp_path / "drawn" / "demo.png").write_text("kept")
@@ -124,10 +126,20 @@ SWEEP = "sweep --scales 1 --prompts a.txt --out s -m model --vectors"
         ("capture hi -m model --out x --layers 4", 1, "layer 4 is outside this model of 4 layers"),
         ("capture hi -m model --out x --sites nowhere", 1, "nowhere"),
         ("capture hi -m model --out x --tokens 1:2:0", 1, "step"),
+        ("capture hi -m model --out x --at resid_post[1],z[4]", 1, "layer 4 is outside this model of 4 layers"),
+        ("capture hi -m model --out x --at z[1] --layers 1", 1, "at= already names the points"),
+        ("capture hi --url http://127.0.0.1:9 --out x --sae rows", 2, "--url: a server has its own SAEs"),
+        ("capture hi -m model --out x --sae rows", 1, "rows"),
+        (
+            "capture hi -m model --out x --reduce mean --before-edits --allow-nonfinite --layers 4",
+            1,
+            "layer 4 is outside",
+        ),
+        ("persona roles -m model --out a.txt --no-read-system", 2, "is a file"),
         ("capture hi -m model --out a.txt", 2, "is a file"),
         ("capture hi -m model --out rows", 2, "already; give another name, or --force"),
         ("capture hi -m model --out x --project wide.safetensors", 1, "width 16"),
-        ("capture hi -m model --out x --project traits.safetensors --heat 7", 2, "layer 7 is not captured"),
+        ("capture hi -m model --out x --project traits.safetensors --heat-layer 7", 2, "layer 7 is not captured"),
         ("vectors extract a.txt b.txt -m model --out x.gguf", 2, "ends in .safetensors; steercap vectors convert"),
         ("vectors extract a.txt b.txt -m model --out wide.safetensors", 2, "there already"),
         ("vectors extract a.txt b.txt -m model --out x.safetensors --layers 7", 1, "outside this model of 4 layers"),
@@ -174,23 +186,55 @@ SWEEP = "sweep --scales 1 --prompts a.txt --out s -m model --vectors"
         ("vectors extract a.txt b.txt -m model --out x.safetensors --try-scale 3", 2, "--try-scale: there is no --try"),
         ("vectors compare traits.safetensors deep.safetensors --dtype float16", 2, "--dtype: there is no --model"),
         ("vectors convert traits.safetensors --out x.gguf --name kind --bound low", 2, "--bound: traits.safetensors"),
-        ("vectors convert layers.pt --base 0 --out x.gguf --bound low", 2, "--bound: layers.pt holds no capping"),
-        ("vectors convert deep.safetensors --out x.pt --base 0 --model-hint llama", 2, "--model-hint: x.pt is no GGUF"),
-        ("vectors convert deep.safetensors --out x.gguf --base 1", 2, "--base: deep.safetensors says itself which"),
-        ("vectors show deep.safetensors --base 1", 2, "--base: deep.safetensors says itself which"),
-        ("vectors show capping.pt --base 1", 2, "--base: capping.pt says itself which"),
-        ("generate hi -m model --steer deep.safetensors --steer-layers 2 --base 1", 2, "--base: deep.safetensors says"),
-        (f"{SWEEP} deep.safetensors --layers 2 --base 0", 2, "--base: deep.safetensors says itself which"),
-        (f"{SWEEP} deep.safetensors --layers 2 based.yaml", 2, "for base: deep.safetensors says itself which"),
+        ("vectors convert layers.pt --first-row 0 --out x.gguf --bound low", 2, "--bound: layers.pt holds no capping"),
+        (
+            "vectors convert deep.safetensors --out x.pt --first-row 0 --model-hint llama",
+            2,
+            "--model-hint: x.pt is no GGUF",
+        ),
+        (
+            "vectors convert deep.safetensors --out x.gguf --first-row 1",
+            2,
+            "--first-row: deep.safetensors says itself which",
+        ),
+        ("vectors show deep.safetensors --first-row 1", 2, "--first-row: deep.safetensors says itself which"),
+        ("vectors show capping.pt --first-row 1", 2, "--first-row: capping.pt says itself which"),
+        (
+            "generate hi -m model --steer deep.safetensors --steer-layers 2 --first-row 1",
+            2,
+            "--first-row: deep.safetensors says",
+        ),
+        (f"{SWEEP} deep.safetensors --layers 2 --first-row 0", 2, "--first-row: deep.safetensors says itself which"),
+        (f"{SWEEP} deep.safetensors --layers 2 based.yaml", 2, "for first_row: deep.safetensors says itself which"),
         (f"{SWEEP} deep.safetensors --layers 2 far.yaml", 1, "Invalid enum value 2"),
         (f"{SWEEP} deep.safetensors --layers 2 spoken.yaml", 2, "for tokens: 'nowhere'"),
         (f"{SWEEP} deep.safetensors --layers 2 spoken.yaml --tokens no", 2, "for --tokens: 'no'"),
         (f"{SWEEP} wide.safetensors --layers 2 empty.yaml", 1, "the vectors have width 16"),
-        ("evaluate methods.yaml -m model --out x", 2, "for base of method 'x': deep.safetensors says itself which"),
-        ("compare model model --vectors deep.safetensors --layer 2 --base 0", 2, "--base: deep.safetensors says"),
-        (f"{COMPARE} deep.safetensors --vectors layers.pt --base 0 --components nothing.pt", 1, "nothing.pt cannot be"),
-        (f"{COMPARE} levels.pt --raw --vectors layers.pt --base 0 --components nothing.pt", 1, "nothing.pt cannot be"),
-        ("compare model model --vectors levels.pt --layer 2 --base 0", 2, "--base: levels.pt says itself which"),
+        (
+            "evaluate methods.yaml -m model --out x",
+            2,
+            "for first_row of method 'x': deep.safetensors says itself which",
+        ),
+        (
+            "compare model model --vectors deep.safetensors --layer 2 --first-row 0",
+            2,
+            "--first-row: deep.safetensors says",
+        ),
+        (
+            f"{COMPARE} deep.safetensors --vectors layers.pt --first-row 0 --components nothing.pt",
+            1,
+            "nothing.pt cannot be",
+        ),
+        (
+            f"{COMPARE} levels.pt --raw --vectors layers.pt --first-row 0 --components nothing.pt",
+            1,
+            "nothing.pt cannot be",
+        ),
+        (
+            "compare model model --vectors levels.pt --layer 2 --first-row 0",
+            2,
+            "--first-row: levels.pt says itself which",
+        ),
         ("collect a.txt -m model --out x --temperature 0", 2, "--temperature: nothing is generated without --max-tok"),
         ("collect a.txt -m model --out x --seed 1", 2, "--seed: nothing is generated without --max-tokens"),
         ("collect a.txt -m model --out x --sample-seed 1", 2, "--sample-seed: there is no --one-in"),
@@ -400,6 +444,20 @@ async def test_vectors_that_cannot_be_written_are_elsewhere_or_printed(here, how
     assert DirectionSet.load(here / "fine.safetensors") == known
 
 
+def test_captures_of_other_rows_are_another_run(tmp_path) -> None:
+    """Points, edits and SAEs are compared with a folder's; a run of before these options has none of their names."""
+    sae = SAE.load(RandomSAE("topk", 8, 16, k=4).write(tmp_path))
+
+    def asked(**arguments: Any) -> dict[str, Any]:
+        return arguments_of_call([Prompt("a")], {}, CaptureSpec(**arguments))
+
+    found = [asked(), asked(at="z[1]"), asked(at="z[2]"), asked(before_edits=True), asked(sae=sae)]
+    assert [sum(one == other for other in found) for one in found] == [1] * 5
+    assert set(found[0]) == {"prompts", "sampling", "layers", "sites", "tokens", "reduce"}
+    assert asked(allow_nonfinite=True) == found[0]
+    assert [*map(json.loads, map(json.dumps, found))]
+
+
 def test_captures_go_on_elsewhere_when_their_folder_cannot_be_written_to(here, monkeypatch, capfd) -> None:
     """The rows that are there, and those to come, are kept; the error is told at the end."""
     spare = here / "spare"
@@ -424,7 +482,7 @@ from steercap.steering.formats import save_control_vector, save_layers_pt
 from steercap.steering import LayerVectors
 found = LayerVectors({1: torch.randn(9000), 0: torch.randn(9000)}, model="m")
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-for save in (lambda: found.save("a.safetensors"), lambda: save_layers_pt(found, "a.pt", base=0),
+for save in (lambda: found.save("a.safetensors"), lambda: save_layers_pt(found, "a.pt", first_row=0),
              lambda: save_control_vector(LayerVectors({1: found[1]}, model="m"), "a.gguf")):
     try:
         save()

@@ -105,7 +105,11 @@ def test_questions_may_be_lines_of_a_file(here) -> None:
         ("random: praise", "random: praise, doses: [9]", "method 'chance': doses would change nothing beside `random`"),
         ("random: praise", "random: praise, layers: [3], file: gone.gguf", "file, layers would change nothing beside"),
         ("system: Be warm.", "system: Be warm., count: 3", "method 'prompt': count would change nothing without"),
-        ("system: Be warm.", "system: Be warm., base: 1", "method 'prompt': base would change nothing without"),
+        (
+            "system: Be warm.",
+            "system: Be warm., first_row: 1",
+            "method 'prompt': first_row would change nothing without",
+        ),
         ("tasks: [passages]", "tasks: [passages]\nby: nuetral", "by='nuetral' is no measure or task"),
         ("tasks: [passages]", "tasks: [passages]\nby: nuetral\nat: 5", "by='nuetral' is no measure or task"),
     ],

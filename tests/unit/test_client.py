@@ -372,8 +372,8 @@ async def test_a_text_is_read_as_the_model_reads_it_there() -> None:
     answer = JSONResponse({"choices": [choice()]})
     says = DESCRIBED | {"texts": {"add_special_tokens": False, "do_lower_case": True}}
     async with model_of(answer, says=says, routes=[route]) as model:
-        await model.token_ids("A")
-        await model.token_ids("A", add_special_tokens=True)
+        await model.tokenize("A")
+        await model.tokenize("A", add_special_tokens=True)
         await model.generate("A")
         await model.generate("A", add_special_tokens=True)
         assert [one["prompt"] for one in model.seen] == [[7], [7]]
@@ -381,7 +381,7 @@ async def test_a_text_is_read_as_the_model_reads_it_there() -> None:
     async with model_of(answer, routes=[route]) as model:
         await model.generate("A")
         assert [one["prompt"] for one in model.seen] == ["A"]
-        assert await model.token_ids("A") == [7]
+        assert await model.tokenize("A") == [7]
         assert asked[-1]["add_special_tokens"] is True
 
 

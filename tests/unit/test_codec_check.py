@@ -35,7 +35,7 @@ class Model:
     model = "m"
     num_layers = 4
 
-    async def token_ids(self, text, *, add_special_tokens=True) -> list[int]:  # noqa: ARG002 -- the model's own
+    async def tokenize(self, text, *, add_special_tokens=True) -> list[int]:  # noqa: ARG002 -- the model's own
         return [0, *map(ord, text)] if isinstance(text, str) else list(text)
 
     async def read(self, prompts, *, capture, steering):

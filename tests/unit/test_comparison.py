@@ -600,7 +600,7 @@ def test_the_command_writes_what_the_library_finds(tmp_path) -> None:
         ([*given, "--correction", "hlm"], "holm"),
         ([*given, *given], "same name"),
         ([*people, "--level", "pos3"], "did you mean 'pos_3'"),
-        ([*people, "--base", "1"], "for --base"),
+        ([*people, "--first-row", "1"], "for --first-row"),
     ):
         bad = call("compare", base, instruct, *wrong, *([] if "--layer" in wrong else ["--layer", "1"]), "--out", out)
         assert bad.exit_code in {1, 2}

@@ -97,6 +97,27 @@ def test_what_cannot_be_extracted_is_said(change, error, says) -> None:
         directions_of("x", given, LAYERS, **change)
 
 
+@pytest.mark.parametrize(
+    ("layers", "names"), [("all", [0]), (0, [0]), (range(7, 8), [7]), ([7], [7]), (np.int64(7), [7])]
+)
+def test_layers_are_named_as_everywhere(layers, names) -> None:
+    """An index, several, a range, or "all" from 0; of vectors "all" is theirs; another number than of rows is refused."""
+    given, unseen = (
+        Contrast(one.positive[:, :1], one.negative[:, :1], range(8), range(8))
+        for one, _ in (contrast(8, 1.0, seed=seed) for seed in (0, 1))
+    )
+    found = directions_of("x", given, layers, held_out=0)
+    assert list(found["x"]) == names
+    assert separability(found["x"], unseen, "all") == separability(found["x"], unseen, names)
+    for wrong in ([1, 2], range(3), []):
+        with pytest.raises(InvalidSpec, match="for rows of 1 layers; give one each"):
+            directions_of("x", given, wrong, held_out=0)
+        with pytest.raises(InvalidSpec, match="for rows of 1 layers; give one each"):
+            separability(found["x"], unseen, wrong)
+    with pytest.raises(InvalidSpec, match="layers='one'; give 'all', an index"):
+        directions_of("x", given, "one", held_out=0)
+
+
 def some_set(seed: int = 0, **provenance) -> DirectionSet:
     drawn = torch.Generator().manual_seed(seed)
     vectors = {
@@ -121,7 +142,8 @@ def test_a_set_projects_and_compares_as_its_vectors_do() -> None:
     assert found.orthogonal().cosines(5)[0, 1] == pytest.approx(0, abs=1e-6)
     assert found.orthogonal()["d0a"] == found["d0a"]
     assert list(found.select(["d0b"])) == ["d0b"]
-    assert found.at_layers([5]).layers == (5,)
+    assert found.at_layers([5]).layers == found.at_layers(5).layers == found.at_layers(slice(5, 6)).layers == (5,)
+    assert found.at_layers("all").layers == found.layers
     with pytest.raises(InvalidSpec, match=r"'d0c'; did you mean 'd0b'.*known: 'd0a', 'd0b'"):
         found.select("d0c")
     with pytest.raises(InvalidSpec, match=r"layers \[3\]"):

@@ -34,7 +34,15 @@ from steercap.core.program import HOLE, SteeringPlan, blob_digest, rows_touched
 from steercap.core.schema import PointSchema
 from steercap.core.slots import Slots
 from steercap.core.spec import Point
-from steercap.errors import InvalidEdit, InvalidSelection, InvalidSpec, InvalidVector, SteercapError, TooManyEdits
+from steercap.errors import (
+    InvalidEdit,
+    InvalidSelection,
+    InvalidSpec,
+    InvalidVector,
+    SteercapError,
+    TooManyEdits,
+    UnknownName,
+)
 from steercap.kernels.bits import EDITED_MOST
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.steering.edits import EDITS
@@ -430,6 +438,14 @@ def test_numbers_of_unclear_meaning_are_given_by_name(make) -> None:
     """`Cap(v, 2.5)` once set the lower bound, and `AddIf(v, probe, 2.0)` the threshold."""
     with pytest.raises(TypeError, match="positional arguments"):
         make()
+
+
+def test_an_unknown_site_is_refused_where_it_is_named() -> None:
+    """When the edit is made, not first by an engine; names of other tools and paths of modules are sites."""
+    with pytest.raises(UnknownName, match="unknown site 'resid'; did you mean"):
+        Add(V, layer=1, site="resid")
+    for name in ("attn.hook_z", "model.layers.*.mlp.down_proj.input", "router"):
+        Add(V, layer=1, site=name)
 
 
 def test_layers_are_numbers_of_any_library() -> None:

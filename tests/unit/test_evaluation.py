@@ -31,8 +31,8 @@ from steercap.lab.studies.evaluation import (
     TASKS,
     Choice,
     Choices,
-    Condition,
     Evaluation,
+    EvaluationCondition,
     EvaluationResults,
     Method,
     Passages,
@@ -340,7 +340,7 @@ def test_an_evaluation_that_means_nothing_is_refused(given, says) -> None:
 
 def test_no_steering_is_always_evaluated() -> None:
     """Once: a method of one's own that changes nothing is it."""
-    assert evaluation().conditions()[0] == Condition("none", 1.0)
+    assert evaluation().conditions()[0] == EvaluationCondition("none", 1.0)
     own = evaluation(methods=[Method(name="as it is"), Method(name="prompt", system="Be warm.")])
     assert [one.method for one in own.conditions()] == ["as it is", "prompt"]
     assert own.plain == "as it is"
@@ -350,17 +350,17 @@ def test_the_prompt_of_a_condition_has_its_system_prompt_and_what_was_said() -> 
     """In turns; without a chat the system prompt stands before the text."""
     one = evaluation()
     said = ["two", "It is warm.", "and then?"]
-    spoken = [(message["role"], message["content"]) for message in one.prompt(Condition("prompt", 1.0), said)]
+    spoken = [(message["role"], message["content"]) for message in one.prompt(EvaluationCondition("prompt", 1.0), said)]
     assert spoken == [
         ("system", "Be warm."),
         ("user", "two"),
         ("assistant", "It is warm."),
         ("user", "and then?"),
     ]
-    assert one.prompt(Condition("mine", 1.0), ["two"]) == [{"role": "user", "content": "two"}]
+    assert one.prompt(EvaluationCondition("mine", 1.0), ["two"]) == [{"role": "user", "content": "two"}]
     plain = evaluation(chat=False, questions=["Once"])
-    assert plain.prompt(Condition("prompt", 1.0), ["Once"]) == "Be warm.\n\nOnce"
-    assert plain.prompt(Condition("none", 1.0), ["Once"]) == "Once"
+    assert plain.prompt(EvaluationCondition("prompt", 1.0), ["Once"]) == "Be warm.\n\nOnce"
+    assert plain.prompt(EvaluationCondition("none", 1.0), ["Once"]) == "Once"
 
 
 def test_the_seed_of_an_answer_does_not_depend_on_the_method() -> None:
@@ -393,8 +393,8 @@ def test_a_folder_takes_further_methods(tmp_path) -> None:
         ]
     )
     after = Folder(tmp_path, more, MODEL).places
-    assert [after[Condition("ours", dose)] for dose in (1.0, 2.0)] == [
-        before[Condition("mine", dose)] for dose in (1.0, 2.0)
+    assert [after[EvaluationCondition("ours", dose)] for dose in (1.0, 2.0)] == [
+        before[EvaluationCondition("mine", dose)] for dose in (1.0, 2.0)
     ]
     assert len(set(after.values())) == len(after) == 5
     assert Folder(tmp_path, first, MODEL).places == before
@@ -718,9 +718,9 @@ def test_a_method_that_costs_nothing_is_not_compared_at_no_steering() -> None:
     """It does not pull the others to dose 0, where all are alike, and is itself at a dose of its own."""
     one = results()
     neutral = dict(one.readings["neutral"])
-    plain = neutral[Condition("none", 1.0)]
+    plain = neutral[EvaluationCondition("none", 1.0)]
     for dose in (1.0, 3.0):
-        neutral[Condition("weak", dose)] = [0.9 * value for value in plain]
+        neutral[EvaluationCondition("weak", dose)] = [0.9 * value for value in plain]
     free = dataclasses.replace(one, readings={"neutral": neutral})
     assert free.reached_by_all() == pytest.approx(math.e**3)
     found = {line.method: line for line in free.matched()}
@@ -764,15 +764,15 @@ def test_costs_are_of_what_every_method_was_measured_on() -> None:
     """A dear item that one method has no number for makes nothing cheap; a dose of which nothing is known is passed over."""
     one = results()
     neutral = {
-        condition: [math.e, math.nan if condition == Condition("mine", 1.0) else math.e**9]
+        condition: [math.e, math.nan if condition == EvaluationCondition("mine", 1.0) else math.e**9]
         if condition.method in {"none", "mine"}
         else values
         for condition, values in one.readings["neutral"].items()
     }
-    neutral[Condition("mine", 2.0)] = [math.e**2, math.e**9]
+    neutral[EvaluationCondition("mine", 2.0)] = [math.e**2, math.e**9]
     found = dataclasses.replace(one, readings={"neutral": neutral})
     assert found.reached_by_all() == pytest.approx(math.e**1.5)
-    unknown = {**neutral, Condition("mine", 1.0): [math.nan, math.nan]}
+    unknown = {**neutral, EvaluationCondition("mine", 1.0): [math.nan, math.nan]}
     lines = {
         line.method: line for line in dataclasses.replace(one, readings={"neutral": unknown}).matched(at=math.e**5.25)
     }
@@ -801,7 +801,7 @@ def test_without_its_edits_a_method_with_a_prompt_is_not_no_steering() -> None:
         condition: [math.exp({"none": 0.0, "both": 2.0}.get(condition.method, 0.0) + condition.dose)] * 2
         for condition in one.conditions()
     }
-    neutral[Condition("none", 1.0)] = [1.0, 1.0]
+    neutral[EvaluationCondition("none", 1.0)] = [1.0, 1.0]
     found = EvaluationResults(
         one,
         answers,

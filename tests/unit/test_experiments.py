@@ -30,7 +30,7 @@ from steercap.lab.mechanism.views import TokenHeatmap, heatmap_of, heatmap_of_la
 from steercap.lab.mechanism.views.heatmap import colour, contrast, ink
 from steercap.lab.studies import StudyFolder, Table, Value, check_same
 from steercap.lab.studies.running import measures_of
-from steercap.lab.studies.sweeps import MEASURES, OPERATIONS, Answered, Condition, Sweep, SweepResults
+from steercap.lab.studies.sweeps import MEASURES, OPERATIONS, Answered, Sweep, SweepCondition, SweepResults
 from steercap.lab.studies.sweeps.grid import SWEEP
 from steercap.lab.studies.sweeps.running import _answer, mean_of, open_folder, run_sweep
 from steercap.lab.studies.sweeps.summaries import Mean, Record, _figure
@@ -61,7 +61,7 @@ def sweep(**changed) -> Sweep:
 def test_every_sweep_has_its_controls() -> None:
     """No steering once; for each vector, place and scale: as many random vectors as asked, and the other sign."""
     found = sweep().conditions()
-    assert found[0] == Condition(control="none")
+    assert found[0] == SweepCondition(control="none")
     assert len(set(found)) == len(found) == 1 + 2 * (2 + 2 + 3 * 2)
     for layer in (1, 3):
         here = {(one.control, one.scale) for one in found if one.layers == (layer,)}
@@ -82,7 +82,7 @@ def test_a_scale_that_changes_nothing_is_no_steering() -> None:
     """0 of "add" is the one clean run; 0 of "cap" bounds the projection at 0, and is run."""
     assert not [one for one in sweep().conditions() if one.control != "none" and one.scale == 0]
     assert [one for one in sweep(operations=("cap",)).conditions() if one.scale == 0 and one.control == ""]
-    assert sweep().spec(Condition(control="none")) is None
+    assert sweep().spec(SweepCondition(control="none")) is None
 
 
 @pytest.mark.parametrize("at", [0, 7])
@@ -99,7 +99,8 @@ def test_random_controls_are_drawn_by_the_seed_alone() -> None:
     """Equal for equal seeds, whatever layers are swept; different for another seed, index, layer or name."""
     own = vectors(1, 2, 3).named("warm")
     first = random_like(own, 0, seed=0)
-    assert torch.equal(first[2], random_like(own, 0, seed=0, layers=[2])[2])
+    for one in ([2], 2, range(2, 3), slice(1, 3), "all"):
+        assert torch.equal(first[2], random_like(own, 0, seed=0, layers=one)[2])
     same = first.unit()
     others = [random_like(own, 0, seed=1), random_like(own, 1, seed=0), random_like(own.named("cold"), 0, seed=0)]
     assert all(not torch.allclose(same[2], other.unit()[2], atol=1e-2) for other in others)
@@ -204,7 +205,7 @@ def test_requests_of_one_condition_are_together_and_their_seeds_agree() -> None:
     ("changed", "says"),
     [
         ({"prompts": []}, "prompts"),
-        ({"prompts": "one"}, "give a list or mapping"),
+        ({"prompts": "one"}, "give several in a list"),
         ({"prompts": [3]}, "prompts hold 3"),
         ({"vectors": {"warm": torch.ones(3)}}, "LayerVectors"),
         ({"vectors": vectors(1)}, "by|give a list or mapping"),
@@ -212,6 +213,9 @@ def test_requests_of_one_condition_are_together_and_their_seeds_agree() -> None:
         ({"layers": (1, 1)}, "twice"),
         ({"layers": (-1,)}, "count from 0"),
         ({"layers": ("1",)}, "indices|index"),
+        ({"layers": ()}, r"layers=\(\) is empty"),
+        ({"layers": slice(9, 12)}, r"layers=\(\) is empty"),
+        ({"layers": "one"}, r"layers='one'; give 'all', an index"),
         ({"scales": (1, 1.0)}, "twice"),
         ({"scales": (math.inf,)}, "finite"),
         ({"scales": ("1",)}, "finite"),
@@ -225,6 +229,21 @@ def test_a_sweep_that_means_nothing_is_refused(changed, says) -> None:
     """Before anything runs, with what is wrong."""
     with pytest.raises(InvalidSpec, match=says):
         sweep(**changed)
+
+
+@pytest.mark.parametrize(
+    ("layers", "groups"),
+    [
+        (2, ((2,),)),
+        ("all", ((1,), (2,), (3,))),
+        (range(2, 4), ((2,), (3,))),
+        (slice(-2, None), ((2,), (3,))),
+        ([(1,), (2, 3)], ((1,), (2, 3))),
+    ],
+)
+def test_a_sweep_takes_layers_as_all_else_does(layers, groups) -> None:
+    """An index, "all" of the vectors' layers, a range or a slice; each layer by itself, unless grouped."""
+    assert sweep(layers=layers, vectors={"warm": vectors(1, 2, 3), "cold": vectors(0, 1, 2, 3)}).groups == groups
 
 
 def test_an_unknown_operation_or_measure_is_named() -> None:

@@ -236,7 +236,7 @@ LOADERS = {
     "rows of a persona": load_rows,
     "rows of a role": lambda path: read_rows_header(Path(path)),
     "header": read_header,
-    "layers.pt": lambda path: load_layers_pt(path, base=0),
+    "layers.pt": lambda path: load_layers_pt(path, first_row=0),
     "control vector": load_control_vector,
     "capping": load_capping,
     "table": lambda path: read_table(path, msgspec.Struct),
@@ -367,40 +367,40 @@ def test_layer_vectors_that_cannot_be_are_refused(vectors, labels, error, says) 
 
 @pytest.mark.parametrize("legacy", [False, True])
 def test_persona_vectors_skip_the_row_of_the_embeddings(legacy, tmp_path) -> None:
-    """With base=1 row i is layer i - 1, with base=0 layer i, whatever floating dtype torch saved."""
+    """With first_row=1 row i is layer i - 1, with first_row=0 layer i, whatever floating dtype torch saved."""
     rows = torch.randn(LAYERS + 1, WIDTH).half()
     torch.save(rows, tmp_path / "x.pt", _use_new_zipfile_serialization=not legacy)
-    persona = load_layers_pt(tmp_path / "x.pt", base=1, name="evil", model="tiny")
-    plain = load_layers_pt(tmp_path / "x.pt", base=0)
+    persona = load_layers_pt(tmp_path / "x.pt", first_row=1, name="evil", model="tiny")
+    plain = load_layers_pt(tmp_path / "x.pt", first_row=0)
     assert (list(persona), list(plain)) == (list(range(LAYERS)), list(range(LAYERS + 1)))
     assert all(torch.equal(persona[layer], rows[layer + 1].float()) for layer in persona)
     assert all(torch.equal(plain[layer], rows[layer].float()) for layer in plain)
     assert (persona.name, persona.model, persona.site) == ("evil", "tiny", "resid_post")
 
 
-@pytest.mark.parametrize("base", [0, 1])
-def test_layers_are_written_as_they_are_read(base, tmp_path) -> None:
-    """A tensor that torch.load reads has a row for each layer, after a row of zeros if base=1."""
+@pytest.mark.parametrize("first_row", [0, 1])
+def test_layers_are_written_as_they_are_read(first_row, tmp_path) -> None:
+    """A tensor that torch.load reads has a row for each layer, after a row of zeros if first_row=1."""
     vectors = LayerVectors({layer: torch.randn(WIDTH) for layer in range(3)})
-    path = save_layers_pt(vectors, tmp_path / "x.pt", base=base)
+    path = save_layers_pt(vectors, tmp_path / "x.pt", first_row=first_row)
     rows = torch.load(path, weights_only=True)
-    assert rows.shape == (3 + base, WIDTH)
-    assert not rows[:base].any()
-    assert load_layers_pt(path, base=base) == vectors
+    assert rows.shape == (3 + first_row, WIDTH)
+    assert not rows[:first_row].any()
+    assert load_layers_pt(path, first_row=first_row) == vectors
 
 
 def test_a_base_is_given_and_a_gap_is_not_filled(tmp_path) -> None:
     """What row 0 means is never guessed, and a missing layer never becomes zeros."""
     torch.save(torch.ones(3, WIDTH), tmp_path / "x.pt")
-    with pytest.raises(TypeError, match="base"):
+    with pytest.raises(TypeError, match="first_row"):
         load_layers_pt(tmp_path / "x.pt")
-    for base in (2, None, True, [0], 1.0, "1"):
-        with pytest.raises(InvalidSpec, match="base="):
-            load_layers_pt(tmp_path / "x.pt", base=base)
+    for first_row in (2, None, True, [0], 1.0, "1"):
+        with pytest.raises(InvalidSpec, match="first_row="):
+            load_layers_pt(tmp_path / "x.pt", first_row=first_row)
     with pytest.raises(InvalidSpec, match=r"layers \[0, 2, 3\]"):
-        save_layers_pt(some_vectors(), tmp_path / "y.pt", base=0)
+        save_layers_pt(some_vectors(), tmp_path / "y.pt", first_row=0)
     assert not (tmp_path / "y.pt").exists()
-    assert load_layers_pt(tmp_path / "x.pt", base=np.int64(1)) == load_layers_pt(tmp_path / "x.pt", base=1)
+    assert load_layers_pt(tmp_path / "x.pt", first_row=np.int64(1)) == load_layers_pt(tmp_path / "x.pt", first_row=1)
 
 
 @pytest.mark.parametrize(
@@ -418,7 +418,7 @@ def test_a_tensor_of_another_shape_is_refused(content, says, tmp_path) -> None:
     """What is in the file is named, and what should be."""
     torch.save(content, tmp_path / "x.pt")
     with pytest.raises(InvalidFile, match=rf"x\.pt.*{says}"):
-        load_layers_pt(tmp_path / "x.pt", base=1)
+        load_layers_pt(tmp_path / "x.pt", first_row=1)
 
 
 class Trap:
@@ -431,7 +431,7 @@ class Trap:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize("load", [lambda path: load_layers_pt(path, base=0), load_capping])
+@pytest.mark.parametrize("load", [lambda path: load_layers_pt(path, first_row=0), load_capping])
 def test_code_in_a_pt_file_is_refused_and_not_run(load, tmp_path) -> None:
     """A .pt file is read for its tensors only."""
     trap, sprung = Trap(tmp_path / "sprung"), tmp_path / "sprung"
@@ -618,8 +618,8 @@ def test_a_gguf_file_of_something_else_is_refused(directions, arch, says, tmp_pa
     [
         (save_control_vector, load_control_vector, "whole.gguf"),
         (
-            lambda vectors, path: save_layers_pt(vectors, path, base=1),
-            lambda path: load_layers_pt(path, base=1),
+            lambda vectors, path: save_layers_pt(vectors, path, first_row=1),
+            lambda path: load_layers_pt(path, first_row=1),
             "whole.pt",
         ),
         (lambda _, path: torch.save(experiments(), path), load_capping, "whole.pt"),

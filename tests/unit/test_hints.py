@@ -129,7 +129,7 @@ def test_calls_look_as_they_are_written() -> None:
         assert list(inspect.signature(kind.generate).parameters)[:3] == ["self", "prompts", "sampling_params"]
         assert kind.generate.__name__ == "generate"
         assert "Generate text" in str(kind.generate.__doc__)
-    assert inspect.iscoroutinefunction(SteerModel.token_ids)
+    assert inspect.iscoroutinefunction(SteerModel.tokenize)
 
 
 def test_a_subclass_may_have_a_base_that_takes_keywords() -> None:

@@ -294,7 +294,7 @@ def sites() -> Iterator[Site]:
         "vector_bytes": "whole",
         "edits_per_point": "whole",
         "reduce_bytes": "whole0",
-        "arena_bytes": "whole?",
+        "device_ring_bytes": "whole?",
         "overflow_timeout": "seconds",
         "transport": "",
     }.items():

@@ -162,7 +162,7 @@ def test_rows_of_every_width_are_edited_and_copied(width, dtype) -> None:
         SteeringSpec(edits, preserve_norm=True), armed=ARMED, schemas=known_schemas(ARMED, width, 1), num_layers=1,
         edits_per_point=8,
     )  # fmt: skip
-    runtime = some_runtime("cuda", 1, width, dtype, slots=1, bank_rows=2, tokens=8, arena_bytes=8 * width * 4)
+    runtime = some_runtime("cuda", 1, width, dtype, slots=1, bank_rows=2, tokens=8, device_ring_bytes=8 * width * 4)
     assert isinstance(decode_answer(runtime.answer(encode(Call((), Attach(8 << 20))))), Attached)
     places = ((0,), (1,))
     vectors = tuple(
@@ -192,7 +192,7 @@ def test_rows_of_every_width_are_edited_and_copied(width, dtype) -> None:
 def test_a_large_pass_takes_several_tokens_a_program() -> None:
     """The last program's tokens end before its last place; tracked and untracked tokens share programs."""
     tokens, width = 1051, 128
-    runtime = some_runtime("cuda", 1, width, tokens=tokens + 5, arena_bytes=tokens * width * 4)
+    runtime = some_runtime("cuda", 1, width, tokens=tokens + 5, device_ring_bytes=tokens * width * 4)
     assert isinstance(decode_answer(runtime.answer(encode(Call((), Attach(8 << 20))))), Attached)
     capture = CapturePlan((0,), (Range(2, 4), Range(700, None)), None, RAW)
     runtime.register("r", Plan("r", 1000, 1000, capture=capture).encode(), 0)

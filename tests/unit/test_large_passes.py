@@ -40,7 +40,7 @@ def small_ring(tokens: int, graph_tokens: int = 0) -> Any:
     """A rank whose ring has room for the largest layer of a pass, encoded too."""
     lines = tokens * max(LAYER_LINES) * 2
     return some_runtime(
-        "cuda", len(LAYERS), schemas=SCHEMAS, tokens=64, arena_bytes=lines * LINE_BYTES, layers=LAYERS,
+        "cuda", len(LAYERS), schemas=SCHEMAS, tokens=64, device_ring_bytes=lines * LINE_BYTES, layers=LAYERS,
         graph_tokens=graph_tokens,
     )  # fmt: skip
 
@@ -145,7 +145,7 @@ def test_raw_rows_of_everything_pass_a_ring_of_one_layer(tokens) -> None:
 @pytest.mark.parametrize("wrong", ["order", "unknown", "silent"])
 def test_a_tap_out_of_order_or_unknown_fails_its_pass_and_later_ones_are_kept_whole(wrong, monkeypatch) -> None:
     """Nothing is written elsewhere: an earlier pass's rows stay as they are."""
-    runtime = some_runtime("cuda", len(LAYERS), schemas=SCHEMAS, tokens=64, arena_bytes=1 << 16, layers=LAYERS)
+    runtime = some_runtime("cuda", len(LAYERS), schemas=SCHEMAS, tokens=64, device_ring_bytes=1 << 16, layers=LAYERS)
     monkeypatch.setattr("steercap.worker.taps.cuda.PART", 1 / 64)
     asking(runtime, Attach(1 << 20))
     everything = CapturePlan(tuple(range(len(LAYERS))), (Range(0, None),), None, RAW)
@@ -187,12 +187,12 @@ def test_a_tap_out_of_order_fails_all_captures_of_its_pass(order, reduce) -> Non
 
 
 def test_a_layer_that_has_no_room_is_an_error_that_says_how_much_it_needs() -> None:
-    """With that much of `arena_bytes` the same pass is kept."""
+    """With that much of `device_ring_bytes` the same pass is kept."""
     capture = CapturePlan(tuple(range(len(LAYERS))), (Range(0, None),), None, codec_of("full8"))
     needed, failures = LINE_BYTES, []
     for _ in range(2):
         runtime = some_runtime(
-            "cuda", len(LAYERS), schemas=SCHEMAS, tokens=64, arena_bytes=needed, layers=LAYERS, graph_tokens=4
+            "cuda", len(LAYERS), schemas=SCHEMAS, tokens=64, device_ring_bytes=needed, layers=LAYERS, graph_tokens=4
         )
         asking(runtime, Attach(1 << 20))
         runtime.register("r1", Plan("r1", 17, 100, capture=capture).encode(), 0)
@@ -201,7 +201,7 @@ def test_a_layer_that_has_no_room_is_an_error_that_says_how_much_it_needs() -> N
         failures.append(share.failure)
         needed = int(re.findall(r"[\d,]+", share.failure or "0")[0].replace(",", ""))
     assert failures[0].endswith(
-        f"bytes of rows, and the device holds {LINE_BYTES}; raise SteerModel(..., arena_bytes=), "
+        f"bytes of rows, and the device holds {LINE_BYTES}; raise SteerModel(..., device_ring_bytes=), "
         "lower max_num_batched_tokens=, or capture fewer points"
     )
     assert failures[1] is None
@@ -224,7 +224,7 @@ def test_a_pass_that_runs_a_graph_is_kept_whole_or_refused() -> None:
 def test_rows_of_a_request_that_is_gone_do_not_come_over_those_of_a_large_pass(monkeypatch) -> None:
     """Pages are another request's at once, while rows of the one before may wait to be copied there."""
     runtime = some_runtime(
-        "cuda", len(LAYERS), schemas=SCHEMAS, tokens=64, arena_bytes=1 << 16, layers=LAYERS, graph_tokens=16
+        "cuda", len(LAYERS), schemas=SCHEMAS, tokens=64, device_ring_bytes=1 << 16, layers=LAYERS, graph_tokens=16
     )
     monkeypatch.setattr("steercap.worker.taps.cuda.PART", 1 / 64)
     asking(runtime, Attach(1 << 20))
@@ -314,7 +314,7 @@ def test_codes_may_be_larger_than_their_rows() -> None:
     found = []
     for lines, layers in ((1 << 12, ()), (64, LAYERS)):
         runtime = some_runtime(
-            "cuda", len(LAYERS), schemas=SCHEMAS, tokens=64, arena_bytes=lines * LINE_BYTES, layers=layers
+            "cuda", len(LAYERS), schemas=SCHEMAS, tokens=64, device_ring_bytes=lines * LINE_BYTES, layers=layers
         )
         asking(runtime, Attach(1 << 20))
         for number, (name, k) in enumerate(counts.items(), 1):

@@ -18,7 +18,7 @@ from steercap.core.prompts import tokens_of
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
 from steercap.core.tokens import TokenSelection
-from steercap.errors import EngineFailure, InvalidFile, InvalidSelection, InvalidSpec
+from steercap.errors import EngineFailure, InvalidFile, InvalidSelection, InvalidSpec, UnknownName
 from steercap.lab.mechanism.patching import (
     Effects,
     Grid,
@@ -84,6 +84,7 @@ def test_elements_of_a_head_are_its_part_of_the_row() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "says"),
     [
+        (lambda: Grid(sites=["z", "resid"]), UnknownName, "unknown site 'resid'; did you mean"),
         (lambda: Grid(heads="some"), InvalidSpec, "heads='some'"),
         (lambda: Grid(heads=[1, 1]), InvalidSpec, "several that differ"),
         (lambda: Grid(heads=[True]), InvalidSpec, "heads="),
@@ -107,10 +108,10 @@ def test_what_makes_no_sense_is_refused(make, error, says) -> None:
 async def test_the_direction_says_which_prompt_is_changed() -> None:
     """The tokens shown are those of that prompt; prompts of token ids are prompts, and not lists of them."""
 
-    async def token_ids(text: Any, **_special: Any) -> list[int]:
+    async def tokenize(text: Any, **_special: Any) -> list[int]:
         return tokens_of(TOKENIZER, text, special=True)
 
-    model: Any = SimpleNamespace(tokenizer=TOKENIZER, token_ids=token_ids)
+    model: Any = SimpleNamespace(tokenizer=TOKENIZER, tokenize=tokenize)
     (clean,) = await pairs_of(model, "abc", "axc", direction="noise", align=None)
     (corrupted,) = await pairs_of(model, [A, B, C], "axc", direction="denoise", align=None)
     assert (clean.tokens, corrupted.tokens) == (("a", "b", "c"), ("a", "x", "c"))
@@ -176,7 +177,7 @@ class Fake:
     tokenizer, num_layers, settings = TOKENIZER, 2, SimpleNamespace(steering_slots=4)
     points: ClassVar = {Point(layer, site): PointSchema((2, 8), "float32") for layer in range(2) for site in "zq"}
 
-    async def token_ids(self, text: Any, **_special: Any) -> list[int]:
+    async def tokenize(self, text: Any, **_special: Any) -> list[int]:
         return tokens_of(TOKENIZER, text, special=True)
 
     async def run(self, prompt, _sampling, *, capture=None, steering=None) -> Any:

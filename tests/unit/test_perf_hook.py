@@ -174,7 +174,7 @@ def test_vllm_has_what_is_patched() -> None:
 def some_taps(mode: str) -> CudaTaps:
     """Taps of 36 points, open for a pass of three tokens."""
     transfers: Any = CudaTransfers(DEVICE) if CUDA else LateTransfers()
-    taps = bench_tap.cuda_taps(64, 3, transfers, arena_bytes=1 << 20)
+    taps = bench_tap.cuda_taps(64, 3, transfers, device_ring_bytes=1 << 20)
     bench_tap.opened(taps, 3, mode, DEVICE)
     return taps
 

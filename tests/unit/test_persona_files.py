@@ -124,7 +124,7 @@ class TestFolders:
             assert (list(alone.directions), alone.level, alone.left_out) == (["b"], whole.level, {})
             assert alone.directions["b"] == whole.directions["b"]
             said: list[object] = []
-            group = group_in(path, layer=2, base=None, say=said.append)
+            group = group_in(path, layer=2, first_row=None, say=said.append)
             assert group["b"] == whole.directions["b"].at_layers([2])
             assert said == [f"{path}: pos_3 - default_1 of 1 of 1 files"]
         with pytest.raises(UnknownName, match=r"b.pt has .*pos_3 \(1 files\).* no pos_4; did you mean 'pos_"):

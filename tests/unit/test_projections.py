@@ -51,7 +51,7 @@ class Worker:
         self.kind, self.width, self.dtype = kind, width, dtype
         self.rng = np.random.default_rng(seed)
         lines = POINTS * -(-width * dtype.itemsize // LINE_BYTES) + 1  # of whole rows, and of what is stored of them
-        self.runtime = some_runtime(kind, POINTS, width, dtype, tokens=256, arena_bytes=256 * lines * LINE_BYTES)
+        self.runtime = some_runtime(kind, POINTS, width, dtype, tokens=256, device_ring_bytes=256 * lines * LINE_BYTES)
         self.ask(Attach(20 << 20))
         self.edit = torch.arange(width).float() % 7 - 3
         self.steered = lower(

@@ -443,7 +443,7 @@ class Letters:
     def encode(self, text: str, **_options: Any) -> list[int]:
         return [ord(letter) for letter in text]
 
-    async def token_ids(self, text: Any, **_options: Any) -> list[int]:
+    async def tokenize(self, text: Any, **_options: Any) -> list[int]:
         return list(text) if isinstance(text[0], int) else self.encode(self.apply_chat_template(text))
 
     async def read(self, prompts: Any, *, capture: Any, **_unsteered: Any) -> list[Any]:
@@ -760,7 +760,7 @@ class Reader:
 
     max_model_len = 6
 
-    async def token_ids(self, text: Any, **_options: Any) -> list[int]:
+    async def tokenize(self, text: Any, **_options: Any) -> list[int]:
         """Ids stay as they are."""
         return list(text)
 

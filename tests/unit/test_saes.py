@@ -555,7 +555,7 @@ class Worker:
 
     def __init__(self, kind: str, dtype: torch.dtype = torch.float32) -> None:
         self.kind, self.dtype = kind, dtype
-        self.runtime = some_runtime(kind, 2, WIDTH, dtype, tokens=64, arena_bytes=1 << 20)
+        self.runtime = some_runtime(kind, 2, WIDTH, dtype, tokens=64, device_ring_bytes=1 << 20)
         self.ask(Attach(1 << 20))
 
     def ask(self, question, released=()):

@@ -32,7 +32,7 @@ def test_a_tap_is_timed_with_what_its_mode_does(mode) -> None:
     copies, specs, _ = bench_tap.MODES[mode]
     transfers: Any = CudaTransfers(DEVICE) if CUDA else LateTransfers()
     tokens, width = 3, 64
-    taps = bench_tap.cuda_taps(width, tokens, transfers, arena_bytes=1 << 20)
+    taps = bench_tap.cuda_taps(width, tokens, transfers, device_ring_bytes=1 << 20)
     bench_tap.opened(taps, tokens, mode, DEVICE)
     hidden = torch.randn(tokens, width, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.bfloat16)
     residual = torch.ones_like(hidden)
@@ -47,7 +47,7 @@ def test_a_tap_is_timed_in_one_kernel_with_a_norm() -> None:
     """The one that adds, edits and norms as PyTorch does."""
     transfers: Any = CudaTransfers(DEVICE) if CUDA else LateTransfers()
     layers = bench_fused.Layers(3, 64, 0, DEVICE)
-    taps = bench_tap.cuda_taps(64, 3, transfers, arena_bytes=1 << 20)
+    taps = bench_tap.cuda_taps(64, 3, transfers, device_ring_bytes=1 << 20)
     bench_tap.opened(taps, 3, "add", DEVICE)
     assert bench_fused.error_of(layers, taps) < 0.02
 

@@ -89,7 +89,7 @@ from steercap.lab.datasets.collecting.samples import ByPredicate, ByProbe, OneIn
 from steercap.lab.datasets.collecting.samples import seed_of as seed_of_document
 from steercap.lab.datasets.definition import DATASET
 from steercap.lab.datasets.folder import Totals
-from steercap.lab.datasets.shards import Receipt
+from steercap.lab.datasets.shards import ShardReceipt
 from steercap.lab.datasets.storage import FileReceipt
 from steercap.lab.directions.contrast import derived_seed
 from steercap.lab.directions.methods import METHODS
@@ -819,7 +819,7 @@ def test_a_folder_says_what_it_said(name, tmp_path) -> None:
             ),
         ),
         (native.NativeHeader, "version kind model convention sha256 content provenance"),
-        (Receipt, "version number definition first stop tokens rows documents_sha256 files"),
+        (ShardReceipt, "version number definition first stop tokens rows documents_sha256 files"),
         (FileReceipt, "bytes sha256"),
         (Totals, "version shards documents tokens rows bytes sha256"),
     ],

@@ -894,6 +894,12 @@ def test_the_command_trains_each_trait_of_a_file(tmp_path, monkeypatch) -> None:
     assert all(SteeringSpec.load(one["file"]).of_rows()[0].layer == 1 for one in found.values())
     assert [one["step"] for one in found["it"]["history"]] == [0, 2]
     assert "out/it/other.safetensors" in call(*asked).stdout  # read, not trained again
+    asked[asked.index("out/it")] = "out/relative"
+    done = call(*asked, "--json", "--site", "attn_out", "--relative", "--norm", "0.1", "--gate-width", "0.5")
+    assert done.exit_code == 0, done.output
+    (edit,) = SteeringSpec.load(json.loads(done.stdout)["relative"]["file"]).of_rows()
+    assert (edit.site, edit.relative) == ("attn_out", True)
+    assert '"gate_width":"0.5"' in Path("out/relative/training.json").read_text().replace(" ", "")
 
 
 @pytest.mark.parametrize(
@@ -907,6 +913,9 @@ def test_the_command_trains_each_trait_of_a_file(tmp_path, monkeypatch) -> None:
         ({"prompt": "a", "response": "b"}, ["--edit", "none.safetensors", "--tokens", "generated"], "--tokens"),
         ({"prompt": "a", "response": "b"}, ["--layers", "1", "--edit", "add", "--rank", "2"], "--rank"),
         ({"prompt": "a", "response": "b"}, ["--layers", "1", "--edit", "low_rank", "--norm", "1"], "--norm"),
+        ({"prompt": "a", "response": "b"}, ["--layers", "1", "--edit", "low_rank", "--relative"], "--relative"),
+        ({"prompt": "a", "response": "b"}, ["--edit", "none.safetensors", "--site", "attn_out"], "--site"),
+        ({"prompt": "a", "response": "b"}, ["--layers", "1", "--site", "resid"], "unknown site 'resid'"),
     ],
 )
 def test_the_command_says_what_is_wrong_before_it_loads_a_model(tmp_path, monkeypatch, line, more, says) -> None:

@@ -50,7 +50,7 @@ class Known:
         said = [None, *({token: SimpleNamespace(logprob=-COSTS[token])} for token in ids[1:])]
         return SimpleNamespace(output=SimpleNamespace(prompt_logprobs=said))
 
-    async def token_ids(self, text: Any, **_options: Any) -> list[int]:
+    async def tokenize(self, text: Any, **_options: Any) -> list[int]:
         """Ids stay as they are."""
         return list(text)
 

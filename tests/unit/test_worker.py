@@ -367,7 +367,7 @@ DEVICE_ALONE = pytest.mark.parametrize("kind", ["cuda"], indirect=True)
 @DEVICE_ALONE
 async def test_rows_in_flight_are_not_overwritten() -> None:
     """A ring that holds one pass: the next one waits until its rows are copied away, however late that is."""
-    bench = Bench(arena_bytes=13 * LINE_BYTES)
+    bench = Bench(device_ring_bytes=13 * LINE_BYTES)
     for key in ("r1", "r2"):
         bench.plan(key)
     for start in range(0, 40, 2):
@@ -382,14 +382,14 @@ async def test_rows_in_flight_are_not_overwritten() -> None:
 @DEVICE_ALONE
 async def test_a_pass_larger_than_the_ring_is_said_not_hidden() -> None:
     """Its rows are a failure that names the remedy; those of the next pass are not."""
-    bench = Bench(arena_bytes=13 * LINE_BYTES)
+    bench = Bench(device_ring_bytes=13 * LINE_BYTES)
     bench.plan("r1")
     bench.plan("r2")
     bench.step(("r1", 0, 5))
     bench.step(("r2", 0, 4))
     large, small = bench.ask(Collect((Wanted(Owner("r1", 0), 5), Wanted(Owner("r2", 0), 4)))).shares
     assert (
-        "one pass keeps 960 bytes of rows, and the device holds 832; raise SteerModel(..., arena_bytes=)"
+        "one pass keeps 960 bytes of rows, and the device holds 832; raise SteerModel(..., device_ring_bytes=)"
         in large.failure
     )
     assert small.failure is None
@@ -487,7 +487,7 @@ async def test_a_series_of_passes_says_what_each_pass_alone_would() -> None:
 @pytest.mark.parametrize(("ring_lines", "most"), [(40, 60), (256, 20), (1 << 14, 4)])
 async def test_a_series_sends_one_table(ring_lines, most, monkeypatch) -> None:
     """Two requests, one of them steered too, for 60 passes; a ring that is always full, or goes round, or does not."""
-    bench = Bench(arena_bytes=ring_lines * LINE_BYTES)
+    bench = Bench(device_ring_bytes=ring_lines * LINE_BYTES)
     configuration, vectors = adding(500.0)
     configure(bench, configuration, vectors)
     bench.plan("r1")
@@ -564,7 +564,7 @@ async def test_rows_are_copied_behind_the_sampled_tokens_of_their_pass() -> None
 @DEVICE_ALONE
 async def test_a_small_ring_does_not_wait_for_eight_passes() -> None:
     """Rows of few passes fill it: they are copied before the passes after them need their places."""
-    bench = Bench(4 << 20, arena_bytes=64 * LINE_BYTES)
+    bench = Bench(4 << 20, device_ring_bytes=64 * LINE_BYTES)
     for number in range(1, 9):
         bench.plan(f"r{number}")
     for position in range(60):
@@ -1008,7 +1008,7 @@ async def test_a_rank_without_rows_steers_all_the_same(kind) -> None:
 
 def test_what_tables_take_is_said(kind) -> None:
     """Bank and accumulators everywhere; a ring, what of it is not copied yet, and pinned memory on a device alone."""
-    bench = Bench(arena_bytes=1 << 20)
+    bench = Bench(device_ring_bytes=1 << 20)
     tables = bench.ask(GetStats()).tables
     assert tables.bank == bench.runtime.taps._bank.nbytes == bench.attached.bank_rows * bench.attached.bank_width * 4
     assert tables.accumulators >= bench.attached.reductions * POINTS * WIDTH * 4

@@ -153,7 +153,9 @@ def register(app: typer.Typer) -> None:
         *,
         api_key: Annotated[str | None, typer.Option(metavar="KEY", help="API key, if the server wants one.")] = None,
         model: Annotated[str | None, typer.Option("--model", "-m", help="Model (default: the first listed).")] = None,
-        seconds: Annotated[float, typer.Option(min=1, help="Seconds to wait for each answer of the server.")] = 60,
+        seconds: Annotated[
+            float, typer.Option("--timeout", min=1, help="Seconds to wait for each answer of the server.")
+        ] = 60,
     ) -> None:
         """Check a running server: its health, its models, and one captured chat. The exit code is 1 if one
         of them fails.

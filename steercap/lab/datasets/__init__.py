@@ -16,7 +16,7 @@ from steercap.lab.datasets.definition import DatasetDefinition, PointFormat, def
 from steercap.lab.datasets.folder import DatasetFolder, Totals, verify
 from steercap.lab.datasets.remote import RemoteFolder, storage_of
 from steercap.lab.datasets.rows import Labelled, Normalisation
-from steercap.lab.datasets.shards import Receipt, Shard, write_shard
+from steercap.lab.datasets.shards import Shard, ShardReceipt, write_shard
 from steercap.lab.datasets.statistics import PointStatistics
 from steercap.lab.datasets.storage import LocalFolder, Storage
 from steercap.lab.datasets.tables import Index
@@ -32,9 +32,9 @@ __all__ = [
     "Normalisation",
     "PointFormat",
     "PointStatistics",
-    "Receipt",
     "RemoteFolder",
     "Shard",
+    "ShardReceipt",
     "Storage",
     "Totals",
     "define",

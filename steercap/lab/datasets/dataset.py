@@ -36,7 +36,7 @@ from steercap.lab.datasets.rows import (
     join_points,
     normalise_rows,
 )
-from steercap.lab.datasets.shards import Receipt
+from steercap.lab.datasets.shards import ShardReceipt
 from steercap.lab.datasets.statistics import PointStatistics
 from steercap.lab.datasets.tables import COLUMNS
 
@@ -380,7 +380,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         return f"ActivationDataset({str(self.folder.storage)!r}: {len(self):,} rows of {', '.join(self.points)})"
 
 
-def _shards(folder: DatasetFolder, *, partial: bool) -> list[Receipt]:
+def _shards(folder: DatasetFolder, *, partial: bool) -> list[ShardReceipt]:
     """Return the receipts of the shards to read, in order; an incomplete data set is refused unless `partial`."""
     receipts = list(folder.sound().values())
     if folder.totals() is not None:

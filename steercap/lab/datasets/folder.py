@@ -23,8 +23,8 @@ from steercap.lab.datasets.shards import (
     FOLDER,
     RECEIPT,
     STATISTICS,
-    Receipt,
     Shard,
+    ShardReceipt,
     header_of,
     name_of,
     read_checked,
@@ -43,7 +43,7 @@ AGAIN: Final = "copy it again, or collect it again"
 UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
-Document = TypeVar("Document", "Totals", Receipt)
+Document = TypeVar("Document", "Totals", ShardReceipt)
 
 
 class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -128,12 +128,12 @@ class DatasetFolder:
 
     # Shards
 
-    def write(self, shard: Shard) -> Receipt:
+    def write(self, shard: Shard) -> ShardReceipt:
         """Write a shard and return its receipt; the data set is then incomplete until `complete`. See `write_shard`."""
         self._remove_totals()
         return write_shard(self.storage, self.definition, shard)
 
-    def receipts(self) -> dict[int, Receipt]:
+    def receipts(self) -> dict[int, ShardReceipt]:
         """Return the receipts of existing shards, by number, ascending; `wrong` checks their files.
 
         Raises:
@@ -144,14 +144,14 @@ class DatasetFolder:
             raise InvalidFile(why)
         return found
 
-    def readable_receipts(self) -> tuple[dict[int, Receipt], dict[int, str]]:
+    def readable_receipts(self) -> tuple[dict[int, ShardReceipt], dict[int, str]]:
         """Return the readable receipts, and the reasons why others are not (truncated or changed), by shard number.
 
         Raises:
             InvalidFile: a receipt is of another version or data set, or its file name has no shard number.
         """
         names = sorted(name for name in self.storage.sizes(FOLDER) if name.endswith(RECEIPT) and name[0] != ".")
-        found: dict[int, Receipt] = {}
+        found: dict[int, ShardReceipt] = {}
         unreadable: dict[int, str] = {}
         for name in (f"{FOLDER}/{name}" for name in names):
             try:
@@ -162,7 +162,7 @@ class DatasetFolder:
                 found[receipt.number] = receipt
         return dict(sorted(found.items())), unreadable
 
-    def wrong(self, receipts: Iterable[Receipt], *, content: bool = False) -> dict[int, str]:
+    def wrong(self, receipts: Iterable[ShardReceipt], *, content: bool = False) -> dict[int, str]:
         """Check the files of shards; return the problems by shard number, each naming the file, or {}.
 
         Args:
@@ -173,7 +173,7 @@ class DatasetFolder:
         found = {receipt.number: self._wrong(receipt, sizes, content=content) for receipt in receipts}
         return {number: why for number, why in found.items() if why}
 
-    def sound(self, *, content: bool = False) -> dict[int, Receipt]:
+    def sound(self, *, content: bool = False) -> dict[int, ShardReceipt]:
         """Check the files of all shards and return their receipts, by number.
 
         Args:
@@ -211,7 +211,7 @@ class DatasetFolder:
             return None
         return _decode(self.storage.read(TOTALS), Totals, self.storage.path(TOTALS))
 
-    def altered(self, receipts: Iterable[Receipt]) -> bool:
+    def altered(self, receipts: Iterable[ShardReceipt]) -> bool:
         """Return whether the totals of a complete data set cannot be read, or differ from the sum of its receipts.
 
         Args:
@@ -255,7 +255,7 @@ class DatasetFolder:
         return self.merged([point])[point]
 
     def merged(
-        self, points: Iterable[Point], receipts: Sequence[Receipt] | None = None
+        self, points: Iterable[Point], receipts: Sequence[ShardReceipt] | None = None
     ) -> dict[Point, PointStatistics]:
         """Return the statistics of points' rows by point, merged over shards; each file is read once.
 
@@ -285,7 +285,7 @@ class DatasetFolder:
             found = {point: found[point].merged(more[point]) for point in wanted}
         return found
 
-    def wrong_whole(self, receipts: Sequence[Receipt], *, content: bool = True) -> str:
+    def wrong_whole(self, receipts: Sequence[ShardReceipt], *, content: bool = True) -> str:
         """Check what follows from the shards of a complete data set; return the problem, or "".
 
         Args:
@@ -301,7 +301,7 @@ class DatasetFolder:
             )
         return self._wrong_merged(receipts) if content else ""
 
-    def _wrong_merged(self, receipts: Sequence[Receipt]) -> str:
+    def _wrong_merged(self, receipts: Sequence[ShardReceipt]) -> str:
         try:
             if not holds_points(self.storage.read(POINTS), self.definition.points):
                 return f"{self.storage.path(POINTS)} names other tensors than the definition does; {AGAIN}"
@@ -314,7 +314,7 @@ class DatasetFolder:
             return f"{self.storage.path(MERGED)} does not hold the statistics of the shards; {AGAIN}"
         return ""
 
-    def _merged(self, receipts: Sequence[Receipt]) -> dict[str, torch.Tensor]:
+    def _merged(self, receipts: Sequence[ShardReceipt]) -> dict[str, torch.Tensor]:
         """Return the merged statistics of all points, as tensors by their names in a file."""
         found = self.merged((known.point for known in self.definition.points), receipts)
         tensors: dict[str, torch.Tensor] = {}
@@ -322,7 +322,7 @@ class DatasetFolder:
             tensors |= named_tensors(known.end, found[known.point])
         return tensors
 
-    def _of_shard(self, receipt: Receipt, points: Iterable[Point]) -> dict[Point, PointStatistics]:
+    def _of_shard(self, receipt: ShardReceipt, points: Iterable[Point]) -> dict[Point, PointStatistics]:
         name = name_of(receipt.number, STATISTICS)
         return self._chosen(self._tensors(read_checked(self.storage, receipt, STATISTICS), name), name, points)
 
@@ -356,8 +356,8 @@ class DatasetFolder:
                 f"{self.storage.path(name)} cannot be read: {error}; collect the data set again"
             ) from error
 
-    def _receipt(self, name: str) -> Receipt:
-        receipt = _understood(self.storage.read(name), Receipt, self.storage.path(name))
+    def _receipt(self, name: str) -> ShardReceipt:
+        receipt = _understood(self.storage.read(name), ShardReceipt, self.storage.path(name))
         if receipt.definition != self.definition.digest or name_of(receipt.number, RECEIPT) != name:
             raise InvalidFile(
                 f"{self.storage.path(name)} is the receipt of another data set, or of another shard; remove it"
@@ -371,7 +371,7 @@ class DatasetFolder:
             raise InvalidFile(f"{self.storage.path(name)} is the receipt of no shard; remove it")
         return int(stem)
 
-    def _wrong(self, receipt: Receipt, sizes: Mapping[str, int], *, content: bool) -> str:
+    def _wrong(self, receipt: ShardReceipt, sizes: Mapping[str, int], *, content: bool) -> str:
         for name, file in receipt.names.items():
             path, size = self.storage.path(name), sizes.get(name.removeprefix(f"{FOLDER}/"))
             if size is None:
@@ -382,7 +382,7 @@ class DatasetFolder:
                 return f"{path} has SHA-256 {found}, and its receipt says {file.sha256}; {AGAIN}"
         return ""
 
-    def _check_whole(self, receipts: list[Receipt]) -> None:
+    def _check_whole(self, receipts: list[ShardReceipt]) -> None:
         numbers = [receipt.number for receipt in receipts]
         if missing := sorted(set(range(len(numbers))) - set(numbers)):
             raise InvalidRequest(f"{self.storage} lacks shard {missing[0]}; collect it before it is complete")
@@ -393,7 +393,7 @@ class DatasetFolder:
                 )
 
     @staticmethod
-    def sum_of(receipts: Sequence[Receipt]) -> Totals:
+    def sum_of(receipts: Sequence[ShardReceipt]) -> Totals:
         """Return the totals of shards with these receipts, in order."""
         digest = hashlib.sha256()
         for receipt in receipts:

@@ -19,7 +19,7 @@ from steercap.core.spec import At, Layers, parse_layers, parse_points, parse_sit
 from steercap.core.values import index_of, parts_of, shown
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSelection, InvalidSpec, LayerOutOfRange
 from steercap.lab.datasets.definition import DatasetDefinition, PointFormat
-from steercap.lab.datasets.shards import INDEX, ROWS, Receipt, header_of, name_of, read_checked
+from steercap.lab.datasets.shards import INDEX, ROWS, ShardReceipt, header_of, name_of, read_checked
 from steercap.lab.datasets.storage import Storage
 from steercap.lab.datasets.tables import Index, decoded_index
 
@@ -177,7 +177,9 @@ class OpenShard:
     Methods raise InvalidFile for a file that is missing, truncated, or differs from the definition.
     """
 
-    def __init__(self, storage: Storage, receipt: Receipt, points: Sequence[PointFormat], tokens: TokenChoice) -> None:
+    def __init__(
+        self, storage: Storage, receipt: ShardReceipt, points: Sequence[PointFormat], tokens: TokenChoice
+    ) -> None:
         self._storage, self._receipt, self._tokens = storage, receipt, tokens
         self.path = storage.path(name_of(receipt.number, ROWS))
         self._points = points

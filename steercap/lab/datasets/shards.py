@@ -66,7 +66,7 @@ class Shard:
         return (rows,) if isinstance(rows, (torch.Tensor, CodedRows)) else rows
 
 
-class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ShardReceipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Receipt of a written shard: the file `shards/<number>.json`.
 
     Args:
@@ -120,7 +120,7 @@ def name_of(number: int, end: str) -> str:
     return f"{FOLDER}/{number:06}{end}"
 
 
-def read_checked(storage: Storage, receipt: Receipt, end: str) -> bytes:
+def read_checked(storage: Storage, receipt: ShardReceipt, end: str) -> bytes:
     """Read a small file of a shard whole, and compare its SHA-256 with its receipt.
 
     Raises:
@@ -136,7 +136,7 @@ def read_checked(storage: Storage, receipt: Receipt, end: str) -> bytes:
     return content
 
 
-def write_shard(storage: Storage, definition: DatasetDefinition, shard: Shard) -> Receipt:
+def write_shard(storage: Storage, definition: DatasetDefinition, shard: Shard) -> ShardReceipt:
     """Write a shard's files, then its receipt; return the receipt. Several threads may write shards at once.
 
     The same shard gives the same files, whichever process writes it and however often.
@@ -160,7 +160,7 @@ def write_shard(storage: Storage, definition: DatasetDefinition, shard: Shard) -
         files[STATISTICS] = storage.write(name_of(shard.number, STATISTICS), _statistics(definition, shard))
     first = shard.number * definition.documents_per_shard
     stop = first + shard.documents
-    receipt = Receipt(
+    receipt = ShardReceipt(
         VERSION,
         shard.number,
         definition.digest,

@@ -13,10 +13,12 @@ from jaxtyping import Float
 
 from steercap.core.display import brief
 from steercap.core.extras import require
+from steercap.core.spec import Layers
 from steercap.core.values import number_of, parts_of, shown, warn
 from steercap.errors import InvalidSpec, InvalidVector
 from steercap.lab.directions.methods import METHODS, runs_of
 from steercap.steering.directions import DirectionSet, Provenance
+from steercap.steering.edits.inputs import layers_among
 from steercap.steering.layers import LayerVectors
 
 #: Multiple of the median norm from which a text's row dominates a direction. Of 100 texts that SmolLM2 read,
@@ -143,7 +145,7 @@ def _groups(given: Any, kind: str) -> list[Hashable]:
 def directions_of(
     name: str,
     contrast: Contrast,
-    layers: Sequence[int],
+    layers: Layers,
     *,
     method: str = "difference",
     site: str = "resid_post",
@@ -155,7 +157,7 @@ def directions_of(
     Args:
         name: name of the direction.
         contrast: positive and negative rows.
-        layers: layer indices along the rows' second axis.
+        layers: layer indices along the rows' second axis: an index, a range, several, or "all" for 0 and up.
         method, site, held_out, seed: arguments as for `extract`.
 
     Raises:
@@ -163,9 +165,7 @@ def directions_of(
         InvalidSpec: there are too few groups to hold any out, or no pairs for a method that needs them.
         InvalidVector: a row holds NaN or inf.
     """
-    how = METHODS[method]
-    if len(layers) != contrast.positive.shape[1]:
-        raise InvalidSpec(f"layers={shown(layers)} for rows of {contrast.positive.shape[1]} layers; give one each")
+    how, layers = METHODS[method], _layers_of(contrast, layers, range(contrast.positive.shape[1]))
     for rows in (contrast.positive, contrast.negative):
         if not rows.isfinite().all():
             raise InvalidVector("Contrast: some rows hold NaN or infinity; check how they were captured")
@@ -195,6 +195,14 @@ def directions_of(
     return DirectionSet({name: found}, provenance)
 
 
+def _layers_of(contrast: Contrast, layers: Layers, known: Iterable[int]) -> list[int]:
+    """Return layers along the rows' second axis, `known` for "all"; raise InvalidSpec if their number is another."""
+    found = layers_among(layers, known)
+    if len(found) != contrast.positive.shape[1]:
+        raise InvalidSpec(f"layers={shown(layers)} for rows of {contrast.positive.shape[1]} layers; give one each")
+    return found
+
+
 def _warn_of_long(name: str, norms: Float[torch.Tensor, "texts layers"], positive: int, layers: Sequence[int]) -> None:
     """Warn of a few texts whose rows have far greater norms than others'; the first `positive` texts are positive."""
     median = norms.median(dim=0).values
@@ -212,16 +220,19 @@ def _warn_of_long(name: str, norms: Float[torch.Tensor, "texts layers"], positiv
     )
 
 
-def separability(vectors: LayerVectors, contrast: Contrast, layers: Sequence[int]) -> dict[int, float]:
+def separability(vectors: LayerVectors, contrast: Contrast, layers: Layers) -> dict[int, float]:
     """Return by layer the AUC of the rows' projections on the layer's vector: 1 separates all, 0.5 is chance.
 
     Args:
         vectors: vectors for each of `layers` at least.
         contrast: rows that the vectors were not computed from.
-        layers: layer indices along the rows' second axis.
+        layers: layer indices along the rows' second axis: an index, a range, several, or "all" of the vectors'.
+
+    Raises:
+        InvalidSpec: the rows have another number of layers.
     """
     found = {}
-    for at, layer in enumerate(layers):
+    for at, layer in enumerate(_layers_of(contrast, layers, vectors)):
         along = vectors[layer].double()
         found[layer] = area(contrast.positive[:, at].double() @ along, contrast.negative[:, at].double() @ along)
     return found
@@ -242,7 +253,7 @@ def area(positive: Float[torch.Tensor, " p"], negative: Float[torch.Tensor, " n"
     return float(below + up_to) / (2 * len(positive) * len(negative))
 
 
-def random_like(vectors: LayerVectors, index: int, seed: int, layers: Iterable[int] | None = None) -> LayerVectors:
+def random_like(vectors: LayerVectors, index: int, seed: int, layers: Layers = "all") -> LayerVectors:
     """Return a random vector for each layer, with the norm of the given one, as a control.
 
     Directions are uniform on the sphere. Each depends on seed, name of the vectors, index and layer alone, and not on
@@ -252,10 +263,10 @@ def random_like(vectors: LayerVectors, index: int, seed: int, layers: Iterable[i
         vectors: vectors to match.
         index: index of the random control, from 0.
         seed: seed of the draw.
-        layers: layers to draw for; all of `vectors` by default.
+        layers: layers to draw for: an index, a range, several, or "all" of `vectors`.
     """
     sized = dict[int, torch.Tensor]()
-    for layer in vectors if layers is None else layers:
+    for layer in layers_among(layers, vectors):
         generator = torch.Generator().manual_seed(derived_seed(f"{seed}/{vectors.name}/{index}/{layer}"))
         drawn = torch.randn(vectors.width, generator=generator).double()
         sized[layer] = drawn * (vectors[layer].double().norm() / drawn.norm())

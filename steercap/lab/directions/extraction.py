@@ -269,14 +269,14 @@ async def prompts_and_rows(
 
     async def one_of(text: Text) -> tuple[list[int], list[int]]:
         parts = [
-            await model.token_ids(part, add_special_tokens=special if first else False)
+            await model.tokenize(part, add_special_tokens=special if first else False)
             for part, first in _parts_of(text)
         ]
         return parts[0], _joined(text, parts)
 
     found = await each_of(texts, one_of, CALL_TEXTS)
     if special is None and (suspects := repeating(_prompts(texts, [first for first, _ in found]))):
-        warn_of_doubled(suspects, await model.token_ids(""))
+        warn_of_doubled(suspects, await model.tokenize(""))
     return [
         (ids, TokenSelection.parse(slice(len(first), None)) if isinstance(text, Exchange) else selection)
         for text, (first, ids) in zip(texts, found, strict=True)

@@ -15,7 +15,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from steercap.core.spec import Layers, parse_layers, resolve_layers
+from steercap.architectures.sites import SITES
+from steercap.core.spec import Layers, name_of_site, parse_layers, resolve_layers
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import shown
 from steercap.errors import InvalidSetting, InvalidSpec
@@ -140,11 +141,17 @@ class Start(ABC):
         layers: layers, as in `CaptureSpec`, each with its own edit.
         site: site of the edits, with rows as wide as the residual stream.
         tokens: tokens to edit, as for any edit.
+
+    Raises:
+        UnknownName: a site that does not exist.
     """
 
     layers: Layers
     site: str = "resid_post"
     tokens: Tokens | TokenSelection = "all"
+
+    def __post_init__(self) -> None:
+        _ = SITES[name_of_site(self.site)]
 
     def spec(self, width: int, num_layers: int, generator: torch.Generator) -> SteeringSpec:
         """Return a spec of the initial edits, one for each layer, ready to train.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 import torch
 from jaxtyping import Float
 
-from steercap.architectures.sites import placed
+from steercap.architectures.sites import SITES, placed
 from steercap.core.names import read_name
 from steercap.core.program import Response
 from steercap.core.registry import Registry
@@ -73,6 +73,7 @@ class Edit(ABC):
         InvalidEdit, InvalidSpec: a number that does not fit, something of another type, or no layer.
         InvalidVector: a vector that holds NaN or inf, has a wrong shape, or is zero where its direction counts.
         InvalidSelection: a malformed `tokens`.
+        UnknownName: a site that does not exist.
     """
 
     layer: int | None = None
@@ -109,6 +110,7 @@ class Edit(ABC):
     def _read_site(self) -> None:
         """Split a `site` that includes its layer, such as "blocks.5.attn.hook_z", into `site` and `layer`."""
         found = read_name(self.site)
+        _ = SITES[found.site]
         object.__setattr__(self, "site", found.site)
         if found.layer is not None:
             if not (self.layer is None and self.layers is None):

@@ -6,13 +6,14 @@ Copies are independent of the user's tensor, so that changing it later does not 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
 from jaxtyping import Float
 
 from steercap.core.display import described
+from steercap.core.spec import parse_layers
 from steercap.core.values import index_of, parts_of, shown
 from steercap.errors import InvalidSpec, InvalidVector
 from steercap.files.fingerprint import short_name
@@ -120,6 +121,25 @@ def several(given: object, what: str) -> list[Any]:
     found = parts_of(given, what)
     if found is None:
         raise InvalidSpec(f"{what}={shown(given)}; give several in a list")
+    return found
+
+
+def layers_among(given: Any, known: Iterable[int], what: str = "layers") -> list[Any]:
+    """Return layers of vectors or rows: all of `known` for "all", those of a slice that are known, else as given.
+
+    Raises:
+        InvalidSpec: `given` is neither an index, several, a slice, nor "all".
+    """
+    there = list(known)
+    if isinstance(given, str) and given == "all":
+        return there
+    if isinstance(given, slice):
+        inside = range(max(there, default=-1) + 1)[cast("slice", parse_layers(given))]
+        return [layer for layer in there if layer in inside]
+    index = index_of(given)
+    found = [index] if index is not None else parts_of(given, what)
+    if found is None:
+        raise InvalidSpec(f"{what}={shown(given)}; give 'all', an index, a slice, or a list of some of {there}")
     return found
 
 

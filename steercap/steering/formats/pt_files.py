@@ -1,12 +1,12 @@
 """Steering in other programs' `.pt` files: vectors [layers, hidden], a trained vector [hidden], or experiments of caps.
 
 The first is the format of persona vectors (Chen et al. 2025, arXiv:2507.21509). Such a file does not say which layer
-row 0 is, so the caller must: `base` is the row of layer 0.
+row 0 is, so the caller must: `first_row` is the row of layer 0.
 
-    base=0    row i is layer i
-    base=1    row i is layer i - 1; row 0, the embeddings, is not a layer and is left out
+    first_row=0    row i is layer i
+    first_row=1    row i is layer i - 1; row 0, the embeddings, is not a layer and is left out
 
-persona_vectors stacks transformers' `hidden_states`, whose entry 0 is the embeddings: base=1.
+persona_vectors stacks transformers' `hidden_states`, whose entry 0 is the embeddings: first_row=1.
 
 The second is a folder: `steering_vector.pt` holds "steering_vector", `steering_config.json` names the model and the
 layer, from 0, to whose output the vector is added.
@@ -40,37 +40,39 @@ CONFIG: Final = "steering_config.json"
 
 
 def load_layers_pt(
-    path: str | Path, *, base: Literal[0, 1], name: str = "", model: str = "", site: str = "resid_post"
+    path: str | Path, *, first_row: Literal[0, 1], name: str = "", model: str = "", site: str = "resid_post"
 ) -> LayerVectors:
     """Read vectors by layer from a `.pt` that contains a tensor [layers, hidden] of any floating dtype.
 
     Args:
         path: the file.
-        base: the row of layer 0: 1 for persona vectors, whose row 0 is the embeddings.
+        first_row: the row of layer 0: 1 for persona vectors, whose row 0 is the embeddings.
         name, model, site: attributes of the result, which the file does not have.
 
     Raises:
-        InvalidSpec: `base` is neither 0 nor 1.
+        InvalidSpec: `first_row` is neither 0 nor 1.
         InvalidFile: damaged, not such a tensor, or with NaN or inf.
     """
-    first, path = _checked_base(base), Path(path)
+    first, path = _checked_first_row(first_row), Path(path)
     rows = read_pt(path)
     if not isinstance(rows, torch.Tensor) or rows.dim() != 2 or not rows.is_floating_point():
         raise InvalidFile(f"{path} holds {_shown(rows)}; expected one floating-point tensor [layers, hidden]")
     if len(rows) <= first:
-        raise InvalidFile(f"{path} has {len(rows)} rows, which with base={first} leaves no layer; check base=")
+        raise InvalidFile(
+            f"{path} has {len(rows)} rows, which with first_row={first} leaves no layer; check first_row="
+        )
     with blame(path):
         return LayerVectors(dict(enumerate(rows[first:])), name=name, model=model, site=site)
 
 
-def save_layers_pt(vectors: LayerVectors, path: str | Path, *, base: Literal[0, 1]) -> Path:
-    """Write vectors to a `.pt` as a float32 tensor [layers, hidden]; with base=1 row 0, the embeddings', is zero.
+def save_layers_pt(vectors: LayerVectors, path: str | Path, *, first_row: Literal[0, 1]) -> Path:
+    """Write vectors to a `.pt` as a float32 tensor [layers, hidden]; with first_row=1 row 0, the embeddings', is zero.
 
     Raises:
-        InvalidSpec: another base, or no vector for a layer below the last; a row of zeros there would be wrong.
+        InvalidSpec: another `first_row`, or no vector for a layer below the last; a row of zeros there would be wrong.
         InvalidFile: the name does not end in .pt.
     """
-    first = _checked_base(base)
+    first = _checked_first_row(first_row)
     missing = sorted(set(range(max(vectors))) - set(vectors))
     if missing:
         raise InvalidSpec(
@@ -141,10 +143,10 @@ def save_steering_vector(vectors: LayerVectors, folder: str | Path, *, init_scal
     return path.parent
 
 
-def _checked_base(base: object) -> int:
-    found = index_of(base)
+def _checked_first_row(first_row: object) -> int:
+    found = index_of(first_row)
     if found not in {0, 1}:
-        raise InvalidSpec(f"base={shown(base)}; give 0 if row 0 is layer 0, or 1 if row 0 is the embeddings")
+        raise InvalidSpec(f"first_row={shown(first_row)}; give 0 if row 0 is layer 0, or 1 if row 0 is the embeddings")
     assert found is not None
     return found
 

@@ -36,8 +36,8 @@ class TapSizes:
         bank_rows: number of rows of the vector bank.
         entries: maximum rank-one edits of a point.
         tokens: maximum tokens of a pass, padding included.
-        arena_bytes: device memory for the rows of passes that are being copied to the host; None for as much as passes
-            need. Unused on CPU, where rows need no copy.
+        device_ring_bytes: device memory for the rows of passes that are being copied to the host; None for as much as
+            passes need. Unused on CPU, where rows need no copy.
         accumulators: number of reductions that can run at once, each in an accumulator.
         lag: maximum positions that vLLM may compute past the end of a sequence, rejected drafts included.
         held: maximum rows of a request that are held out of its reduction until their tokens are final.
@@ -49,7 +49,7 @@ class TapSizes:
     bank_rows: int
     entries: int
     tokens: int
-    arena_bytes: int | None = None
+    device_ring_bytes: int | None = None
     accumulators: int = 0
     lag: int = 0
     held: int = 1

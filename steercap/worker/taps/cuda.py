@@ -443,7 +443,7 @@ class CudaTaps(Taps):
         """Return the error message for a pass whose rows do not fit the ring."""
         return (
             f"one pass keeps {lines * LINE_BYTES:,} bytes of rows, and the device holds "
-            f"{self._lines.size * LINE_BYTES:,}; raise SteerModel(..., arena_bytes=), lower "
+            f"{self._lines.size * LINE_BYTES:,}; raise SteerModel(..., device_ring_bytes=), lower "
             "max_num_batched_tokens=, or capture fewer points"
         )
 

@@ -423,15 +423,15 @@ def _copies(
 
 
 def ring_bytes(installed: Installed, sizes: TapSizes, layers: Sequence[int], device: torch.device) -> int:
-    """Return the size in bytes of the ring of rows: `arena_bytes`, or as much as passes need.
+    """Return the size in bytes of the ring of rows: `device_ring_bytes`, or as much as passes need.
 
     A pass that runs a CUDA graph has all its rows in the ring, and any other one those of a layer.
 
     Args:
         layers: first point of each layer, then the number of points; empty if rows cannot leave layer by layer.
     """
-    if sizes.arena_bytes is not None:
-        return sizes.arena_bytes
+    if sizes.device_ring_bytes is not None:
+        return sizes.device_ring_bytes
     tokens, whole = sizes.tokens, _token_bytes(installed, 0, len(installed.points))
     least = tokens * whole
     if layers:
@@ -458,5 +458,5 @@ def ring(lines: int, device: torch.device) -> torch.Tensor:
     except torch.OutOfMemoryError as error:
         raise torch.OutOfMemoryError(
             f"the device has no room for {lines * LINE_BYTES:,} bytes of rows on their way to shared memory; "
-            f"lower SteerModel(..., arena_bytes=) or gpu_memory_utilization=: {error}"
+            f"lower SteerModel(..., device_ring_bytes=) or gpu_memory_utilization=: {error}"
         ) from error

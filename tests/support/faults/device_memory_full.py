@@ -21,7 +21,11 @@ async def inject(_folder: Path) -> list[Outcome]:
     import torch
 
     device = {"kv_cache_memory_bytes": 256 << 20}
-    found = [await _refused("an engine with `arena_bytes` of 1 TiB", "arena_bytes", arena_bytes=1 << 40, **device)]
+    found = [
+        await _refused(
+            "an engine with `device_ring_bytes` of 1 TiB", "device_ring_bytes", device_ring_bytes=1 << 40, **device
+        )
+    ]
     free, _ = torch.cuda.mem_get_info()
     taken = torch.empty(free - (64 << 20), dtype=torch.uint8, device="cuda")
     found.append(await _refused("an engine where 64 MiB of the device are free", "memory", **device))
@@ -44,8 +48,8 @@ async def _refused(who: str, says: str, **arguments: object) -> Outcome:
 
 MEMBER = Fault(
     title="device memory full",
-    how="`arena_bytes` beyond the device; a start while another process holds all but 64 MiB of it",
-    must="an error of steercap's that names memory, and `arena_bytes` if it was that; nothing is left, on the device "
+    how="`device_ring_bytes` beyond the device; a start while another process holds all but 64 MiB of it",
+    must="an error of steercap's that names memory, and `device_ring_bytes` if it was that; nothing is left, on the device "
     "either: the next engine starts",
     inject=inject,
     missing=missing,

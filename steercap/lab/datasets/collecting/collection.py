@@ -18,7 +18,7 @@ from steercap.core.extras import require
 from steercap.core.tokens import selected
 from steercap.files.fingerprint import tokenizer_digest
 from steercap.files.folder import locked
-from steercap.lab.datasets import DatasetDefinition, DatasetFolder, Receipt, Totals, define, storage_of
+from steercap.lab.datasets import DatasetDefinition, DatasetFolder, ShardReceipt, Totals, define, storage_of
 from steercap.lab.datasets import definition as definitions
 from steercap.lab.datasets.collecting.feeding import Fed, cancelled_elsewhere, feed
 from steercap.lab.datasets.collecting.pipeline import blocks
@@ -238,14 +238,14 @@ def existing_definition(storage: Storage) -> DatasetDefinition | None:
     return definitions.decode(storage.read(definitions.FILE), storage.path(definitions.FILE))
 
 
-async def sound_shards(folder: DatasetFolder, arguments: CollectArguments) -> tuple[dict[int, Receipt], int, int]:
+async def sound_shards(folder: DatasetFolder, arguments: CollectArguments) -> tuple[dict[int, ShardReceipt], int, int]:
     """Check existing shards and remove damaged ones; return sound receipts, and numbers of existing and removed shards.
 
     Raises:
         InvalidFile: a receipt is of another version, or of another data set.
     """
 
-    def looked() -> tuple[dict[int, Receipt], dict[int, str]]:
+    def looked() -> tuple[dict[int, ShardReceipt], dict[int, str]]:
         receipts, unreadable = folder.readable_receipts()
         content = arguments.verify or folder.altered(receipts.values())
         return receipts, unreadable | folder.wrong(receipts.values(), content=content)

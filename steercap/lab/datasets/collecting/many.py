@@ -26,7 +26,7 @@ from steercap.core.extras import extra, require
 from steercap.core.values import count_of
 from steercap.errors import CollectionStopped, EngineFailure, InvalidSetting, RunDiffers, SteercapError, first_error
 from steercap.files.folder import locked
-from steercap.lab.datasets import DatasetFolder, Receipt, storage_of
+from steercap.lab.datasets import DatasetFolder, ShardReceipt, storage_of
 from steercap.lab.datasets.collecting.collection import (
     LOOKED_AT,
     Collected,
@@ -284,8 +284,8 @@ class _Spread:
         self._storage = storage_of(where, **arguments.storage_options)
         self._documents = _documents(source)
         self._turn, self._began = asyncio.Lock(), time.monotonic()
-        self._known: dict[int, Receipt] = {}
-        self._made: list[Receipt] = []
+        self._known: dict[int, ShardReceipt] = {}
+        self._made: list[ShardReceipt] = []
         self._number = 0
         self._read_bytes = 0
 
@@ -335,7 +335,7 @@ class _Spread:
         while (part := await self._next(each)) is not None:
             number, documents = part
             receipt = await _answer(ask.remote(definition, number, _as_tuples(documents)))
-            self._made.append(msgspec.json.decode(receipt, type=Receipt))
+            self._made.append(msgspec.json.decode(receipt, type=ShardReceipt))
             self._tell(documents[-1])
 
     async def _next(self, shard_documents: int) -> tuple[int, list[CorpusDocument]] | None:

@@ -218,8 +218,9 @@ class ByProbe(TokenSample):
     Args:
         probe: a direction by layer, at one site; see `LayerVectors`.
         layer: layer whose row is projected; it must be collected, in a codec that keeps elements.
-        above: minimum projection to keep: row · direction, the direction not normalised.
-        below: maximum projection to keep; give `above`, `below` or both.
+        above: minimum projection to keep, row · direction; unlike `CaptureSpec(project=)`, the direction is not
+            normalised. A row at the minimum is kept; `Monitor` and `AddIf` need a score above their threshold.
+        below: maximum projection to keep, itself included; give `above`, `below` or both.
         of: selection of tokens to choose from.
 
     Raises:

@@ -19,7 +19,7 @@ from steercap.concurrency.loops import finished, on_thread
 from steercap.core.spec import Point
 from steercap.errors import CollectionStopped, InvalidRequest, RunDiffers
 from steercap.kernels.codecs.coded import Whole
-from steercap.lab.datasets import DatasetFolder, Index, Receipt, Shard
+from steercap.lab.datasets import DatasetFolder, Index, Shard, ShardReceipt
 from steercap.lab.datasets.collecting.reading import Block, Ended
 from steercap.lab.datasets.shards import RECEIPT, name_of
 from steercap.lab.datasets.storage import Storage
@@ -71,14 +71,14 @@ class Sharder:
         self,
         folder: DatasetFolder,
         points: Sequence[Point],
-        receipts: Mapping[int, Receipt],
+        receipts: Mapping[int, ShardReceipt],
         shard_bytes: int,
         first: int = 0,
     ) -> None:
         self._folder, self._points, self._receipts = folder, tuple(points), dict(receipts)
         self._most_bytes, self._row_bytes = MOST_TIMES * shard_bytes, folder.definition.row_bytes
         self._filling = _Filling(first)
-        self._writing: list[Future[Receipt]] = []
+        self._writing: list[Future[ShardReceipt]] = []
         self.bytes, self.written = 0, len(receipts)
 
     @property
@@ -203,13 +203,13 @@ class Sharder:
             self.written += 1
 
 
-def _retrieve_exception(future: asyncio.Future[Receipt]) -> None:
+def _retrieve_exception(future: asyncio.Future[ShardReceipt]) -> None:
     """Retrieve the error of a future, which other code raises, so that asyncio does not warn about it."""
     if not future.cancelled():
         future.exception()
 
 
-def check_same(storage: Storage, receipt: Receipt, documents: int, begun: str) -> None:
+def check_same(storage: Storage, receipt: ShardReceipt, documents: int, begun: str) -> None:
     """Check that an existing shard was made of the same documents as the corpus now has for it.
 
     Args:

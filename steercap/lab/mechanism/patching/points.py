@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from steercap.architectures.sites import SITES
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Layers, Point, parse_layers, parse_sites
 from steercap.core.tokens import Tokens, TokenSelection, selected
@@ -49,6 +50,7 @@ class Grid:
 
     Raises:
         InvalidSpec, InvalidSelection: an argument is of the wrong type.
+        UnknownName: a site that does not exist.
     """
 
     layers: Layers = "all"
@@ -61,6 +63,8 @@ class Grid:
         keep = object.__setattr__
         keep(self, "layers", parse_layers(self.layers))
         keep(self, "sites", parse_sites(self.sites))
+        for site in self.sites:
+            _ = SITES[site]
         keep(self, "tokens", TokenSelection.parse(self.tokens))
         keep(self, "heads", _heads(self.heads))
         keep(self, "together", truth_of(self.together, "Grid: together"))

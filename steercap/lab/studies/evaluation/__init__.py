@@ -1,7 +1,7 @@
 """Evaluation: comparison of steering methods and prompts on the same questions, with intervals and costs."""
 
 from steercap.lab.measures.statistics import Difference, Estimate, benjamini_hochberg, holm
-from steercap.lab.studies.evaluation.definition import Condition, Evaluation
+from steercap.lab.studies.evaluation.definition import Evaluation, EvaluationCondition
 from steercap.lab.studies.evaluation.methods import Method, shuffled
 from steercap.lab.studies.evaluation.results import EvaluationResults
 from steercap.lab.studies.evaluation.running import evaluate, read_results
@@ -13,11 +13,11 @@ __all__ = [
     "Choice",
     "Choices",
     "Comparison",
-    "Condition",
     "Difference",
     "Drift",
     "Estimate",
     "Evaluation",
+    "EvaluationCondition",
     "EvaluationResults",
     "Item",
     "Line",

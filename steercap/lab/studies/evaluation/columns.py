@@ -16,7 +16,7 @@ from steercap.core.values import choices, number_of, shown
 from steercap.errors import InvalidSpec
 from steercap.lab.measures import Measure
 from steercap.lab.measures.statistics import Floats, cluster_means
-from steercap.lab.studies.evaluation.definition import Condition, Evaluation
+from steercap.lab.studies.evaluation.definition import Evaluation, EvaluationCondition
 from steercap.lab.studies.evaluation.store import Answer
 from steercap.lab.studies.evaluation.tasks import Task
 
@@ -34,7 +34,7 @@ class Columns:
     evaluation: Evaluation
     answers: Sequence[Answer]
     values: Mapping[str, Sequence[float]]
-    readings: Mapping[str, Mapping[Condition, Sequence[float]]]
+    readings: Mapping[str, Mapping[EvaluationCondition, Sequence[float]]]
     measures: Mapping[str, Measure]
     tasks: Mapping[str, Task]
 

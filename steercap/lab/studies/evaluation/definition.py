@@ -21,7 +21,7 @@ from steercap.lab.studies.evaluation.methods import Method, listed
 from steercap.steering.spec import SteeringSpec
 
 
-class Condition(msgspec.Struct, frozen=True):
+class EvaluationCondition(msgspec.Struct, frozen=True):
     """Method at a dose.
 
     Args:
@@ -37,7 +37,7 @@ class Conversation(NamedTuple):
     """Conversation `sample` about a question, by index, to run; `number` is that of its first answer in the folder."""
 
     number: int
-    condition: Condition
+    condition: EvaluationCondition
     question: int
     sample: int
 
@@ -164,28 +164,28 @@ class Evaluation:
                 return method
         raise InvalidSpec(f"{name!r} is not evaluated; {choices(name, [one.name for one in self.methods])}")
 
-    def conditions(self) -> tuple[Condition, ...]:
+    def conditions(self) -> tuple[EvaluationCondition, ...]:
         """Return every method at each of its doses, in order."""
-        return tuple(Condition(method.name, dose) for method in self.methods for dose in method.doses)
+        return tuple(EvaluationCondition(method.name, dose) for method in self.methods for dose in method.doses)
 
-    def spec(self, condition: Condition) -> SteeringSpec | None:
+    def spec(self, condition: EvaluationCondition) -> SteeringSpec | None:
         """Return the edits of a condition; None without steering."""
         return self.method(condition.method).spec(condition.dose)
 
-    def digest(self, condition: Condition) -> str:
+    def digest(self, condition: EvaluationCondition) -> str:
         """Return the SHA-256 of a condition's edits and system prompt, in hexadecimal."""
         spec = self.spec(condition)
         said = ["" if spec is None else spec.sha256, self.method(condition.method).system]
         return hashlib.sha256(msgspec.json.encode(said)).hexdigest()
 
-    def conversations(self, places: Mapping[Condition, int]) -> Iterator[Conversation]:
+    def conversations(self, places: Mapping[EvaluationCondition, int]) -> Iterator[Conversation]:
         """Yield all conversations, grouped by condition; `places` are the conditions' indices in the folder."""
         per = len(self.questions) * self.samples * self.turns
         for condition in self.conditions():
             for at, (question, sample) in enumerate(product(range(len(self.questions)), range(self.samples))):
                 yield Conversation(places[condition] * per + at * self.turns, condition, question, sample)
 
-    def prompt(self, condition: Condition, said: Sequence[str]) -> Any:
+    def prompt(self, condition: EvaluationCondition, said: Sequence[str]) -> Any:
         """Return the prompt of the next answer: chat messages, or text if `chat` is False.
 
         Args:

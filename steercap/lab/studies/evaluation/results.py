@@ -17,7 +17,7 @@ from steercap.lab.measures import Measure
 from steercap.lab.measures.statistics import Difference, Estimate, Floats, difference, estimate, slope
 from steercap.lab.studies.evaluation import tables
 from steercap.lab.studies.evaluation.columns import Columns, Place
-from steercap.lab.studies.evaluation.definition import Condition, Evaluation
+from steercap.lab.studies.evaluation.definition import Evaluation, EvaluationCondition
 from steercap.lab.studies.evaluation.plots import plot_methods
 from steercap.lab.studies.evaluation.store import Answer
 from steercap.lab.studies.evaluation.tables import Comparison, Drift, Line, Matched, corrected
@@ -47,7 +47,7 @@ class EvaluationResults:
     evaluation: Evaluation
     answers: Sequence[Answer]
     values: Mapping[str, Sequence[float]]
-    readings: Mapping[str, Mapping[Condition, Sequence[float]]]
+    readings: Mapping[str, Mapping[EvaluationCondition, Sequence[float]]]
     measures: Mapping[str, Measure]
     tasks: Mapping[str, Task]
 

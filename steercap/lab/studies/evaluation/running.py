@@ -13,7 +13,7 @@ from steercap.errors import InvalidSpec
 from steercap.files.folder import locked
 from steercap.lab.measures import Measure
 from steercap.lab.studies import Row, Table, Value
-from steercap.lab.studies.evaluation.definition import FOLDER, Condition, Conversation, Evaluation
+from steercap.lab.studies.evaluation.definition import FOLDER, Conversation, Evaluation, EvaluationCondition
 from steercap.lab.studies.evaluation.results import EvaluationResults
 from steercap.lab.studies.evaluation.store import Answer, Folder
 from steercap.lab.studies.evaluation.tasks import TASKS, Task, logprobs_of, tokenized
@@ -143,7 +143,7 @@ class _Reading(NamedTuple):
     """Item of a task to read under a condition; `number` is the number of its value in the folder."""
 
     number: int
-    condition: Condition
+    condition: EvaluationCondition
     item: int
 
 

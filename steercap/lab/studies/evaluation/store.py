@@ -11,7 +11,7 @@ from steercap.core.values import shown
 from steercap.errors import InvalidFile
 from steercap.lab.measures import Answered, Measure
 from steercap.lab.studies import Row, StudyFolder, Table, Value, check_samples, folder_of
-from steercap.lab.studies.evaluation.definition import FOLDER, Condition, Evaluation
+from steercap.lab.studies.evaluation.definition import FOLDER, Evaluation, EvaluationCondition
 from steercap.lab.studies.evaluation.tasks import Task
 
 
@@ -65,7 +65,7 @@ class Folder(StudyFolder[Answer]):
         if found is None or len(known) > len(found.conditions):
             FOLDER.write(path, msgspec.structs.replace(found or wanted, conditions=known))
         #: The place of each condition of this evaluation.
-        self.places: dict[Condition, int] = {
+        self.places: dict[EvaluationCondition, int] = {
             one: digests.index(digest.digest)
             for one, digest in zip(evaluation.conditions(), wanted.conditions, strict=True)
         }
@@ -77,7 +77,7 @@ class Folder(StudyFolder[Answer]):
         made = task if self._chat else (task, "on a new line")
         return Table(self.path / "tasks" / folder_of(task.label, repr(made)), Value)
 
-    def numbers(self, condition: Condition, task: Task) -> range:
+    def numbers(self, condition: EvaluationCondition, task: Task) -> range:
         """Return the numbers, in the table of the task, of its items under a condition."""
         place, count = self.places[condition], len(task.items)
         return range(place * count, (place + 1) * count)
@@ -104,7 +104,7 @@ class Folder(StudyFolder[Answer]):
         kept = self.values(measure)
         return [self._stored_row(kept, one.number, measure).value for one in answers]
 
-    def readings_of(self, task: Task, evaluation: Evaluation) -> dict[Condition, list[float]]:
+    def readings_of(self, task: Task, evaluation: Evaluation) -> dict[EvaluationCondition, list[float]]:
         """Return the stored value of each item of a task, in order, under each condition of an evaluation.
 
         Raises:

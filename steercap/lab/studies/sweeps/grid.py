@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from steercap.core.display import brief
+from steercap.core.spec import Layers
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import index_of, number_of, parts_of, plain, shown
 from steercap.errors import InvalidSpec
@@ -19,11 +20,12 @@ from steercap.files.folder import FolderKind, differences
 from steercap.lab.directions.contrast import derived_seed, random_like
 from steercap.lab.studies import as_stored, settle
 from steercap.lab.studies.sweeps.operations import OPERATIONS
+from steercap.steering.edits.inputs import layers_among, several
 from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec
 
 
-class Condition(msgspec.Struct, frozen=True, kw_only=True):
+class SweepCondition(msgspec.Struct, frozen=True, kw_only=True):
     """One way of steering in a sweep.
 
     Args:
@@ -53,7 +55,7 @@ class SweepRequest(NamedTuple):
     """
 
     number: int
-    condition: Condition
+    condition: SweepCondition
     prompt: int
     sample: int
 
@@ -108,8 +110,8 @@ class Sweep:
 
     Args:
         vectors: LayerVectors by name; a DirectionSet is such a mapping.
-        layers: layers to steer: `(10, 14)` is each layer by itself, `[(10,), (10, 12, 14)]` one by itself, and three
-            at once, each with its own vector.
+        layers: layers to steer: `(10, 14)`, a range, a slice or "all" is each layer by itself, `[(10,), (10, 12, 14)]`
+            one by itself, and three at once, each with its own vector.
         scales: numbers, NumPy's included; a negated one is another condition.
         operations: names in `OPERATIONS`.
         tokens: tokens to steer, as in every edit.
@@ -129,7 +131,7 @@ class Sweep:
     """
 
     vectors: Mapping[str, LayerVectors]
-    layers: Sequence[int | Sequence[int]]
+    layers: Layers | Sequence[int | Sequence[int]]
     scales: Sequence[float]
     prompts: Sequence[Any]
     operations: Sequence[str] = ("add",)
@@ -147,7 +149,8 @@ class Sweep:
         self._check_kinds()
         keep = object.__setattr__
         keep(self, "vectors", {name: _named(name, vectors) for name, vectors in self.vectors.items()})
-        keep(self, "layers", tuple(_together(layers) for layers in self.layers))
+        shared = sorted(set[int].intersection(*map(set, self.vectors.values())))
+        keep(self, "layers", tuple(map(_together, layers_among(plain(self.layers), shared, "Sweep: layers"))))
         keep(self, "scales", tuple(_scale(scale) for scale in self.scales))
         keep(self, "operations", tuple(self.operations))
         keep(self, "prompts", tuple(_prompt(prompt) for prompt in self.prompts))
@@ -158,10 +161,10 @@ class Sweep:
 
     def _check_kinds(self) -> None:
         """Check that every axis has an entry, and convert it to a plain list or mapping."""
-        for axis in ("vectors", "layers", "scales", "operations", "prompts"):
+        for axis in ("vectors", "scales", "operations", "prompts"):
             given = plain(getattr(self, axis))
             if axis != "vectors":
-                given = _several(given, axis)
+                given = several(given, f"Sweep: {axis}")
             elif not isinstance(given, Mapping) or isinstance(given, LayerVectors):
                 raise InvalidSpec(
                     f"Sweep: vectors={shown(given)}; give LayerVectors by their name, as a DirectionSet does"
@@ -175,8 +178,8 @@ class Sweep:
     def _check_axes(self) -> None:
         for axis in ("layers", "scales", "operations"):
             given = getattr(self, axis)
-            if len(set(given)) < len(given):
-                raise InvalidSpec(f"Sweep: {axis}={given} holds something twice")
+            if len(set(given)) < max(len(given), 1):
+                raise InvalidSpec(f"Sweep: {axis}={given} is empty, or holds something twice")
         for name, vectors in self.vectors.items():
             if missing := sorted({layer for layers in self.groups for layer in layers} - set(vectors)):
                 raise InvalidSpec(f"Sweep: {name!r} has no vectors for layers {missing}; it has {list(vectors)}")
@@ -193,9 +196,9 @@ class Sweep:
         """Groups of layers steered together."""
         return self.layers  # type: ignore[return-value]  # normalised above
 
-    def conditions(self) -> tuple[Condition, ...]:
+    def conditions(self) -> tuple[SweepCondition, ...]:
         """Return all conditions: no steering first, then by vector, operation and layers, each with its controls."""
-        found: dict[Condition, None] = {Condition(control="none"): None}
+        found: dict[SweepCondition, None] = {SweepCondition(control="none"): None}
         for name, operation, layers in product(self.vectors, self.operations, self.groups):
             neutral = OPERATIONS[operation].neutral
             scales = [scale for scale in self.scales if scale != neutral]
@@ -203,11 +206,11 @@ class Sweep:
             negated = [-scale for scale in scales if -scale not in self.scales] if both else []
             controls = {"": scales, "negated": negated} | {f"random-{at:02}": scales for at in range(self.random)}
             for control, own in controls.items():
-                one = Condition(vector=name, operation=operation, layers=layers, control=control)
+                one = SweepCondition(vector=name, operation=operation, layers=layers, control=control)
                 found |= {msgspec.structs.replace(one, scale=scale): None for scale in own}
         return tuple(found)
 
-    def spec(self, condition: Condition) -> SteeringSpec | None:
+    def spec(self, condition: SweepCondition) -> SteeringSpec | None:
         """Return the edits of a condition, None for no steering; made on each call, to keep no random vectors."""
         if condition.control == "none":
             return None
@@ -256,13 +259,6 @@ def _named(name: object, vectors: object) -> LayerVectors:
     if not isinstance(name, str) or not name or not isinstance(vectors, LayerVectors):
         raise InvalidSpec(f"Sweep: vectors hold {shown(name)}: {shown(vectors)}; give LayerVectors by their name")
     return vectors.named(name)
-
-
-def _several(given: object, axis: str) -> list[Any]:
-    found = parts_of(given, f"Sweep: {axis}")
-    if found is None:
-        raise InvalidSpec(f"Sweep: {axis}={shown(given)}; give a list or mapping with at least one entry")
-    return found
 
 
 def _together(layers: object) -> tuple[int, ...]:

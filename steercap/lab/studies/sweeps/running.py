@@ -22,7 +22,7 @@ from steercap.lab.measures import Measure
 from steercap.lab.measures.statistics import cluster_means
 from steercap.lab.studies import StudyFolder, check_same
 from steercap.lab.studies.running import CONCURRENCY, ask, fill, measured, measures_of, steered
-from steercap.lab.studies.sweeps.grid import SWEEP, Condition, Sweep, SweepDefinition, SweepRequest
+from steercap.lab.studies.sweeps.grid import SWEEP, Sweep, SweepCondition, SweepDefinition, SweepRequest
 from steercap.lab.studies.sweeps.operations import OPERATIONS
 from steercap.lab.studies.sweeps.summaries import Effect, Mean, Record, Summary, plot_doses
 from steercap.steering.spec import SteeringSpec
@@ -66,7 +66,7 @@ class SweepResults:
 
     def summary(self) -> list[Summary]:
         """Return the means of every measure under each condition, in the order of the sweep."""
-        places: dict[Condition, list[int]] = {}
+        places: dict[SweepCondition, list[int]] = {}
         for place, record in enumerate(self.records):
             places.setdefault(record.condition, []).append(place)
         return [
@@ -81,11 +81,11 @@ class SweepResults:
             InvalidSpec: the measure was not taken.
         """
         self.check(measure)
-        places: dict[tuple[str, str, tuple[int, ...]], dict[Condition, Mean]] = {}
+        places: dict[tuple[str, str, tuple[int, ...]], dict[SweepCondition, Mean]] = {}
         for one in self.summary():
             at = one.condition
             places.setdefault((at.vector, at.operation, at.layers), {})[at] = one.means[measure]
-        plain = places.pop(("", "", ()))[Condition(control="none")]
+        plain = places.pop(("", "", ()))[SweepCondition(control="none")]
         found = []
         for alike in places.values():
             for condition, own in alike.items():

@@ -15,7 +15,7 @@ from steercap.core.extras import extra
 from steercap.errors import InvalidSpec
 from steercap.files.base import save_figure
 from steercap.lab.measures import Answered, Measure
-from steercap.lab.studies.sweeps.grid import Condition, Sweep, SweepRequest
+from steercap.lab.studies.sweeps.grid import Sweep, SweepCondition, SweepRequest
 from steercap.lab.studies.sweeps.operations import OPERATIONS
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Record(Answered, frozen=True, kw_only=True):
-    """Answer of a sweep, with its condition; see `Condition` and `Answered`.
+    """Answer of a sweep, with its condition; see `SweepCondition` and `Answered`.
 
     Args:
         number: number of the request in the sweep, from 0.
@@ -46,9 +46,9 @@ class Record(Answered, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "control", "negated")
 
     @property
-    def condition(self) -> Condition:
+    def condition(self) -> SweepCondition:
         """Condition under which the answer was generated."""
-        return Condition(**{name: getattr(self, name) for name in Condition.__struct_fields__})
+        return SweepCondition(**{name: getattr(self, name) for name in SweepCondition.__struct_fields__})
 
     def answers(self, request: SweepRequest, prompt: str) -> bool:
         """Return True if the record has the number, condition, prompt (index, and text as in `Answered`) and sample."""
@@ -80,7 +80,7 @@ class Summary(msgspec.Struct, frozen=True):
         means: mean of each measure, by its label.
     """
 
-    condition: Condition
+    condition: SweepCondition
     answers: int
     means: dict[str, Mean]
 
@@ -95,7 +95,7 @@ class Effect(msgspec.Struct, frozen=True):
         random: mean of each random vector with the same operation, layers and scale, in the order of their numbers.
     """
 
-    condition: Condition
+    condition: SweepCondition
     steered: Mean
     plain: Mean
     negated: Mean | None
@@ -203,7 +203,7 @@ def _figure(results: Plotted, vector: str, labels: Sequence[str]) -> Figure:
                 for condition, mean in means.items()
                 if (condition.vector, condition.operation, condition.layers) == (vector, operation, layers)
             }
-            _draw(axes, here, means[Condition(control="none")], operation, log=results.measures[label].log)
+            _draw(axes, here, means[SweepCondition(control="none")], operation, log=results.measures[label].log)
         row[0].set_ylabel(results.measures[label].axis or label)
     for axes, (operation, layers) in zip(panels[0], columns, strict=True):
         axes.set_title(f"{operation}, layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}", fontsize=10)
@@ -236,7 +236,7 @@ def _chosen(results: Plotted, vector: str | None, measures: Sequence[str] | None
     return vector, labels
 
 
-def _draw(axes: Any, means: Mapping[Condition, Mean], plain: Mean, operation: str, *, log: bool) -> None:
+def _draw(axes: Any, means: Mapping[SweepCondition, Mean], plain: Mean, operation: str, *, log: bool) -> None:
     """Draw one panel from means by condition: random vectors, no steering, negated scales, and the vector on top."""
     if log:
         scale_log(axes)
