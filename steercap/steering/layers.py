@@ -11,7 +11,6 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +18,7 @@ import torch
 from jaxtyping import Float
 
 from steercap.architectures.sites import SITES
+from steercap.core.hints import dataclass
 from steercap.core.spec import name_of_site
 from steercap.core.values import FAR, index_of, number_of, parts_of, shown
 from steercap.errors import InvalidSpec, InvalidVector, LayerOutOfRange
