@@ -43,7 +43,7 @@ from steercap.cli.terminal import Output, Terminal
 from steercap.cli.vectors import report as extracted
 from steercap.concurrency import heartbeat as heartbeats
 from steercap.concurrency.heartbeat import heartbeat, line_of, progress_line
-from steercap.engine.checkpoint import is_path, require_reachable, require_there
+from steercap.engine.checkpoint import is_path, look_up, require_reachable, require_there
 from steercap.errors import InvalidFile, ModelNotLoaded, WorkerFailure
 from steercap.files.base import write_whole
 from steercap.lab.personas import PersonaResult, PersonaSettings, traits
@@ -55,6 +55,7 @@ from steercap.steering import DirectionSet
 __all__ = ["directions"]  # a fixture
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 8}
+CONFIG["max_position_embeddings"] = 64
 
 
 @pytest.fixture
@@ -77,6 +78,7 @@ def here(tmp_path, directions, monkeypatch) -> Path:  # noqa: ARG001 -- makes a 
     torch.save({"vectors": {"axis": {"vector": torch.ones(8), "layer": 2}}, "experiments": []}, tmp_path / "capping.pt")
     torch.save({"pos_3": torch.ones(4, 8)}, tmp_path / "levels.pt")
     (tmp_path / "methods.yaml").write_text("methods: {x: {file: deep.safetensors, base: 1}}\nquestions: [Who?]\n")
+    (tmp_path / "examples.jsonl").write_text('{"prompt": "Hi", "response": "Ho"}\n')
     (tmp_path / "empty.yaml").touch()
     (tmp_path / "based.yaml").write_text("base: 1")
     (tmp_path / "far.yaml").write_text("base: 2")
@@ -89,6 +91,7 @@ def here(tmp_path, directions, monkeypatch) -> Path:  # noqa: ARG001 -- makes a 
 
 SERVE = "serve model --port 0 --vectors"
 COMPARE = "compare model model --layer 2 --vectors"
+PROBE = "collect a.txt -m model --out x --above 0 --probe"
 SWEEP = "sweep --scales 1 --prompts a.txt --out s -m model --vectors"
 
 
@@ -194,6 +197,19 @@ SWEEP = "sweep --scales 1 --prompts a.txt --out s -m model --vectors"
         ("collect a.txt -m model --out x --temperature 0", 2, "--temperature: nothing is generated without --max-tok"),
         ("collect a.txt -m model --out x --seed 1", 2, "--seed: nothing is generated without --max-tokens"),
         ("collect a.txt -m model --out x --sample-seed 1", 2, "--sample-seed: there is no --one-in"),
+        ("train examples.jsonl -m model --out x --layers 9", 1, "layer 9 is outside this model of 4 layers"),
+        ("train examples.jsonl -m /no/such --out x --layers 9", 1, "there is no model at /no/such"),
+        ("collect a.txt -m model --out x --context 65", 1, "context=65, and this engine has room for prompts of 63"),
+        ("collect a.txt -m model --out x --context 64", 1, "context=64, and this engine has room for prompts of 63"),
+        ("collect a.txt -m model --out x --context 60 --max-tokens 5", 1, "room for prompts of 59 tokens; give less"),
+        ("collect a.txt -m model --out x --context 32 --max-model-len 32", 1, "room for prompts of 31 tokens"),
+        ("collect a.txt -m model --out x --context 0", 1, "context=0; give a whole number, 1 or more"),
+        ("collect a.txt -m model --out x --long splt", 1, "long='splt'; give 'split' or 'cut' or 'refuse'"),
+        ("collect a.txt -m model --out x --bos windw", 1, "bos='windw'; give 'document' or 'window' or 'none'"),
+        ("collect a.txt -m model --out x --long split --max-tokens 5", 1, "long='split' with params="),
+        ("collect a.txt -m model --out x --attention 2 --statistics-every 1", 1, "positions, which have no mean"),
+        (f"{PROBE} deep.safetensors --layers 1 --probe-layer 2", 1, "resid_post[2], which is not collected"),
+        (f"{PROBE} wide.safetensors --layers 1 --probe-layer 1", 1, "--probe: the vectors have width 16"),
         ("collect a.txt -m model --out x --ray 1 --api-key k", 2, "--api-key: actors start engines of their own"),
         ("serve model --folder-gib 1", 2, "--folder-gib: there is no folder to limit; give --folder"),
         ("up model --folder-gib-of-a-key 1", 2, "--folder-gib-of-a-key: there is no folder to limit; give --folder"),
@@ -229,6 +245,24 @@ def test_what_cannot_be_done_is_said_before_an_engine_starts(here, line, code, w
     assert done.stdout == ""
     assert {path: path.read_bytes() for path in here.rglob("*") if path.is_file()} == before
     assert not (here / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "context"),
+    [
+        ({}, 64),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 64),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 0),
+        ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}}, 0),
+    ],
+)
+def test_a_scaled_context_is_not_known_before_a_start(more, context, tmp_path) -> None:
+    """vLLM multiplies some by the factor, and not others, so nothing that has one is refused before it."""
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **more}))
+    assert look_up(str(tmp_path)).context == context
+    assert ReachOptions(str(tmp_path), max_model_len=32).room() == 32
+    assert ReachOptions(str(tmp_path), engine_arg=["runner=pooling"]).room() == 0
+    assert ReachOptions("smollm2", url="http://127.0.0.1:9").room() == 0
 
 
 def test_a_missing_model_is_said_before_anything_heavy_is_imported() -> None:
