@@ -83,6 +83,8 @@ def here(tmp_path, directions, monkeypatch) -> Path:  # noqa: ARG001 -- makes a 
     (tmp_path / "based.yaml").write_text("base: 1")
     (tmp_path / "far.yaml").write_text("base: 2")
     (tmp_path / "spoken.yaml").write_text("tokens: nowhere")
+    (tmp_path / "hot.yaml").write_text("temperature: .inf")
+    (tmp_path / "scored.yaml").write_text("measures: [formal]")
     (tmp_path / "drawn").mkdir()
     (tmp_path / "drawn" / "demo.png").write_text("kept")
     (tmp_path / "taken.jsonl").write_text("kept")
@@ -188,6 +190,12 @@ SWEEP = "sweep --scales 1 --prompts a.txt --out s -m model --vectors"
         (f"{SWEEP} deep.safetensors --layers 2 far.yaml", 1, "Invalid enum value 2"),
         (f"{SWEEP} deep.safetensors --layers 2 spoken.yaml", 2, "for tokens: 'nowhere'"),
         (f"{SWEEP} deep.safetensors --layers 2 spoken.yaml --tokens no", 2, "for --tokens: 'no'"),
+        (f"{SWEEP} deep.safetensors --layers 2 hot.yaml", 2, "for temperature: inf; give a finite number"),
+        (
+            f"{SWEEP} deep.safetensors --layers 2 scored.yaml",
+            1,
+            "unknown measure 'formal'; did you mean 'score:formal'",
+        ),
         (f"{SWEEP} wide.safetensors --layers 2 empty.yaml", 1, "the vectors have width 16"),
         ("evaluate methods.yaml -m model --out x", 2, "for base of method 'x': deep.safetensors says itself which"),
         ("compare model model --vectors deep.safetensors --layer 2 --base 0", 2, "--base: deep.safetensors says"),
