@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import io
 import itertools
 import json
@@ -41,6 +42,7 @@ from steercap.cli.sweep_file import measure_of, measures_in, read_settings
 from steercap.cli.tables import facts, titled
 from steercap.cli.terminal import Output, Terminal
 from steercap.cli.vectors import report as extracted
+from steercap.cli.vectors import sweep_around
 from steercap.concurrency import heartbeat as heartbeats
 from steercap.concurrency.heartbeat import heartbeat, line_of, progress_line
 from steercap.engine.checkpoint import is_path, look_up, require_reachable, require_there
@@ -50,6 +52,7 @@ from steercap.lab.personas import PersonaResult, PersonaSettings, traits
 from steercap.lab.personas.folder import open_folder
 from steercap.lab.personas.report import Outcome
 from steercap.lab.studies.sweeps.grid import SweepDefinition
+from steercap.lab.studies.trying import Tried, TriedLayers
 from steercap.steering import DirectionSet
 
 __all__ = ["directions"]  # a fixture
@@ -743,6 +746,27 @@ def test_no_bar_is_drawn_on_a_terminal_that_cannot_move_its_cursor(monkeypatch, 
         bars.add_task("counting", total=4)
     terminal.say("done")
     assert capsys.readouterr().err == "done\n"
+
+
+def test_a_trial_ends_with_the_sweep_to_go_on_with(here) -> None:
+    """The command that is printed runs as it is: layers around the best, and the prompts in their order."""
+    prompts = ('It\'s "odd"', "a \\n $(b)")
+    replies = [Tried(place, None, 0.0, "", 0.0, 2.0) for place in (0, 1)]
+    replies += [Tried(place, at, by, "", at * by, 2.0) for place in (0, 1) for at in (1, 2) for by in (3.0, -3.0)]
+    tried = TriedLayers("formal", prompts, 3.0, 2, tuple(replies))
+    command = sweep_around(tried, [1, 2, 9], Path("deep.safetensors"), ["-m", "model"])
+    assert command is not None
+    (here / "steercap").write_text('#!/bin/sh\ncat > said\nprintf "%s\\n" "$@" >> said\n')
+    (here / "steercap").chmod(0o755)
+    subprocess.run(["/bin/sh", "-c", command], check=True, env={"PATH": f"{here}:/usr/bin:/bin"})
+    *asked, words = [*(here / "said").read_text().split("\n", 2)]
+    assert asked == [*prompts]
+    line = words.split()
+    assert line[:7] == ["sweep", "--vectors", "deep.safetensors", "--layers", "1,2", "--scales", "1.5,3"]
+    assert line[-4:] == ["--out", "deep-sweep", "-m", "model"]
+    assert "perplexity,score:formal" in line
+    assert sweep_around(dataclasses.replace(tried, prompts=("a\nb",)), [2], Path("x.safetensors"), []) is None
+    assert sweep_around(dataclasses.replace(tried, replies=()), [2], Path("x.safetensors"), []) is None
 
 
 def test_brackets_and_colons_in_names_and_paths_are_shown(monkeypatch, capsys) -> None:
