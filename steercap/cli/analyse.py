@@ -15,7 +15,7 @@ from steercap.cli.command import command
 from steercap.cli.contents import FILES, directions_in, group_in, kind_of, load
 from steercap.cli.destinations import Force, folder_ready, may_replace
 from steercap.cli.engines import SMOLLM2, located
-from steercap.cli.parsing import Base, Level, base_of, layers_of, names_of
+from steercap.cli.parsing import Base, Level, base_of, layers_of, names_of, refuse
 from steercap.cli.tables import facts, titled
 from steercap.cli.terminal import Terminal
 from steercap.core.extras import require
@@ -206,8 +206,14 @@ def register_comparison(app: typer.Typer) -> None:
         folder_ready(out)
         if row_base is not None and not any(map(has_tensor, [*vectors, *([] if components is None else [components])])):
             raise typer.BadParameter(f"{vectors[0]} says itself which layers it has; leave it out", param_hint="--base")
-        reading = partial(group_in, layer=layer, base=base_of(row_base), say=terminal.say, level=level, raw=raw)
+        personas: list[str] = []  # what was read of persona files
+        reading = partial(group_in, layer=layer, base=base_of(row_base), say=personas.append, level=level, raw=raw)
         groups = {group_name(path): reading(path) for path in vectors}
+        axes = None if components is None else reading(components)
+        if not personas:
+            refuse("no group is of persona files NAME.pt", {"--level": level, "--raw": raw or None})
+        for told in personas:
+            terminal.say(told)
         if len(groups) < len(vectors):
             raise typer.BadParameter("two files or folders have the same name; rename one", param_hint="--vectors")
         from steercap.lab.mechanism.analysis import ModelWeights
@@ -225,7 +231,6 @@ def register_comparison(app: typer.Typer) -> None:
             seed=seed,
             correction=correction,  # type: ignore[arg-type]
         )
-        axes = None if components is None else reading(components)
         first, second = (ModelWeights.open(located(one)) for one in (base, instruct))
         with terminal.stages() as progress:
             found = run(first, second, groups, layer, components=axes, settings=settings, folder=out, progress=progress)

@@ -204,6 +204,8 @@ SWEEP = "sweep --scales 1 --prompts a.txt --out s -m model --vectors"
         ("compare model model --vectors deep.safetensors --layer 2 --base 0", 2, "--base: deep.safetensors says"),
         (f"{COMPARE} deep.safetensors --vectors layers.pt --base 0 --components nothing.pt", 1, "nothing.pt cannot be"),
         (f"{COMPARE} levels.pt --raw --vectors layers.pt --base 0 --components nothing.pt", 1, "nothing.pt cannot be"),
+        (f"{COMPARE} deep.safetensors --level pos_3", 2, "--level: no group is of persona files NAME.pt; leave it out"),
+        (f"{COMPARE} deep.safetensors --raw", 2, "--raw: no group is of persona files NAME.pt; leave it out"),
         ("compare model model --vectors levels.pt --layer 2 --base 0", 2, "--base: levels.pt says itself which"),
         ("collect a.txt -m model --out x --temperature 0", 2, "--temperature: nothing is generated without --max-tok"),
         ("collect a.txt -m model --out x --seed 1", 2, "--seed: nothing is generated without --max-tokens"),
