@@ -16,7 +16,7 @@ from steercap.captures.lens import MOST_BYTES, Lens, unembed
 from steercap.captures.stacking import flat
 from steercap.concurrency.heartbeat import progress_line
 from steercap.config import Overflow, Preset, Settings, Transport, environment, with_preset
-from steercap.core.display import described, layers_by_site
+from steercap.core.display import described, sites_by_layers
 from steercap.core.prompts import checked_special, tokens_of
 from steercap.core.protocols import NonCopyable
 from steercap.core.schema import PointSchema
@@ -226,7 +226,7 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
             return f"SteerModel({self.model!r}, {state}; sites: {sites}, layers: {described(self.settings.layers)})"
         dtype = str(engine.vllm.llm.model_config.dtype).removeprefix("torch.")
         size = f"{engine.vllm.num_layers} layers × {engine.vllm.hidden_size}, {dtype}"
-        return f"SteerModel({self.model!r}, {state}: {size}; taps at {layers_by_site(engine.schemas)})"
+        return f"SteerModel({self.model!r}, {state}: {size}; taps at {sites_by_layers(engine.schemas)})"
 
     async def __aenter__(self) -> SteerModel:
         return await self.start()

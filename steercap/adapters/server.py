@@ -136,6 +136,10 @@ def chat_flags(flags: argparse.Namespace) -> str:
     return json.dumps(found, sort_keys=True) if found else ""
 
 
+#: Template that clients know of a server whose own they cannot know.
+NO_TEMPLATE: Final = "{{ raise_exception('clients do not know the chat template of this server; give token ids') }}"
+
+
 def chat_template(flags: argparse.Namespace, own: Any) -> str | None:
     """Return the text of the template by which the server renders conversations, with the flags' default arguments.
 
@@ -152,7 +156,7 @@ def chat_template(flags: argparse.Namespace, own: Any) -> str | None:
         is_file = os.path.isfile(given)  # noqa: PTH113 -- it may be the template itself
         text = Path(given).read_text() if is_file else given if {*given} & {*"{}\n"} else None  # a name of vLLM's own
     if not isinstance(text, str):
-        return "{{ raise_exception('clients do not know the chat template of this server; give token ids') }}"
+        return NO_TEMPLATE
     defaults = (flags.default_chat_template_kwargs or {}).items()
     # Rendering drops the line end behind a tag, so the text begins a line as before.
     named = [

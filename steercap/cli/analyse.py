@@ -15,7 +15,7 @@ from steercap.cli.command import command
 from steercap.cli.contents import FILES, directions_in, group_in, kind_of, load
 from steercap.cli.destinations import Force, folder_ready, may_replace
 from steercap.cli.engines import SMOLLM2, located
-from steercap.cli.parsing import FirstRow, Level, first_row_of, layers_of, names_of
+from steercap.cli.parsing import FirstRow, Level, first_row_of, layers_of, names_of, refuse
 from steercap.cli.tables import facts, titled
 from steercap.cli.terminal import Terminal
 from steercap.core.extras import require
@@ -207,10 +207,16 @@ def register_comparison(app: typer.Typer) -> None:
         ):
             why = f"{vectors[0]} says itself which layers it has; leave it out"
             raise typer.BadParameter(why, param_hint="--first-row")
+        personas: list[str] = []  # what was read of persona files
         reading = partial(
-            group_in, layer=layer, first_row=first_row_of(first_row), say=terminal.say, level=level, raw=raw
+            group_in, layer=layer, first_row=first_row_of(first_row), say=personas.append, level=level, raw=raw
         )
         groups = {group_name(path): reading(path) for path in vectors}
+        axes = None if components is None else reading(components)
+        if not personas:
+            refuse("no group is of persona files NAME.pt", {"--level": level, "--raw": raw or None})
+        for told in personas:
+            terminal.say(told)
         if len(groups) < len(vectors):
             raise typer.BadParameter("two files or folders have the same name; rename one", param_hint="--vectors")
         from steercap.lab.mechanism.analysis import ModelWeights
@@ -228,7 +234,6 @@ def register_comparison(app: typer.Typer) -> None:
             seed=seed,
             correction=correction,  # type: ignore[arg-type]
         )
-        axes = None if components is None else reading(components)
         first, second = (ModelWeights.open(located(one)) for one in (base, instruct))
         with terminal.stages() as progress:
             found = run(first, second, groups, layer, components=axes, settings=settings, folder=out, progress=progress)

@@ -20,7 +20,7 @@ from steercap.cli.contents import directions_in, load
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import ReachOptions, unopened
 from steercap.cli.parsing import SteerOptions, layers_of, names_of, refuse, sites_of, tokens_of
-from steercap.cli.preflight import check_sampling, preflight, reached
+from steercap.cli.preflight import HIDDEN_WIDTH_SITES, check_sampling, preflight, reached
 from steercap.cli.tables import facts
 from steercap.cli.terminal import Terminal
 from steercap.concurrency.heartbeat import heartbeat
@@ -316,8 +316,11 @@ def register(app: typer.Typer) -> None:
         in it once. Documents come from JSON lines, Parquet, text, or folders of these and of Hugging Face data sets. A
         data set at a URL is verified in Python: steercap.lab.datasets.verify("s3://bucket/rows").
         """
+        from steercap.architectures.sites import placed
         from steercap.core.spec import CaptureSpec
+        from steercap.lab.datasets.collecting import ByProbe
         from steercap.lab.datasets.collecting import collect as collect_corpus
+        from steercap.lab.datasets.collecting.reading import CollectArguments, check_room, check_sample
 
         model.require_there()
         if "://" not in out:
@@ -334,29 +337,33 @@ def register(app: typer.Typer) -> None:
         planned = preflight(model, sites=armed, **stored.settings())
         planned.check_capture(wanted)
         planned.check_steering(spec)
-        cutting: dict[str, Any] = {"context": how.context, "long": how.long, "bos": how.bos}
+        if planned.model.layers:
+            check_sample(sample, placed(wanted.points(planned.model.layers), planned.model.layers))
+        if isinstance(sample, ByProbe) and sample.probe.site in HIDDEN_WIDTH_SITES:
+            planned.check_width(sample.probe.width, "--probe")
+        arguments: dict[str, Any] = {
+            "capture": wanted,
+            "tokens": sample,
+            "context": how.context,
+            "long": how.long,
+            "bos": how.bos,
+            "sampling_params": params,
+            "seed": answers.seed or 0,
+            "steering": spec,
+            "shard_bytes": shard_mib << 20,
+            "documents_per_shard": documents_per_shard,
+            "statistics_every": statistics_every,
+            "concurrency": concurrency,
+            "verify": verify,
+        }
+        CollectArguments(**arguments)
+        if how.context is not None and (room := model.room()):
+            check_room(how.context, max(1, room - (answers.max_tokens or 1)))
         actors = spread.actors()
         if actors is not None and model.url is not None:
             raise typer.BadParameter("actors start engines of their own; leave --ray out", param_hint="--url")
         opening: Any = reached if actors is None else not_opened
         async with opening(model, terminal, sites=armed, **stored.settings()) as open_model:
             with bar_of(terminal) as tell:
-                found = await collect_corpus(
-                    open_model,
-                    source,
-                    out,
-                    capture=wanted,
-                    tokens=sample,
-                    **cutting,
-                    sampling_params=params,
-                    seed=answers.seed or 0,
-                    steering=spec,
-                    shard_bytes=shard_mib << 20,
-                    documents_per_shard=documents_per_shard,
-                    statistics_every=statistics_every,
-                    concurrency=concurrency,
-                    verify=verify,
-                    progress=tell,
-                    ray=actors,
-                )
+                found = await collect_corpus(open_model, source, out, **arguments, progress=tell, ray=actors)
             terminal.show(found, facts(found.folder, told(found)))

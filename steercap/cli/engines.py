@@ -90,6 +90,13 @@ class ModelOptions:
         folder = cache_root() / NAME
         return look_up(self.model, folder if self.model == SMOLLM2 and (folder / DONE).exists() else None)
 
+    def room(self) -> int:
+        """Return the maximum tokens of a sequence as far as they are known before a start; 0 if they are not."""
+        if self.engine_arg:
+            return 0
+        given = self.said() if is_warm() else self.arguments()  # a warm engine may have another length
+        return min(filter(None, (given.get("max_model_len"), self.look_up().context)), default=0)
+
     def said(self) -> dict[str, Any]:
         """Return the arguments of `SteerModel` that the user gave, by name, besides the model.
 
@@ -131,6 +138,10 @@ class ReachOptions(ModelOptions):
         """Check that the model exists on this machine, if it can only be there; a server's is not checked."""
         if self.url is None:
             super().require_there()
+
+    def room(self) -> int:
+        """Return the maximum tokens of a sequence as far as they are known; 0 for a server."""
+        return super().room() if self.url is None else 0
 
     def look_up(self) -> Checkpoint:
         """Return what is known of the model's checkpoint; for a server, only its URL as the name."""

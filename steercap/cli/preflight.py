@@ -210,13 +210,13 @@ def check_sampling(*, temperature: float, seed: int | None = None, samples: int 
         typer.BadParameter: a parameter is out of range.
     """
     if not math.isfinite(temperature) or temperature < 0:
-        raise typer.BadParameter(f"{temperature}; give a finite number, 0 or above", param_hint="--temperature")
+        raise typer.BadParameter(f"{temperature}; give a finite number, 0 or above", param_hint="temperature")
     try:
         check_seed(seed, samples)
     except InvalidRequest as error:
         raise typer.BadParameter(str(error), param_hint="--seed") from error
     if not 1 <= max_tokens < 1 << 63:
-        raise typer.BadParameter(f"{max_tokens}; give a whole number from 1 to 2**63 - 1", param_hint="--max-tokens")
+        raise typer.BadParameter(f"{max_tokens}; give a whole number from 1 to 2**63 - 1", param_hint="max_tokens")
 
 
 @asynccontextmanager

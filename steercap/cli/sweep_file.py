@@ -14,7 +14,8 @@ from steercap.cli.contents import directions_in
 from steercap.cli.parsing import loaded, names_of, tokens_of
 from steercap.cli.persona import is_file, trait_of
 from steercap.cli.prompts import Prompt, PromptOptions
-from steercap.errors import InvalidFile
+from steercap.core.values import nearest
+from steercap.errors import InvalidFile, UnknownName
 
 if TYPE_CHECKING:
     from steercap.lab.studies.sweeps import Measure, Sweep
@@ -173,22 +174,23 @@ def measure_of(text: str) -> str | Measure:
     Raises:
         UnknownName: there is no such measure, trait or scorer.
         InvalidFile: the YAML file holds no trait.
-        typer.BadParameter: a score without a trait.
     """
     from steercap.lab.measures.score import Score
+    from steercap.lab.measures.scores import SCORERS, traits
     from steercap.lab.studies.sweeps import MEASURES
 
-    name, colon, rest = text.partition(":")
+    name, _, rest = text.partition(":")
     trait, scorer = _scored(rest)
     if name == "score" and trait:
         return Score(trait_of(trait), *scorer)
-    if name == "score" or colon:
-        raise typer.BadParameter(
-            f"{text!r}: give a measure, or score:TRAIT, or score:TRAIT:SCORER, where TRAIT is a name or a YAML file",
-            param_hint="--measures",
-        )
-    _ = MEASURES[name]
-    return name
+    if text in MEASURES and text != "score":
+        return text
+    known = {one: one for one in MEASURES if one != "score"} | {one: f"score:{one}" for one in traits()}
+    known |= {one: f"score:TRAIT:{one}" for one in SCORERS}
+    near = nearest(name, known)
+    hint = f"did you mean {known[near]!r}? " if near else ""
+    names = ", ".join(map(repr, known.values()))
+    raise UnknownName(f"unknown measure {text!r}; {hint}known: {names}; TRAIT is a name or a YAML file")
 
 
 def _scored(text: str) -> tuple[str, list[str]]:

@@ -139,7 +139,7 @@ def best_tried(tried: TriedLayers) -> str:
     best = next((one for one in tried.effects() if one.layer == tried.best), None)
     if best is None:
         return "none: at no layer did the replies move along the direction with their text intact"
-    return f"layer {best.layer}: its replies are {best.apart:.2f} apart; try it with random controls: steercap sweep"
+    return f"layer {best.layer}: its replies are {best.apart:.2f} apart"
 
 
 def tried_document(tried: TriedLayers) -> dict[str, Any]:

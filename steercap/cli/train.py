@@ -15,7 +15,7 @@ from rich.text import Text
 from steercap.cli.command import command
 from steercap.cli.contents import load
 from steercap.cli.destinations import folder_ready
-from steercap.cli.engines import SMOLLM2, located
+from steercap.cli.engines import SMOLLM2, ModelOptions, located
 from steercap.cli.parsing import dtype_of, layers_of, names_of, numbers_of, refuse, tokens_of
 from steercap.cli.prompts import examples_in
 from steercap.cli.tables import facts, titled
@@ -107,8 +107,7 @@ class DatasetOptions:
         rates = RATES if self.rates is None else numbers_of(self.rates, "--rates")
         numbers = {"training": self.training_tokens, "validation": self.validation_tokens}
         budget = TokenBudget(**{name: value for name, value in numbers.items() if value is not None})
-        found = ExampleFolder(folder, self.datasets or "*", self.label)
-        return found, {"rates": rates, "budget": budget}
+        return ExampleFolder(folder, self.datasets or "*", self.label), {"rates": rates, "budget": budget}
 
 
 def check_options(examples: Path, of_file: Mapping[str, Any], of_folder: Mapping[str, Any]) -> None:
@@ -121,8 +120,7 @@ def check_options(examples: Path, of_file: Mapping[str, Any], of_folder: Mapping
     Raises:
         typer.BadParameter: an option is given that does not fit.
     """
-    wrong = [name for name, value in (of_file if examples.is_dir() else of_folder).items() if value is not None]
-    if wrong:
+    if wrong := [name for name, value in (of_file if examples.is_dir() else of_folder).items() if value is not None]:
         kind = "a file of examples, not a folder" if examples.is_dir() else "a folder of data sets, not a file"
         hint = "; give --rates" if wrong[0] == "lr" else ""
         raise typer.BadParameter(f"this option is for {kind}{hint}", param_hint=f"--{wrong[0].replace('_', '-')}")
@@ -261,11 +259,14 @@ def register(app: typer.Typer) -> None:
         interrupted run is resumed by the same call. No engine is started; under torchrun several processes share the
         work. Given a folder, it trains on each data set NAME.jsonl at each of --rates, and keeps the best vector.
         """
+        from steercap.core.spec import resolve_layers
         from steercap.lab.training import train_datasets, train_many
         from steercap.lab.training.loop import together
 
         folder_ready(out)
         check_options(examples, {"name": name, "held_out": held_out, "lr": lr}, vars(folder))
+        if (known := ModelOptions(model).look_up().layers) and layers is not None:
+            resolve_layers(layers_of(layers), known)
         said = {
             **steps.said(),
             "edit": edit_of(edit, layers, rank=rank, norm=norm, relative=relative, site=site, tokens=tokens),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import json
 import math
-from collections.abc import Awaitable, Callable
+import shlex
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from steercap.cli.contents import Target, directions_in, kind_of, load, write
 from steercap.cli.destinations import Force, file_ready, may_replace, saved
 from steercap.cli.engines import ReachOptions, located
 from steercap.cli.parsing import FirstRow, Level, dtype_of, first_row_of, layers_of, refuse, tokens_of
+from steercap.cli.persona import folded
 from steercap.cli.preflight import preflight, reached
 from steercap.cli.prompts import SpecialTokens, records_of
 from steercap.cli.tables import (
@@ -237,7 +239,7 @@ def _register_extract(app: typer.Typer) -> None:
                 open_model, texts, terminal, name=said, site=site, add_special_tokens=special_tokens, **split, **where
             )
             trial = partial(tried_at, open_model, found, prompts, multiplier, terminal) if prompts else None
-            await report(found, said, out, terminal, trial)
+            await report(found, said, out, terminal, trial, model.flags())
 
 
 async def tried_at(
@@ -260,6 +262,7 @@ async def report(
     out: Path,
     terminal: Terminal,
     trial: Callable[[], Awaitable[TriedLayers]] | None = None,
+    flags: Sequence[str] = (),
 ) -> None:
     """Write a direction to a file, run `trial`, and show the direction, without the trial if that fails.
 
@@ -268,6 +271,7 @@ async def report(
         out: path of the file.
         terminal: terminal for the output.
         trial: function that steers replies, which are shown too; None for none.
+        flags: flags of the model, for the sweep that is proposed after the trial.
 
     Raises:
         OSError: `out` cannot be written; a file in a temporary folder is named on stderr, or all numbers are on stdout.
@@ -278,14 +282,46 @@ async def report(
     try:
         tried = await trial() if trial is not None else None
     finally:
-        _show(directions, name, file, terminal, tried)
+        _show(directions, name, file, terminal, tried, flags)
     if failed is not None:
         raise failed
 
 
+def sweep_around(tried: TriedLayers, layers: Sequence[int], file: Path, flags: Sequence[str]) -> str | None:
+    """Return a sweep for pasting: at the best layer tried and its neighbours, on the same prompts; None for no layer.
+
+    Args:
+        tried: the trial.
+        layers: layers of the direction in `file`.
+        file: file of the direction.
+        flags: flags of the model.
+    """
+    if tried.best is None or any("\n" in prompt for prompt in tried.prompts):  # a prompt a line
+        return None
+    from steercap.lab.measures.scores import traits
+
+    words: dict[str, object] = {
+        "--vectors": file,
+        "--layers": ",".join(str(layer) for layer in layers if abs(layer - tried.best) <= 1),
+        "--scales": f"{tried.scale / 2:g},{tried.scale:g}",
+        "--prompts": "/dev/stdin",
+        "--measures": f"perplexity,score:{tried.name}" if tried.name in traits() else "perplexity,repetition",
+        "--out": f"{file.with_suffix('')}-sweep",
+    }
+    said = [str(word) for pair in words.items() for word in pair]
+    prompts = shlex.join(["printf", r"%s\n", *tried.prompts])
+    return f"{prompts} |\n{folded(shlex.join(['steercap', 'sweep', *said, *flags]))}"
+
+
 def _show(
-    directions: DirectionSet, name: str, file: Path | None, terminal: Terminal, tried: TriedLayers | None
+    directions: DirectionSet,
+    name: str,
+    file: Path | None,
+    terminal: Terminal,
+    tried: TriedLayers | None,
+    flags: Sequence[str],
 ) -> None:
+    command = None
     document: dict[str, Any] = {"file": file, **document_of(directions)}
     if file is None:
         document["vectors"] = {layer: vector.tolist() for layer, vector in directions[name].items()}
@@ -293,8 +329,12 @@ def _show(
     if tried is not None:
         document["tried"] = tried_document(tried)
         about["best tried"] = best_tried(tried)
+        command = file and sweep_around(tried, directions.layers, file, flags)
+        document["next"] = [command] if command else []
     tables = [] if tried is None else [*replies_of(tried), tried_layers(tried)]
     terminal.show(document, by_layer(directions, name), *tables, facts("", about))
+    if command and not terminal.json:
+        terminal.write(f"\nA sweep tests the layers around it, against random vectors:\n{command}")
     if file is None and not terminal.json:
         terminal.write(json.dumps({name: document["vectors"]}))
 

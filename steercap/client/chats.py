@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, cast
 from steercap.client.connection import Connection
 from steercap.core.chat import MessageSpan, Region, message_spans, place, token_span
 from steercap.core.extras import extra
-from steercap.core.names import require_contents
+from steercap.core.names import require_contents, require_variables
 from steercap.errors import InvalidRequest, ServerFailure
 from steercap.files.fingerprint import template_digest, tokenizer_digest
 
@@ -97,11 +97,13 @@ async def templated(
         spans: True to locate the messages, which takes at least one rendering each; False for no positions, ().
 
     Raises:
-        InvalidRequest: the model has no chat template, or the template refuses the conversation.
+        InvalidRequest: the model has no chat template, it does not read an argument, or refuses the conversation.
         InvalidPrompt: a content is neither text nor parts, or is missing.
         The errors of `Connection.ask`.
     """
     require_contents(conversation)
+    read = None if "chat_template" in arguments else connection.here().tokenizer.get("variables")
+    require_variables(arguments, lambda: None if read is None else read.split())
     in_bytes = spans and await _in_bytes(connection)
 
     async def render(messages: Sequence[Mapping[str, Any]], **further: Any) -> RenderedChat:

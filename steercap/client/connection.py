@@ -58,7 +58,8 @@ class Described:
         model: path of the model, or name on the hub.
         context: maximum number of tokens of a prompt and its reply together, None if the server does not report it.
         num_layers, hidden_size, points, origin, identity, generation_config: as of `SteerModel`.
-        tokenizer: name, revision and digests of the tokenizer, see `chats.tokenizer_here`.
+        tokenizer: name, revision and digests of the tokenizer, see `chats.tokenizer_here`; as "variables" the arguments
+            that its chat template reads, separated by spaces, if they are known.
         texts: what vLLM does to texts, see `VllmEngine.texts`; `PLAIN` if the server does not report it.
         engine: engine properties that specs are compiled with, None if the server does not report them.
     """

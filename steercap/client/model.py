@@ -13,7 +13,7 @@ from steercap.client.answers import RemoteAnswers
 from steercap.client.chats import templated, tokenised, tokenizer_here
 from steercap.client.connection import BY_SOCKET, Connection, RemoteServing
 from steercap.client.uploads import VECTORS, Uploads, encoded
-from steercap.core.display import layers_by_site
+from steercap.core.display import sites_by_layers
 from steercap.core.extras import extra
 from steercap.core.names import require_upload_name
 from steercap.core.prompts import checked_special, ids_of_text, is_chat, require_text
@@ -327,4 +327,4 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         except ModelClosed as error:
             return f"RemoteModel({self.url}, {'closed' if 'closed' in str(error) else 'not started'})"
         size = f"{known.num_layers} layers × {known.hidden_size}, {known.origin.get('dtype', '')}"
-        return f"RemoteModel({self.url}, {known.name!r}, open: {size}; taps at {layers_by_site(known.points)})"
+        return f"RemoteModel({self.url}, {known.name!r}, open: {size}; taps at {sites_by_layers(known.points)})"

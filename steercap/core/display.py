@@ -17,8 +17,9 @@ import numpy as np
 from steercap.core.extras import extra
 from steercap.core.values import shown
 
-#: Maximum number of items in a `repr`, of rows in a notebook's table, and of characters in its cells.
+#: Maximum number of items of a list in a `repr` and of their characters, of rows in a table, of characters in a cell.
 FEW: Final = 8
+MOST_INNER: Final = 400
 MOST_ROWS: Final = 60
 MOST_LETTERS: Final = 200
 #: Sentinel for an absent field or default.
@@ -86,10 +87,10 @@ def described(value: Any, depth: int = 2) -> str:
         return f"<{len(value):,} by name: {keys}{', ...' if len(value) > FEW else ''}>" if value else "{}"
     if type(value) not in {list, tuple} or not depth:
         return shown(value)
-    if len(value) > FEW:
+    inner = ", ".join(described(part, depth - 1) for part in value[: FEW + 1])
+    if len(value) > FEW or (len(value) > 1 and len(inner) > MOST_INNER):
         kinds = {type(part).__name__ for part in islice(value, FEW)}
         return f"<{len(value):,} × {kinds.pop()}>" if len(kinds) == 1 else f"<{len(value):,} items>"
-    inner = ", ".join(described(part, depth - 1) for part in value)
     return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
 
 
@@ -104,10 +105,25 @@ def span(layers: Sequence[int]) -> str:
 
 def layers_by_site(points: Iterable[tuple[int, str]]) -> str:
     """Describe points (layer, site) briefly, sites in order of appearance: "resid_post: 0 to 29; z: 8, 16"."""
+    return "; ".join(f"{site}: {span(layers)}" for site, layers in _by_site(points).items())
+
+
+def sites_by_layers(points: Iterable[tuple[int, str]]) -> str:
+    """Describe points (layer, site), sites of equal layers together: "layers 0 to 9 of q, k; layer 0 of embed"."""
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for site, layers in _by_site(points).items():
+        groups.setdefault(tuple(layers), []).append(site)
+    return "; ".join(
+        f"{'layers' if len(layers) > 1 else 'layer'} {span(layers)} of {', '.join(sites)}"
+        for layers, sites in groups.items()
+    )
+
+
+def _by_site(points: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
     sites: dict[str, list[int]] = {}
     for layer, site in points:
         sites.setdefault(site, []).append(layer)
-    return "; ".join(f"{site}: {span(layers)}" for site, layers in sites.items())
+    return sites
 
 
 def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -1,10 +1,11 @@
-"""Error messages of an open model that translate names of other libraries, and correct misspelt ones.
+"""Error messages of models and specs that translate names of other libraries, and correct misspelt ones.
 
 They add advice on attributes and arguments to errors that Python raises anyway; a valid call takes 1 to 2 us more.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,6 +58,9 @@ ARGUMENTS: Final[Sequence[tuple[str, str, str]]] = (
         "capture",
         "give capture=CaptureSpec(...), which has layers=, sites=, at=, tokens= and more",
     ),
+    ("coefficient coeff coef strength multiplier alpha factor weight", "scale", "give scale="),
+    ("direction steering_vector control_vector activations", "vector", "give vector="),
+    ("position positions token_positions pos", "tokens", "give tokens="),
 )
 
 
@@ -123,4 +127,18 @@ def _unknown(method: Callable[..., Any], given: Mapping[str, Any]) -> Iterator[s
 def _misnamed(method: Callable[..., Any], name: str) -> str:
     known = [one for one in inspect.signature(method).parameters if one != "self"]
     advice = (text.format(name=name) for names, here, text in ARGUMENTS if here in known and name in names.split())
-    return f"{method.__name__}() has no argument {name!r}; {next(advice, None) or choices(name, known)}"
+    called = method.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+    return f"{called}() has no argument {name!r}; {next(advice, None) or choices(name, known)}"
+
+
+if TYPE_CHECKING:
+    from dataclasses import dataclass as dataclass  # noqa: PLC0414 - exported, as mypy wants it
+else:
+
+    def dataclass(kind: type | None = None, /, **given: Any) -> Any:
+        """Make a dataclass as the standard library does, but its TypeError for an unknown argument suggests one."""
+        if kind is None:
+            return functools.partial(dataclass, **given)
+        made = dataclasses.dataclass(kind, **given)
+        made.__init__ = _hinting(made.__init__)
+        return made

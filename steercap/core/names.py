@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -210,21 +210,24 @@ def template_sources(tokenizer: Any, kwargs: Mapping[str, Any]) -> list[str]:
     return [one for one in (given.values() if isinstance(given, Mapping) else [given]) if isinstance(one, str)]
 
 
-def require_variables(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
-    """Check that a chat template reads all further arguments, as far as it is one of transformers' that can be parsed.
+def variables_of(tokenizer: Any, kwargs: Mapping[str, Any]) -> frozenset[str] | None:
+    """Return the arguments that the chat template reads; None unless it is one of transformers' that can be parsed."""
+    known = [*map(_variables, template_sources(tokenizer, kwargs))]
+    module = getattr(getattr(type(tokenizer), "apply_chat_template", None), "__module__", "")
+    if not known or None in known or module != "transformers.tokenization_utils_base":
+        return None
+    return _ALWAYS.union(*(names or () for names in known))
+
+
+def require_variables(kwargs: Mapping[str, Any], known: Callable[[], Collection[str] | None]) -> None:
+    """Check that a chat template reads all further arguments; `known` returns those that it reads, None if unknown.
 
     Raises:
         InvalidRequest: it does not read one, which would have no effect.
     """
-    module = type(tokenizer).apply_chat_template.__module__
-    given = [name for name, value in kwargs.items() if name not in _IF_EMPTY or value]
-    if not set(given) - _ALWAYS or module != "transformers.tokenization_utils_base":
-        return
-    known = [*map(_variables, template_sources(tokenizer, kwargs))]
-    if not known or None in known:
-        return
-    read = _ALWAYS.union(*(names or () for names in known))
-    if wrong := [name for name in given if name not in read]:
+    given = [name for name, value in kwargs.items() if name not in _ALWAYS and (name not in _IF_EMPTY or value)]
+    read = known() if given else None
+    if read is not None and (wrong := [name for name in given if name not in read]):
         raise InvalidRequest(
             f"chat_template_kwargs has {wrong[0]!r}, which the chat template does not read; {choices(wrong[0], read)}"
         )

@@ -21,7 +21,7 @@ from steercap.core.chat import (
     token_span,
 )
 from steercap.core.extras import extra
-from steercap.core.names import require_contents, require_variables, template_sources
+from steercap.core.names import require_contents, require_variables, template_sources, variables_of
 from steercap.core.spec import CaptureSpec, Layers
 from steercap.core.values import index_of, shown, truth_of, warn
 from steercap.errors import InvalidPrompt, InvalidRequest, InvalidSpec
@@ -485,7 +485,7 @@ def templated(
             parts, or is missing.
     """
     require_contents(conversation, template_sources(tokenizer, kwargs))
-    require_variables(tokenizer, kwargs)
+    require_variables(kwargs, lambda: variables_of(tokenizer, kwargs))
 
     def applied(messages: Sequence[Mapping[str, Any]], *, invite: bool = True, **how: Any) -> Any:
         arguments = {"add_generation_prompt": invite, **kwargs, **how}

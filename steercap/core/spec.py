@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 from steercap.core.display import brief
+from steercap.core.hints import dataclass
 from steercap.core.names import EVERY, Name, is_module, read_name
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import Mask, choices, index_of, mask_of, parts_of, plain, shown, truth_of

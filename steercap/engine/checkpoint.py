@@ -50,7 +50,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
         width: hidden size, 0 if unknown.
         dtype: dtype name in its config.json, "" if unknown.
         bytes: bytes of its weight files.
-        context: maximum number of tokens of a sequence by its config.json, 0 if unknown.
+        context: maximum number of tokens of a sequence by its config.json, 0 if unknown or scaled beyond it.
         quantization: `quantization_config` of its config.json.
     """
 
@@ -177,7 +177,7 @@ def look_up(name: str, folder: Path | None = None) -> Checkpoint:
         _first(text, "hidden_size", "n_embd"),
         str(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype") or ""),
         weight_bytes(found),
-        _first(text, "max_position_embeddings", "n_positions"),
+        0 if _is_scaled(text) else _first(text, "max_position_embeddings", "n_positions"),
         quantization if isinstance(quantization := config.get("quantization_config"), dict) else {},
     )
 
@@ -222,6 +222,12 @@ def weight_files(folder: Path) -> list[Path]:
 def _first(config: dict[str, Any], *names: str) -> int:
     """Return the value of the first of the settings `names` that is an integer, 0 if none is."""
     return next((int(config[name]) for name in names if isinstance(config.get(name), int)), 0)
+
+
+def _is_scaled(config: dict[str, Any]) -> bool:
+    """Return whether a config scales its rotary positions, so that vLLM may allow more than it names."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
+    return isinstance(rope, dict) and any("factor" in one for one in (rope, *rope.values()) if isinstance(one, dict))
 
 
 def files_loaded(name: str, tokenizer: Any = None) -> str:

@@ -23,7 +23,7 @@ from steercap.client.compiling import engine_description
 from steercap.concurrency.heartbeat import watching
 from steercap.core.display import span
 from steercap.core.extras import extra
-from steercap.core.names import require_upload_name
+from steercap.core.names import require_upload_name, variables_of
 from steercap.errors import EngineDied, InvalidFile, InvalidSetting
 from steercap.files.fingerprint import files_of, nearest_path, surroundings, weights_digest
 from steercap.files.warm import WarmEngine, announced, code, identified, socket_of, write
@@ -193,7 +193,10 @@ async def application(
     description = await asyncio.to_thread(engine_description, model.serving.here())
     if described := description["tokenizer"]:
         template = server.chat_template(flags, getattr(model.tokenizer, "chat_template", None))
-        description["tokenizer"] = described if template is None else {**described, "chats": template}
+        described |= {} if template is None else {"chats": template}
+        read = variables_of(model.tokenizer, {"chat_template": template})
+        if read is not None and template != server.NO_TEMPLATE:
+            described["variables"] = " ".join(sorted(read))
     description["variants"] = {**presets.variants, **await asyncio.to_thread(server.adapters, flags)}
     routes = Routes(model, captures, library, presets.aliases, folder, identity=identity, description=description)
     app.router.routes.extend(routes.routes)

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float
 
 from steercap.architectures.sites import SITES
+from steercap.core.hints import dataclass
 from steercap.core.spec import Layers, name_of_site
 from steercap.core.values import FAR, index_of, number_of, shown
 from steercap.errors import InvalidSpec, InvalidVector, LayerOutOfRange

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY
 from typing import Any, Final, Literal, cast, get_args
 
 import torch
 
 from steercap.architectures.sites import SITES, placed
+from steercap.core.hints import dataclass
 from steercap.core.plan import InSlot
 from steercap.core.program import NONE
 from steercap.core.schema import PointSchema

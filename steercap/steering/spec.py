@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
 from steercap.core.biases import Bias
+from steercap.core.hints import dataclass
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import index_of, number_of, parts_of, shown, truth_of, warn
 from steercap.errors import InvalidEdit, InvalidSpec

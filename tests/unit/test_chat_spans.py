@@ -16,6 +16,7 @@ from steercap.captures.lifecycle import Lifecycle
 from steercap.captures.rows import Captures, Found
 from steercap.client.chats import templated as served
 from steercap.core.chat import LEFT_OUT, UNCLEAR, UNSPELT, content_text
+from steercap.core.names import variables_of
 from steercap.core.prompts import template_arguments, templated, tokens_of
 from steercap.core.receipt import Receipt
 from steercap.core.spec import Point
@@ -508,6 +509,27 @@ def test_an_argument_that_the_template_does_not_read_is_refused() -> None:
             template_arguments({name: True})
 
 
+async def test_an_argument_that_a_servers_template_does_not_read_is_refused() -> None:
+    """As far as the server says what it reads; vLLM's server drops others without a word."""
+    source, talk = "{% for m in messages %}{{ m.content }}{% endfor %}", [{"role": "user", "content": "hi"}]
+    read = variables_of(real(), {"chat_template": "{{ style if thinking is defined }}{{ messages }}"})
+    assert read is not None
+    assert read - variables_of(real(), {"chat_template": "x"}) == {"style", "thinking"}
+    defaults = variables_of(
+        real(), {"chat_template": "{% set style = style if style is defined else 'x' %}\n{{ style }}"}
+    )
+    assert defaults is not None
+    assert "style" in defaults  # as where a server's flags give it
+    told = Server(source, variables=" ".join(read))
+    ids, _ = await served(Server(source), talk, {"thinkng": True}, spans=False)
+    assert ids == (await served(told, talk, {"thinking": True, "style": "", "tools": None}, spans=False))[0]
+    with pytest.raises(InvalidRequest, match="'thinkng', which the chat template does not read; did you mean 'think"):
+        await served(told, talk, {"thinkng": True}, spans=False)
+    assert (await served(told, talk, {"thinkng": True, "chat_template": source}, spans=False))[0] == ids
+    for own in (None, Characters(source), real()):  # of another library, or without a template
+        assert variables_of(own or Characters(source), {}) is None
+
+
 def test_a_text_in_a_templates_own_words_is_given_in_parts_too() -> None:
     ids, _ = templated(Characters(PARTS_ALONE), [{"role": "user", "content": "user"}], {}, spans=False)
     assert "".join(map(chr, ids)) == "[user]user|"
@@ -549,9 +571,10 @@ def words(handle: CaptureHandle, message: int | str) -> str:
 class Server:
     """A server's `/tokenize`, by a tokenizer of transformers."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, **tokenizer: str) -> None:
         self.source = source
         self.name = "m"
+        self.tokenizer = tokenizer
 
     def here(self):
         return self

@@ -747,11 +747,19 @@ def test_measures_are_named_and_scores_have_traits() -> None:
     """`score:TRAIT`; what is unknown is an error that lists what is known."""
     assert measure_of("length") == "length"
     assert measure_of("score:optimistic:keywords").label == "optimistic"
-    with pytest.raises(typer.BadParameter, match="score:TRAIT"):
-        measure_of("score")
-    for unknown in ("wit", "score:wit"):
-        with pytest.raises(UnknownName, match="known"):
+    for unknown in ("wit", "score:wit", "score", "score:", "mine.yaml"):
+        with pytest.raises(UnknownName, match="evil"):
             measure_of(unknown)
+    for wrong, right in {
+        "formal": "score:formal",
+        "Evil": "score:evil",
+        "keywords": "score:TRAIT:keywords",
+        "lenght": "length",
+        "length:2": "length",
+    }.items():
+        with pytest.raises(UnknownName, match=f"^unknown measure '{wrong}'; did you mean '{right}'") as raised:
+            measure_of(wrong)
+        assert "--measures" not in str(raised.value)  # which a YAML file does not have
 
 
 # Personas

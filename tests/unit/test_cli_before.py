@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import io
 import itertools
 import json
@@ -41,15 +42,17 @@ from steercap.cli.sweep_file import measure_of, measures_in, read_settings
 from steercap.cli.tables import facts, titled
 from steercap.cli.terminal import Output, Terminal
 from steercap.cli.vectors import report as extracted
+from steercap.cli.vectors import sweep_around
 from steercap.concurrency import heartbeat as heartbeats
 from steercap.concurrency.heartbeat import heartbeat, line_of, progress_line
-from steercap.engine.checkpoint import is_path, require_reachable, require_there
+from steercap.engine.checkpoint import is_path, look_up, require_reachable, require_there
 from steercap.errors import InvalidFile, ModelNotLoaded, WorkerFailure
 from steercap.files.base import write_whole
 from steercap.lab.personas import PersonaResult, PersonaSettings, shipped_traits
 from steercap.lab.personas.folder import open_folder
 from steercap.lab.personas.report import Outcome
 from steercap.lab.studies.sweeps.grid import SweepDefinition
+from steercap.lab.studies.trying import Tried, TriedLayers
 from steercap.saes import SAE
 from steercap.steering import DirectionSet
 from steercap.testing.saes import RandomSAE
@@ -57,6 +60,7 @@ from steercap.testing.saes import RandomSAE
 __all__ = ["directions"]  # a fixture
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 8}
+CONFIG["max_position_embeddings"] = 64
 
 
 @pytest.fixture
@@ -79,10 +83,13 @@ def here(tmp_path, directions, monkeypatch) -> Path:  # noqa: ARG001 -- makes a 
     torch.save({"vectors": {"axis": {"vector": torch.ones(8), "layer": 2}}, "experiments": []}, tmp_path / "capping.pt")
     torch.save({"pos_3": torch.ones(4, 8)}, tmp_path / "levels.pt")
     (tmp_path / "methods.yaml").write_text("methods: {x: {file: deep.safetensors, first_row: 1}}\nquestions: [Who?]\n")
+    (tmp_path / "examples.jsonl").write_text('{"prompt": "Hi", "response": "Ho"}\n')
     (tmp_path / "empty.yaml").touch()
     (tmp_path / "based.yaml").write_text("first_row: 1")
     (tmp_path / "far.yaml").write_text("first_row: 2")
     (tmp_path / "spoken.yaml").write_text("tokens: nowhere")
+    (tmp_path / "hot.yaml").write_text("temperature: .inf")
+    (tmp_path / "scored.yaml").write_text("measures: [formal]")
     (tmp_path / "drawn").mkdir()
     (tmp_path / "drawn" / "demo.png").write_text("kept")
     (tmp_path / "taken.jsonl").write_text("kept")
@@ -91,6 +98,7 @@ def here(tmp_path, directions, monkeypatch) -> Path:  # noqa: ARG001 -- makes a 
 
 SERVE = "serve model --port 0 --vectors"
 COMPARE = "compare model model --layer 2 --vectors"
+PROBE = "collect a.txt -m model --out x --above 0 --probe"
 SWEEP = "sweep --scales 1 --prompts a.txt --out s -m model --vectors"
 
 
@@ -209,6 +217,12 @@ SWEEP = "sweep --scales 1 --prompts a.txt --out s -m model --vectors"
         (f"{SWEEP} deep.safetensors --layers 2 far.yaml", 1, "Invalid enum value 2"),
         (f"{SWEEP} deep.safetensors --layers 2 spoken.yaml", 2, "for tokens: 'nowhere'"),
         (f"{SWEEP} deep.safetensors --layers 2 spoken.yaml --tokens no", 2, "for --tokens: 'no'"),
+        (f"{SWEEP} deep.safetensors --layers 2 hot.yaml", 2, "for temperature: inf; give a finite number"),
+        (
+            f"{SWEEP} deep.safetensors --layers 2 scored.yaml",
+            1,
+            "unknown measure 'formal'; did you mean 'score:formal'",
+        ),
         (f"{SWEEP} wide.safetensors --layers 2 empty.yaml", 1, "the vectors have width 16"),
         (
             "evaluate methods.yaml -m model --out x",
@@ -235,9 +249,24 @@ SWEEP = "sweep --scales 1 --prompts a.txt --out s -m model --vectors"
             2,
             "--first-row: levels.pt says itself which",
         ),
+        (f"{COMPARE} deep.safetensors --level pos_3", 2, "--level: no group is of persona files NAME.pt; leave it out"),
+        (f"{COMPARE} deep.safetensors --raw", 2, "--raw: no group is of persona files NAME.pt; leave it out"),
         ("collect a.txt -m model --out x --temperature 0", 2, "--temperature: nothing is generated without --max-tok"),
         ("collect a.txt -m model --out x --seed 1", 2, "--seed: nothing is generated without --max-tokens"),
         ("collect a.txt -m model --out x --sample-seed 1", 2, "--sample-seed: there is no --one-in"),
+        ("train examples.jsonl -m model --out x --layers 9", 1, "layer 9 is outside this model of 4 layers"),
+        ("train examples.jsonl -m /no/such --out x --layers 9", 1, "there is no model at /no/such"),
+        ("collect a.txt -m model --out x --context 65", 1, "context=65, and this engine has room for prompts of 63"),
+        ("collect a.txt -m model --out x --context 64", 1, "context=64, and this engine has room for prompts of 63"),
+        ("collect a.txt -m model --out x --context 60 --max-tokens 5", 1, "room for prompts of 59 tokens; give less"),
+        ("collect a.txt -m model --out x --context 32 --max-model-len 32", 1, "room for prompts of 31 tokens"),
+        ("collect a.txt -m model --out x --context 0", 1, "context=0; give a whole number, 1 or more"),
+        ("collect a.txt -m model --out x --long splt", 1, "long='splt'; give 'split' or 'cut' or 'refuse'"),
+        ("collect a.txt -m model --out x --bos windw", 1, "bos='windw'; give 'document' or 'window' or 'none'"),
+        ("collect a.txt -m model --out x --long split --max-tokens 5", 1, "long='split' with params="),
+        ("collect a.txt -m model --out x --attention 2 --statistics-every 1", 1, "positions, which have no mean"),
+        (f"{PROBE} deep.safetensors --layers 1 --probe-layer 2", 1, "resid_post[2], which is not collected"),
+        (f"{PROBE} wide.safetensors --layers 1 --probe-layer 1", 1, "--probe: the vectors have width 16"),
         ("collect a.txt -m model --out x --ray 1 --api-key k", 2, "--api-key: actors start engines of their own"),
         ("serve model --folder-gib 1", 2, "--folder-gib: there is no folder to limit; give --folder"),
         ("up model --folder-gib-of-a-key 1", 2, "--folder-gib-of-a-key: there is no folder to limit; give --folder"),
@@ -273,6 +302,24 @@ def test_what_cannot_be_done_is_said_before_an_engine_starts(here, line, code, w
     assert done.stdout == ""
     assert {path: path.read_bytes() for path in here.rglob("*") if path.is_file()} == before
     assert not (here / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "context"),
+    [
+        ({}, 64),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 64),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 0),
+        ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}}, 0),
+    ],
+)
+def test_a_scaled_context_is_not_known_before_a_start(more, context, tmp_path) -> None:
+    """vLLM multiplies some by the factor, and not others, so nothing that has one is refused before it."""
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **more}))
+    assert look_up(str(tmp_path)).context == context
+    assert ReachOptions(str(tmp_path), max_model_len=32).room() == 32
+    assert ReachOptions(str(tmp_path), engine_arg=["runner=pooling"]).room() == 0
+    assert ReachOptions("smollm2", url="http://127.0.0.1:9").room() == 0
 
 
 def test_a_missing_model_is_said_before_anything_heavy_is_imported() -> None:
@@ -761,6 +808,27 @@ def test_no_bar_is_drawn_on_a_terminal_that_cannot_move_its_cursor(monkeypatch, 
         bars.add_task("counting", total=4)
     terminal.say("done")
     assert capsys.readouterr().err == "done\n"
+
+
+def test_a_trial_ends_with_the_sweep_to_go_on_with(here) -> None:
+    """The command that is printed runs as it is: layers around the best, and the prompts in their order."""
+    prompts = ('It\'s "odd"', "a \\n $(b)")
+    replies = [Tried(place, None, 0.0, "", 0.0, 2.0) for place in (0, 1)]
+    replies += [Tried(place, at, by, "", at * by, 2.0) for place in (0, 1) for at in (1, 2) for by in (3.0, -3.0)]
+    tried = TriedLayers("formal", prompts, 3.0, 2, tuple(replies))
+    command = sweep_around(tried, [1, 2, 9], Path("deep.safetensors"), ["-m", "model"])
+    assert command is not None
+    (here / "steercap").write_text('#!/bin/sh\ncat > said\nprintf "%s\\n" "$@" >> said\n')
+    (here / "steercap").chmod(0o755)
+    subprocess.run(["/bin/sh", "-c", command], check=True, env={"PATH": f"{here}:/usr/bin:/bin"})
+    *asked, words = [*(here / "said").read_text().split("\n", 2)]
+    assert asked == [*prompts]
+    line = words.split()
+    assert line[:7] == ["sweep", "--vectors", "deep.safetensors", "--layers", "1,2", "--scales", "1.5,3"]
+    assert line[-4:] == ["--out", "deep-sweep", "-m", "model"]
+    assert "perplexity,score:formal" in line
+    assert sweep_around(dataclasses.replace(tried, prompts=("a\nb",)), [2], Path("x.safetensors"), []) is None
+    assert sweep_around(dataclasses.replace(tried, replies=()), [2], Path("x.safetensors"), []) is None
 
 
 def test_brackets_and_colons_in_names_and_paths_are_shown(monkeypatch, capsys) -> None:

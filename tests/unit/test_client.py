@@ -346,7 +346,8 @@ async def test_a_connection_says_what_the_server_has() -> None:
         assert (model.url, model.served_name, model.model) == ("http://there", "m+calm", "there/m")
         assert [str(point) for point in model.points] == ["resid_post[1]"]
         assert re.fullmatch(
-            r"RemoteModel\(http://there, 'm\+calm', open: \d+ layers × \d+, \w*; taps at resid_post: 1\)", repr(model)
+            r"RemoteModel\(http://there, 'm\+calm', open: \d+ layers × \d+, \w*; taps at layer 1 of resid_post\)",
+            repr(model),
         )
         for name in LACKING:
             with pytest.raises(

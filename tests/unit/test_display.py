@@ -23,7 +23,17 @@ import torch
 
 import steercap
 from steercap.captures.rows import Captures
-from steercap.core.display import FEW, MOST_LETTERS, MOST_ROWS, brief, described, html_table, layers_by_site, span
+from steercap.core.display import (
+    FEW,
+    MOST_LETTERS,
+    MOST_ROWS,
+    brief,
+    described,
+    html_table,
+    layers_by_site,
+    sites_by_layers,
+    span,
+)
 from steercap.core.spec import CaptureSpec, Point
 from steercap.errors import EngineDied
 from steercap.lab.mechanism.patching.results import Effects, PatchEffect
@@ -132,7 +142,19 @@ def test_layers_are_described_as_runs() -> None:
     assert [span(given) for given in ([3], [1, 2], range(30), [8, 16])] == ["3", "1, 2", "0 to 29", "8, 16"]
     assert span(range(0, 100, 2)) == "50 from 0 to 98"
     assert layers_by_site([Point(0, "z"), Point(1, "z"), Point(2, "z"), Point(4, "q")]) == "z: 0 to 2; q: 4"
-    assert layers_by_site([]) == ""
+    assert layers_by_site([]) == sites_by_layers([]) == ""
+    points = [(0, "embed"), *((layer, site) for site in ("z", "q") for layer in (0, 1, 2)), (2, "final_norm")]
+    wanted = "layer 0 of embed; layers 0 to 2 of z, q; layer 2 of final_norm"
+    assert sites_by_layers(points) == wanted
+
+
+def test_a_few_long_records_are_counted() -> None:
+    """As many are: a sweep of eight answers is not written out; short items are, and one long item is."""
+    few, long = [{"n": 1}, 2, "three"], "x" * 100
+    assert described([long] * FEW) == f"<{FEW} × str>"
+    assert described([long] * 3) == f"[{', '.join([repr(long)] * 3)}]"
+    assert described(few) == "[<1 by name: 'n'>, 2, 'three']"
+    assert described([[long] * FEW]) == f"[<{FEW} × str>]"
 
 
 class Cells(html.parser.HTMLParser):
@@ -277,7 +299,7 @@ def test_a_model_says_its_state(kind: Any) -> None:
     serving = getattr(model, "awaited", model).serving
     assert repr(model) == "SteerModel('some/model', not started; sites: resid_post, z, layers: (0, 2))"
     serving.engine = _Engine()
-    assert repr(model) == "SteerModel('some/model', open: 3 layers × 8, float32; taps at resid_post: 0 to 2)"
+    assert repr(model) == "SteerModel('some/model', open: 3 layers × 8, float32; taps at layers 0 to 2 of resid_post)"
     serving.engine = _Engine(str(EngineDied("worker killed")))
     assert "dead: worker killed" in repr(model)
     serving._closed = True  # its engine is on its way out

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import subprocess
+import sys
 import traceback
 from typing import Any
 
@@ -108,6 +110,41 @@ def test_a_misspelt_argument_says_the_right_one(model: Any, call: str, given: di
     with pytest.raises(TypeError, match=said) as raised:
         getattr(model, call)(**given)
     assert raised.value.__suppress_context__
+
+
+#: Calls specs with wrong arguments, in a process without the checks of shapes, which read arguments before them.
+MISNAMING = """
+import dataclasses, inspect
+from steercap import Add, CaptureSpec, LogitBias, Monitor, SteeringSpec
+from steercap.lab.measures.scores.judge import Judge
+from steercap.lab.studies.evaluation import Method
+from steercap.lab.studies.sweeps import Sweep
+from steercap.lab.training import TrainingSettings
+from steercap.steering.edits import EDITS
+
+def said(call, *given, **named):
+    try:
+        return call(*given, **named)
+    except TypeError as error:
+        return str(error)
+
+for kind in (*EDITS.values(), CaptureSpec, SteeringSpec, LogitBias, Monitor, Sweep, Method, TrainingSettings, Judge):
+    known = list(inspect.signature(kind).parameters)
+    for name in known:
+        hint = f"{kind.__name__}() has no argument '{name}z'; did you mean {name!r}? known: {known[0]!r}"
+        assert said(kind, **{name + "z": 1}).startswith(hint), said(kind, **{name + "z": 1})
+    assert "positional argument" in said(kind, *range(99))
+for name, here in (("coefficient", "scale"), ("strength", "scale"), ("direction", "vector"), ("positions", "tokens")):
+    assert said(Add, [1.0], layer=1, **{name: 1}) == f"Add() has no argument {name!r}; give {here}="
+edit = Add([1.0], layer=1)
+assert "did you mean 'scale'" in said(dataclasses.replace, edit, scal=2)
+assert dataclasses.replace(edit, scale=2).scale == 2
+"""
+
+
+def test_a_misspelt_argument_of_a_spec_says_the_right_one() -> None:
+    """Each argument with a letter too many, those of other libraries, and of a copy."""
+    subprocess.run([sys.executable, "-c", MISNAMING], check=True)
 
 
 def test_other_type_errors_are_pythons_own(model: Any) -> None:

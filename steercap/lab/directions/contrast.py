@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -13,6 +12,7 @@ from jaxtyping import Float
 
 from steercap.core.display import brief
 from steercap.core.extras import require
+from steercap.core.hints import dataclass
 from steercap.core.spec import Layers
 from steercap.core.values import number_of, parts_of, shown, warn
 from steercap.errors import InvalidSpec, InvalidVector

@@ -6,9 +6,9 @@ import asyncio
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from steercap.core.hints import dataclass
 from steercap.core.values import choices, parts_of, shown
 from steercap.errors import InvalidSpec, UnknownName
 from steercap.lab.measures import Answered, Measure

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from steercap.core.hints import dataclass
 from steercap.core.values import count_of, shown, truth_of
 from steercap.errors import InvalidSpec, WorkerFailure
 from steercap.lab.measures import Answered, Measure

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from random import Random
@@ -12,6 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from steercap.core.display import brief
+from steercap.core.hints import dataclass
 from steercap.core.values import choices, count_of, shown
 from steercap.errors import InvalidFile, InvalidPrompt, InvalidSetting, RunDiffers, UnknownName
 from steercap.files.base import blame, require_file

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import msgspec
 
+from steercap.core.hints import dataclass
 from steercap.core.prompts import templated
 from steercap.core.values import number_of, shown
 from steercap.errors import InvalidPrompt, InvalidSetting

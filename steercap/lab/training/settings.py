@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from math import ceil, inf
 from typing import Any, Final, TypeAlias
 
 import torch
 
+from steercap.core.hints import dataclass
 from steercap.core.registry import Registry
 from steercap.core.values import choices, count_of, index_of, number_of, parts_of, shown
 from steercap.errors import InvalidSetting

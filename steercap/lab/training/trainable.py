@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import nn
 
 from steercap.architectures.sites import SITES
+from steercap.core.hints import dataclass
 from steercap.core.spec import Layers, name_of_site, parse_layers, resolve_layers
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import shown

@@ -8,11 +8,12 @@ arXiv:2409.05907. Representation fine-tuning: Wu et al. 2024, arXiv:2404.03592. 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY
 from typing import Final
 
 import torch
 
+from steercap.core.hints import dataclass
 from steercap.core.program import Response
 from steercap.errors import InvalidEdit, InvalidVector
 from steercap.steering.edits import Edit, RankOne, Vector, number_in, unit

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY
 from math import inf
 from typing import Any, Final, cast
 
 import torch
 
+from steercap.core.hints import dataclass
 from steercap.core.program import HOLE, Response
 from steercap.core.tokens import TokenSelection
 from steercap.core.values import Mask, index_of, mask_of, parts_of, plain, shown

@@ -115,8 +115,10 @@ async def collect(
     """
     coding = {"codec": codec, "codec_k": codec_k, "codec_seed": codec_seed}
     kept, chosen = _kept(capture, tokens, layers=layers, sites=sites, attention=attention, **coding)
-    if seed and params is None:
-        raise InvalidSpec(f"seed={seed} is that of sampling with params=; give codec_seed= for the matrix of a codec")
+    if seed and sampling_params is None:
+        raise InvalidSpec(
+            f"seed={seed} is that of sampling with sampling_params=; give codec_seed= for the matrix of a codec"
+        )
     asked = CollectArguments(
         capture=kept,
         tokens=chosen,

@@ -148,6 +148,18 @@ class Window:
     where: str
 
 
+def check_cutting(context: int, long: object, bos: object) -> None:
+    """Check those settings of `Cutting` that need no tokenizer.
+
+    Raises:
+        InvalidSetting: a setting is not valid.
+    """
+    for name, value, known in (("long", long, LONG), ("bos", bos, BOS)):
+        if value not in known:
+            raise InvalidSetting(f"{name}={shown(value)}; give {' or '.join(map(repr, known))}")
+    count_of(context, "context", 2 if bos == "window" else 1, wrong=InvalidSetting)
+
+
 @dataclass(frozen=True)
 class Cutting:
     """Settings for cutting documents into windows.
@@ -173,11 +185,7 @@ class Cutting:
     template: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, known in (("long", LONG), ("bos", BOS)):
-            if (value := getattr(self, name)) not in known:
-                raise InvalidSetting(f"{name}={shown(value)}; give {' or '.join(map(repr, known))}")
-        least = 2 if self.bos == "window" else 1
-        count_of(self.context, "context", least, wrong=InvalidSetting)
+        check_cutting(self.context, self.long, self.bos)
         if self.bos == "window" and getattr(self.tokenizer, "bos_token_id", None) is None:
             raise InvalidSetting("bos='window', and this tokenizer has no token that begins a text; give 'none'")
         object.__setattr__(self, "tokenizer", copy.deepcopy(self.tokenizer))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from uuid import uuid4
@@ -10,11 +10,11 @@ from uuid import uuid4
 from steercap.core.schema import ATTENTION, Coding
 from steercap.core.spec import CaptureSpec, Point
 from steercap.core.tokens import Tokens, TokenSelection
-from steercap.core.values import count_of
+from steercap.core.values import FAR, count_of
 from steercap.errors import InvalidSetting, InvalidSpec
 from steercap.kernels.codecs import record_of
 from steercap.kernels.codecs.coded import Whole
-from steercap.lab.datasets.collecting.documents import Bos, Cutting, Long, Window
+from steercap.lab.datasets.collecting.documents import Bos, Cutting, Long, Window, check_cutting
 from steercap.lab.datasets.collecting.samples import Selected, TokenSample, sample_of, seed_of
 from steercap.lab.datasets.tables import Index
 
@@ -78,31 +78,14 @@ class Reading:
         if self.spec.attention:
             object.__setattr__(self, "points", tuple(point for point in self.points if point.site == "q"))
             object.__setattr__(self, "coding", Coding(ATTENTION, self.spec.attention))
-        if self.sample.needs is not None and self.sample.needs not in self.points:
-            raise InvalidSpec(f"the probe reads {self.sample.needs}, which is not collected; collect it too")
+        check_sample(self.sample, self.points)
         if self.concurrency is not None:
             count_of(self.concurrency, "concurrency", wrong=InvalidSetting)
         if self.sampling_params is not None:
-            self._check_params(self.sampling_params)
-        if self.cutting.context > (longest := most_context(self.engine, self.sampling_params)):
-            raise InvalidSetting(
-                f"context={self.cutting.context}, and this engine has room for prompts of {longest} tokens; give less, "
-                "or start it with a larger max_model_len"
-            )
-
-    def _check_params(self, params: Mapping[str, Any]) -> None:
-        if self.engine.vllm.pools:
-            raise InvalidSetting("sampling_params= is for generation, and this is a pooling model; leave it out")
-        if "seed" in params or params.get("n", 1) != 1:
-            raise InvalidSetting(
-                "sampling_params= must leave out n= and seed=: each document gets one sample, with a seed of its own; "
-                "give seed= to collect"
-            )
-        if self.cutting.long == "split":
-            raise InvalidSetting(
-                "long='split' with sampling_params=: windows of a document are not prompts; give long='cut' or 'refuse'"
-            )
-        self.engine.vllm.sampling(params)
+            if self.engine.vllm.pools:
+                raise InvalidSetting("sampling_params= is for generation, and this is a pooling model; leave it out")
+            self.engine.vllm.sampling(self.sampling_params)
+        check_room(self.cutting.context, most_context(self.engine, self.sampling_params))
 
     def asked(self, window: Window) -> TokenSelection | None:
         """Return the selection of the window's tokens whose rows are requested, None for none; for any thread."""
@@ -157,6 +140,29 @@ class Reading:
         if (calibrated := self.engine.compiler.calibrated(self.spec)) is not None:
             described["calibration"] = calibrated.digest  # no key without one: data sets are known by all this says
         return described
+
+
+def check_sample(sample: TokenSample, points: Collection[Point]) -> None:
+    """Check that a token sample reads rows of these points only.
+
+    Raises:
+        InvalidSpec: it reads others.
+    """
+    if sample.needs is not None and sample.needs not in points:
+        raise InvalidSpec(f"the probe reads {sample.needs}, which is not collected; collect it too")
+
+
+def check_room(context: int, longest: int) -> None:
+    """Check that a window of `context` tokens is no longer than the longest prompt.
+
+    Raises:
+        InvalidSetting: it is longer.
+    """
+    if context > longest:
+        raise InvalidSetting(
+            f"context={context}, and this engine has room for prompts of {longest} tokens; give less, or start it with "
+            "a larger max_model_len"
+        )
 
 
 def most_context(engine: Engine | RemoteEngine, params: Mapping[str, Any] | None) -> int:
@@ -228,6 +234,24 @@ class CollectArguments:
                 f"statistics_every={self.statistics_every}: targets of attention are positions, which have no mean; "
                 "leave it out, or give 0"
             )
+        check_cutting(FAR if self.context is None else self.context, self._long, self.bos)
+        if self.sampling_params is not None:
+            self._check_params(self.sampling_params)
+
+    @property
+    def _long(self) -> Long:
+        return self.long or ("split" if self.sampling_params is None else "refuse")
+
+    def _check_params(self, params: Mapping[str, Any]) -> None:
+        if "seed" in params or params.get("n", 1) != 1:
+            raise InvalidSetting(
+                "sampling_params= must leave out n= and seed=: each document gets one sample, with a seed of its own; "
+                "give seed= to collect"
+            )
+        if self._long == "split":
+            raise InvalidSetting(
+                "long='split' with sampling_params=: windows of a document are not prompts; give long='cut' or 'refuse'"
+            )
 
     def reading(self, model: SteerModel | RemoteModel, engine: Engine | RemoteEngine) -> Reading:
         """Compile the arguments for an open model and its engine.
@@ -236,9 +260,8 @@ class CollectArguments:
             InvalidRequest: an argument does not fit; raised as the matching subclass.
         """
         context = most_context(engine, self.sampling_params) if self.context is None else self.context
-        long: Long = self.long or ("split" if self.sampling_params is None else "refuse")
         tokenizer = model.tokenizer if engine.vllm.tokenizes else None
-        cutting = Cutting(tokenizer, context, long, self.bos, self.template)
+        cutting = Cutting(tokenizer, context, self._long, self.bos, self.template)
         sample = sample_of(self.tokens)
         return Reading(
             engine, self.capture, sample, cutting, self.sampling_params, self.seed, self.steering, self.concurrency

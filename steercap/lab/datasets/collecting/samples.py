@@ -10,13 +10,14 @@ from __future__ import annotations
 import abc
 import hashlib
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from steercap.core.hints import dataclass
 from steercap.core.spec import Point
 from steercap.core.tokens import Range, Tokens, TokenSelection, selected
 from steercap.core.values import Mask, index_of, mixed, mixed_all, number_of, shown

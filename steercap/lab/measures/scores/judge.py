@@ -8,7 +8,7 @@ import os
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -16,6 +16,7 @@ import msgspec
 from steercap.concurrency.loops import each_of, scoped
 from steercap.core.chat import content_text
 from steercap.core.extras import extra
+from steercap.core.hints import dataclass
 from steercap.core.values import flag_of, index_of, number_of, shown
 from steercap.errors import InvalidSetting, JudgeFailed
 from steercap.lab.measures.scores import Scored, Scorer, Trait

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from steercap.core.hints import dataclass
 from steercap.core.values import number_of, shown
 from steercap.errors import InvalidSetting
 from steercap.lab.measures.scores import Scored, Scorer, Trait, straightened

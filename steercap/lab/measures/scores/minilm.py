@@ -8,11 +8,11 @@ import importlib.util
 import re
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from steercap.core.extras import extra
+from steercap.core.hints import dataclass
 from steercap.errors import InvalidSetting, ModelNotLoaded
 from steercap.lab.measures.scores import Scored, Scorer, Trait
 

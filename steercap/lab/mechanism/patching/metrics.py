@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
+from steercap.core.hints import dataclass
 from steercap.core.values import index_of, shown
 from steercap.errors import EngineFailure, InvalidSpec
 

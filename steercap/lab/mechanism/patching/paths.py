@@ -9,11 +9,11 @@ computed. If the receiver is the logits, the first run suffices.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
+from steercap.core.hints import dataclass
 from steercap.core.spec import CaptureSpec, Point
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import index_of, parts_of, shown, truth_of

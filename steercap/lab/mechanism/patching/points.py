@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from steercap.architectures.sites import SITES
+from steercap.core.hints import dataclass
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Layers, Point, parse_layers, parse_sites
 from steercap.core.tokens import Tokens, TokenSelection, selected

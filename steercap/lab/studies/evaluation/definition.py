@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from itertools import product
 from typing import Any, Final, NamedTuple
@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from steercap.core.display import brief
+from steercap.core.hints import dataclass
 from steercap.core.values import choices, parts_of, shown
 from steercap.errors import InvalidSpec
 from steercap.files.folder import FolderKind, differences

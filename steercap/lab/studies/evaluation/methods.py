@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from random import Random
 from typing import Final
 
+from steercap.core.hints import dataclass
 from steercap.core.protocols import ReadingModel
 from steercap.core.spec import Reduction
 from steercap.core.tokens import BUT_THE_FIRST, Tokens, TokenSelection

@@ -9,7 +9,6 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeVar
 
@@ -18,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from steercap.core.extras import extra
+from steercap.core.hints import dataclass
 from steercap.core.prompts import templated
 from steercap.core.registry import Registry
 from steercap.core.values import count_of, parts_of, shown

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import product
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from steercap.core.display import brief
+from steercap.core.hints import dataclass
 from steercap.core.spec import Layers
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import index_of, number_of, parts_of, plain, shown
@@ -166,9 +167,7 @@ class Sweep:
             if axis != "vectors":
                 given = several(given, f"Sweep: {axis}")
             elif not isinstance(given, Mapping) or isinstance(given, LayerVectors):
-                raise InvalidSpec(
-                    f"Sweep: vectors={shown(given)}; give LayerVectors by their name, as a DirectionSet does"
-                )
+                raise InvalidSpec(f"Sweep: vectors={shown(given)}; give LayerVectors by name, as a DirectionSet does")
             if not given:
                 raise InvalidSpec(f"Sweep: {axis}={shown(given)}; give at least one")
             object.__setattr__(self, axis, given)
