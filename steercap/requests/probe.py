@@ -332,7 +332,7 @@ async def _try(
             if grows.holds and grows.error > computed(dtype):
                 ((_, single),) = await _run(engine, number, [(point, edits[point])])
                 grows = edited(point, before, single.rows[point], added, dtype, alone=True)
-            claims.append(grows)
+            claims += [grows, *[claim async for claim in of_projections(engine, number, probed.rows, point)]]
             if not is_module(point.site):  # on which side of a sum's terms it lies is not known
                 claims += of_rows(engine, probed.rows, (point, added))
     unmoved = [point for point, probed in others if point and _output_values(probed) == _output_values(plain)]

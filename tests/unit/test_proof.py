@@ -14,7 +14,17 @@ from steercap.architectures.families.base import Family
 from steercap.core.attention import AttentionRule
 from steercap.core.messages import Loaded
 from steercap.errors import UnsupportedModel
-from steercap.requests.equations import EQUATION_SITES, attends, edited, equations, lens_claim, projected, worst
+from steercap.requests.equations import (
+    EQUATION_SITES,
+    PROJECTED,
+    attends,
+    edited,
+    equations,
+    lens_claim,
+    of_projections,
+    projected,
+    worst,
+)
 from steercap.requests.probe import _overflowed, _Probed
 
 ROWS, WIDTH, LAYERS = 4, 16, 3
@@ -224,6 +234,30 @@ def test_what_is_projected_of_something_else_is_seen() -> None:
     )
     assert not projected(at, block, found, found / 2).holds
     assert not projected(at, block, found, float("nan") * found).holds
+
+
+@pytest.mark.parametrize("site", PROJECTED)
+async def test_what_is_projected_of_an_edited_row_holds_the_edit(site) -> None:
+    """A tap whose edit reaches the captured row and half of it the projection; other points' rows are not projected."""
+    weight, clean, vector = torch.randn(WIDTH, WIDTH), torch.randn(ROWS, WIDTH), torch.randn(WIDTH)
+    asked = []
+
+    async def project(layer, name, rows, number):
+        asked.append((layer, name, number))
+        return rows @ weight
+
+    engine = SimpleNamespace(
+        family=Family(), workers=SimpleNamespace(project=project), vllm=SimpleNamespace(config=None), exists=lambda _: 0
+    )
+    at, block = Point(2, site), Point(2, PROJECTED[site])
+    others = {Point(2, name): torch.randn(ROWS, WIDTH) for name in {*PROJECTED, *PROJECTED.values()} - {site}}
+    for share in (1.0, 0.5):
+        rows = {**others, at: clean + vector, block: (clean + share * vector) @ weight}
+        (claim,) = [one async for one in of_projections(engine, 3, rows, at)]
+        assert claim.name == f"{block} is what is projected of {at}, with an edit there"
+        assert claim.holds == (share == 1)
+    assert asked == 2 * [(2, site, 3)]
+    assert [one async for one in of_projections(engine, 3, rows, block)] == []
 
 
 def test_an_edit_that_is_not_exact_is_seen() -> None:
