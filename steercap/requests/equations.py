@@ -206,7 +206,8 @@ def equations(
 
     Args:
         rows: rows of each point, [n, hidden].
-        factor: factor of the blocks' outputs before they are added; None if layers do more than add them.
+        factor: factor of the blocks' outputs before they are added; None if layers do more than add them, so that only
+            `resid_mid`, where there is one, is the stream before plus the attention block's output.
         edit: the edited point and the vectors added to each of its rows, [n, hidden]; None without an edit.
         absent: block outputs that layers with a single block do not have.
         normed: True if layers norm their sums, so that `resid_post` is no plain sum; see `norm_of`.
@@ -220,14 +221,15 @@ def equations(
 
     def total(at: Point, before: str, blocks: Sequence[Point]) -> Iterator[Claim]:
         terms = [Point(at.layer, before), *(block for block in blocks if block not in absent)]
-        if factor is None or len(terms) == 1 or not all(term in rows for term in terms):
+        scale = 1.0 if factor is None and at.site == "resid_mid" else factor
+        if scale is None or len(terms) == 1 or not all(term in rows for term in terms):
             return
-        times = "" if factor == 1 else f"{factor:.4g} × "
+        times = "" if scale == 1 else f"{scale:.4g} × "
         added = " + ".join(block.site for block in terms[1:])
         name = f"{at} is {before} + {times}{f'({added})' if len(terms) > 2 else added}"
         whole = (before, at.site) == ("resid_pre", "resid_post")
         between = [edit[1]] if whole and edit and edit[0] == Point(at.layer, "resid_mid") else []
-        summed = [rows[terms[0]], *(factor * rows[block].double() for block in terms[1:]), *between]
+        summed = [rows[terms[0]], *(scale * rows[block].double() for block in terms[1:]), *between]
         about = sorted({at.site, *(term.site for term in terms)} - {"resid_pre", "resid_post"})
         yield claim(name, at, summed, _SUM, about)
 

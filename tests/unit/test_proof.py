@@ -106,11 +106,23 @@ def test_a_layer_of_one_block_grows_by_that_block() -> None:
     assert len(list(equations(rows, 1.0, absent=nothing))) == LAYERS - 1
 
 
-def test_where_layers_do_more_than_add_no_sum_is_claimed() -> None:
-    """A norm behind the sum, or a constant that the stream is multiplied by."""
-    assert [claim.name for claim in equations(pass_of(4), None)] == [
-        f"resid_pre[{layer + 1}] is resid_post[{layer}]" for layer in range(LAYERS - 1)
-    ]
+@pytest.mark.parametrize("middle", [False, True])
+def test_where_layers_do_more_than_add_the_sum_between_the_blocks_alone_is_claimed(middle) -> None:
+    """A norm behind the sum, which leaves no row between the blocks, or a constant that the stream is multiplied by."""
+    rows = {point: one for point, one in pass_of(4).items() if middle or point.site != "resid_mid"}
+    for layer in range(LAYERS - 1):
+        before, added, between = (Point(layer + 1, site) for site in ("resid_pre", "attn_out", "resid_mid"))
+        rows[before] = rows[Point(layer, "resid_post")] = 3 * rows[before]
+        if middle:
+            rows[between] = rows[before] + rows[added]
+    claims = list(equations(rows, None))
+    assert {claim.name for claim in claims} == {
+        *(f"resid_pre[{layer + 1}] is resid_post[{layer}]" for layer in range(LAYERS - 1)),
+        *(f"resid_mid[{layer}] is resid_pre + attn_out" for layer in range(LAYERS) if middle),
+    }
+    assert worst(claims) is None
+    rows[Point(1, "attn_out")] = 1.01 * rows[Point(1, "attn_out")]
+    assert (worst(equations(rows, None)) is not None) == middle
 
 
 def test_an_edit_moves_both_equations_by_what_it_added() -> None:
