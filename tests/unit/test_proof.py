@@ -9,14 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steercap import Point
+from steercap import Add, Point
 from steercap.architectures.families.base import Family
 from steercap.core.attention import AttentionRule
 from steercap.core.messages import Loaded
 from steercap.errors import UnsupportedModel
+from steercap.requests import probe
 from steercap.requests.equations import (
     EQUATION_SITES,
     PROJECTED,
+    Claim,
     attends,
     edited,
     equations,
@@ -359,3 +361,38 @@ def test_a_derived_family_is_not_served_if_its_rows_overflow(derived) -> None:
     )
     with told:
         _overflowed(engine, probed, 2, 0)
+
+
+def reporting(moved: float) -> SimpleNamespace:
+    """An output whose next token's log probabilities are moved."""
+    logprobs = {token: SimpleNamespace(logprob=moved - token) for token in range(1, 4)}
+    return SimpleNamespace(outputs=[SimpleNamespace(logprobs=[logprobs])])
+
+
+@pytest.mark.parametrize(("lost", "shown"), [(True, False), (False, False), (False, True)])
+async def test_a_lost_edit_is_seen_through_the_noise_of_a_batch(lost, shown, monkeypatch) -> None:
+    """Outputs of requests side by side differ by rounding, so that an edit whose output is about the unedited one's is
+    made alone, if no equation has the edited row on its other side: it is lost if nothing differs there, and not if only
+    little does.
+    """
+    point, other = Point(0, "attn_in"), Point(1, "attn_in")
+    edits = {at: Add(torch.ones(WIDTH), layer=at.layer, site=at.site) for at in (point, other)}
+    clean = torch.zeros(ROWS, WIDTH)
+    ran = []
+
+    async def run(_engine, _number, wanted):
+        ran.append([at for at, _ in wanted])
+        noise = [1e-5 * number for number in range(len(wanted))]
+        strength = {None: 0.0, point: 0.0 if lost else 1e-6, other: 0.5}
+        rows = dict.fromkeys(edits, clean[:3] + 1)
+        return [
+            (at, _Probed(rows, reporting(strength[at] + near))) for (at, _), near in zip(wanted, noise, strict=True)
+        ]
+
+    monkeypatch.setattr(probe, "_run", run)
+    monkeypatch.setattr(probe, "of_rows", lambda *asked: [Claim("", 1.0, 0.0)] if shown and len(asked) == 2 else [])
+    engine = SimpleNamespace(end=point, family=Family())
+    silent, claims = await probe._try(engine, 0, edits, _Probed(dict.fromkeys(edits, clean), None))
+    assert silent == ([point] if lost else [])
+    assert ran == [[None, point, other]] + ([] if shown else [[None], [point]])
+    assert worst(claims) is None
