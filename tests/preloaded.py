@@ -185,6 +185,7 @@ class Preloaded:
             forkserver.set_forkserver_preload(list(_IMPORTED))
             with pytest.MonkeyPatch.context() as patched:
                 patched.setenv("PYTHONPATH", str(_HERE), prepend=os.pathsep)
+                patched.delenv("WRONG_FAMILY", raising=False)  # of one engine, not of all copies
                 forkserver.ensure_running()
             import vllm.v1.engine.async_llm  # noqa: F401 -- what imports set is as good as there from the start
 

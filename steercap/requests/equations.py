@@ -9,7 +9,7 @@ twice, a part of a sum, a norm's input for its output. These equations need no s
 - in layers that norm their sums, the row behind a norm is the model's own norm of the sum;
 - the heads' outputs are the values weighed by attention, from the queries and keys that were read;
 - a block's output is its last projection of the heads' outputs, or of the neurons;
-- an edit changes the row of its own point by exactly what was added, and both equations hold of the edited rows;
+- an edit changes the row of its own point by exactly what was added, and these equations hold of the edited rows too;
 - the lens closes: the model's own final norm and unembedding, applied to the last row of the stream, return the logits
   that the engine reports, with an edit of that row as well as without. Without an edit, a norm would hide any factor.
   The same holds for the unembedding alone, applied to the row behind the norm. For a pooling model, the pooler replaces
@@ -101,19 +101,23 @@ def of_rows(
             yield from attends(layer, rows, rule, edit)
 
 
-async def of_projections(engine: Engine, number: int, rows: Mapping[Point, torch.Tensor]) -> AsyncIterator[Claim]:
+async def of_projections(
+    engine: Engine, number: int, rows: Mapping[Point, torch.Tensor], edit: Point | None = None
+) -> AsyncIterator[Claim]:
     """Yield claims that each block's output equals its last projection of the rows that the projection reads.
 
-    Workers of data-parallel engine `number` project `rows`, [n, *shape of the point] by point.
+    Workers of data-parallel engine `number` project `rows`, [n, *shape of the point] by point; if there is an edited
+    point, `edit`, of that point alone.
     """
     family = engine.family
-    pairs = [(point, Point(point.layer, PROJECTED[point.site])) for point in rows if point.site in PROJECTED]
+    read = rows if edit is None else (edit,)
+    pairs = [(point, Point(point.layer, PROJECTED[point.site])) for point in read if point.site in PROJECTED]
     for point, block in pairs:
         neurons = point.site == "neurons"
         if block in rows and not (neurons and _experts(engine, point.layer)):
             made = await engine.workers.project(point.layer, point.site, rows[point], number)
             scaled = family.scaled(engine.vllm.config) * made if neurons else made
-            yield projected(point, block, rows[block], scaled)
+            yield projected(point, block, rows[block], scaled, edited=edit is not None)
 
 
 async def of_norms(engine: Engine, number: int, rows: Mapping[Point, torch.Tensor]) -> AsyncIterator[Claim]:
@@ -202,7 +206,8 @@ def equations(
 
     Args:
         rows: rows of each point, [n, hidden].
-        factor: factor of the blocks' outputs before they are added; None if layers do more than add them.
+        factor: factor of the blocks' outputs before they are added; None if layers do more than add them, so that only
+            `resid_mid`, where there is one, is the stream before plus the attention block's output.
         edit: the edited point and the vectors added to each of its rows, [n, hidden]; None without an edit.
         absent: block outputs that layers with a single block do not have.
         normed: True if layers norm their sums, so that `resid_post` is no plain sum; see `norm_of`.
@@ -216,14 +221,15 @@ def equations(
 
     def total(at: Point, before: str, blocks: Sequence[Point]) -> Iterator[Claim]:
         terms = [Point(at.layer, before), *(block for block in blocks if block not in absent)]
-        if factor is None or len(terms) == 1 or not all(term in rows for term in terms):
+        scale = 1.0 if factor is None and at.site == "resid_mid" else factor
+        if scale is None or len(terms) == 1 or not all(term in rows for term in terms):
             return
-        times = "" if factor == 1 else f"{factor:.4g} × "
+        times = "" if scale == 1 else f"{scale:.4g} × "
         added = " + ".join(block.site for block in terms[1:])
         name = f"{at} is {before} + {times}{f'({added})' if len(terms) > 2 else added}"
         whole = (before, at.site) == ("resid_pre", "resid_post")
         between = [edit[1]] if whole and edit and edit[0] == Point(at.layer, "resid_mid") else []
-        summed = [rows[terms[0]], *(factor * rows[block].double() for block in terms[1:]), *between]
+        summed = [rows[terms[0]], *(scale * rows[block].double() for block in terms[1:]), *between]
         about = sorted({at.site, *(term.site for term in terms)} - {"resid_pre", "resid_post"})
         yield claim(name, at, summed, _SUM, about)
 
@@ -279,7 +285,7 @@ def attends(
     yield Claim(name, relative([z], [weighed, *added]), computed(z.dtype) + _PRODUCT * sharp, ("q", "k", "v"))
 
 
-def projected(point: Point, block: Point, rows: torch.Tensor, made: torch.Tensor) -> Claim:
+def projected(point: Point, block: Point, rows: torch.Tensor, made: torch.Tensor, *, edited: bool = False) -> Claim:
     """Return the claim that a block's output is its last projection of the rows that the projection reads.
 
     Args:
@@ -287,8 +293,9 @@ def projected(point: Point, block: Point, rows: torch.Tensor, made: torch.Tensor
         block: point of the block's output.
         rows: captured rows of the block's output, [n, hidden].
         made: the model's projection of the rows at `point`, [n, hidden].
+        edited: True if the rows at `point` are edited ones.
     """
-    named = f"{block} is what is projected of {point}"
+    named = f"{block} is what is projected of {point}{', with an edit there' if edited else ''}"
     return Claim(named, relative([rows], [made]), computed(rows.dtype), (point.site,))
 
 

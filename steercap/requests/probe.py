@@ -7,6 +7,7 @@ steering. The equations that the rows must satisfy are in `equations`.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +40,7 @@ from steercap.requests.equations import (
     of_projections,
     of_rows,
     pools,
+    relative,
     worst,
 )
 from steercap.requests.job import run_all, run_job
@@ -317,13 +319,15 @@ async def _probe_editing(engine: Engine, number: int, clean: _Probed) -> list[Cl
 async def _try(
     engine: Engine, number: int, edits: Mapping[Point, Add], clean: _Probed
 ) -> tuple[list[Point], list[Claim]]:
-    """Run each edit in its own request, many at once; repeat an edit alone where batching blurs the rows.
+    """Run each edit in its own request, many at once; repeat an edit alone where batching blurs the rows or the output.
 
     Returns:
-        The points whose edit leaves the model's output unchanged, and the claims on the rows of these requests.
+        The points whose edit, made alone if need be, leaves the model's output unchanged, and the claims on the rows of
+        the requests that run at once.
     """
     (_, plain), *others = await _run(engine, number, [(None, None), *edits.items()])
     claims: list[Claim] = []
+    shown: set[Point] = set()
     dtype = clean.rows[engine.end].dtype
     for point, probed in others:
         if point is not None:
@@ -332,11 +336,31 @@ async def _try(
             if grows.holds and grows.error > computed(dtype):
                 ((_, single),) = await _run(engine, number, [(point, edits[point])])
                 grows = edited(point, before, single.rows[point], added, dtype, alone=True)
-            claims.append(grows)
+            projections = [claim async for claim in of_projections(engine, number, probed.rows, point)]
+            claims += [grows, *projections]
+            shown |= {point} if projections else set()
             if not is_module(point.site):  # on which side of a sum's terms it lies is not known
                 claims += of_rows(engine, probed.rows, (point, added))
-    unmoved = [point for point, probed in others if point and _output_values(probed) == _output_values(plain)]
+    moved = {point: _moved(probed, plain) for point, probed in others if point}
+    unmoved = [point for point in moved if moved[point] == 0]
+    close = {point for point in moved if 0 < moved[point] <= computed(dtype)} - shown
+    doubtful = [point for point, probed in others if point in close and not _shown(engine, probed.rows, edits[point])]
+    if doubtful:  # by rounding alone, outputs at other places in a batch are so far apart
+        ((_, plain),) = await _run(engine, number, [(None, None)])
+        for point in doubtful:
+            ((_, single),) = await _run(engine, number, [(point, edits[point])])
+            unmoved += [point] if _moved(single, plain) == 0 else []
     return unmoved, claims
+
+
+def _shown(engine: Engine, rows: Mapping[Point, torch.Tensor], edit: Add) -> bool:
+    """Return whether rows of the pass of an edit show that what follows its point read the edited row.
+
+    They do if an equation does not hold of them with the edit taken out of that row alone.
+    """
+    point = Point(edit.layer, edit.site)
+    before = rows[point] - _added(edit).view_as(rows[point])
+    return any(not claim.holds for claim in of_rows(engine, {**rows, point: before.to(rows[point].dtype)}))
 
 
 def _added(edit: Add) -> torch.Tensor:
@@ -409,13 +433,23 @@ def _neighbours(engine: Engine, point: Point) -> tuple[Point, ...]:
     return tuple(one for one in engine.armed if one in near)
 
 
-def _output_values(probed: _Probed) -> object:
-    """Return the model's output for a prompt as a value that can be compared.
+def _moved(probed: _Probed, plain: _Probed) -> float:
+    """Return the difference of two outputs for the same prompt, 0 only if they are equal.
 
-    It holds the log probabilities of the most probable next tokens by id, or the pooled values.
+    It is the greatest of log probabilities of the next token, among tokens that both report (infinite if there are
+    none), or the distance of pooled values, relative to their size.
     """
-    pooled = _values_of(probed.output)
-    if pooled is not None:
-        return pooled.tolist()
+    pooled, other = _values_of(probed.output), _values_of(plain.output)
+    if pooled is not None and other is not None:
+        return relative([pooled[None].double()], [other[None].double()])
+    ours, theirs = _reported(probed), _reported(plain)
+    if ours == theirs:
+        return 0.0
+    apart = [abs(ours[token] - theirs[token]) for token in ours.keys() & theirs.keys()]
+    return max(apart) or math.inf if apart else math.inf
+
+
+def _reported(probed: _Probed) -> dict[int, float]:
+    """Return the log probabilities of the most probable next tokens, by id."""
     logprobs = probed.output.outputs[0].logprobs or [{}]
     return {token: value.logprob for token, value in logprobs[0].items()}

@@ -86,6 +86,18 @@ MISTAKES = {
         ADDED,
         r"is resid_pre \+ \(attn_out \+ mlp_out\): off by",
     ),
+    "half of what is added to the heads' outputs projected": (
+        "taps weak z",
+        "qwen3",
+        ("z", "attn_out"),
+        r"attn_out\[\d\] is what is projected of z\[\d\], with an edit there: off by",
+    ),
+    "half of what is added to neurons projected": (
+        "taps weak neurons",
+        "qwen3",
+        ("neurons", "mlp_out"),
+        r"mlp_out\[\d\] is what is projected of neurons\[\d\], with an edit there: off by",
+    ),
 }
 
 
@@ -99,9 +111,10 @@ def spoiled(monkeypatch) -> Iterator[object]:
     def spoil(said: str) -> None:
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(WRONG), os.environ.get("PYTHONPATH", "")]))
         monkeypatch.setenv("WRONG_FAMILY", said)
-        from families import spoil as really
+        if not said.startswith("taps"):  # which workers alone attach
+            from families import spoil as really
 
-        really(said)
+            really(said)
 
     yield spoil
     FAMILIES._members = before

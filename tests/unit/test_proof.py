@@ -9,12 +9,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steercap import Point
+from steercap import Add, Point
 from steercap.architectures.families.base import Family
 from steercap.core.attention import AttentionRule
 from steercap.core.messages import Loaded
 from steercap.errors import UnsupportedModel
-from steercap.requests.equations import EQUATION_SITES, attends, edited, equations, lens_claim, projected, worst
+from steercap.requests import probe
+from steercap.requests.equations import (
+    EQUATION_SITES,
+    PROJECTED,
+    Claim,
+    attends,
+    edited,
+    equations,
+    lens_claim,
+    of_projections,
+    projected,
+    worst,
+)
 from steercap.requests.probe import _overflowed, _Probed
 
 ROWS, WIDTH, LAYERS = 4, 16, 3
@@ -96,11 +108,23 @@ def test_a_layer_of_one_block_grows_by_that_block() -> None:
     assert len(list(equations(rows, 1.0, absent=nothing))) == LAYERS - 1
 
 
-def test_where_layers_do_more_than_add_no_sum_is_claimed() -> None:
-    """A norm behind the sum, or a constant that the stream is multiplied by."""
-    assert [claim.name for claim in equations(pass_of(4), None)] == [
-        f"resid_pre[{layer + 1}] is resid_post[{layer}]" for layer in range(LAYERS - 1)
-    ]
+@pytest.mark.parametrize("middle", [False, True])
+def test_where_layers_do_more_than_add_the_sum_between_the_blocks_alone_is_claimed(middle) -> None:
+    """A norm behind the sum, which leaves no row between the blocks, or a constant that the stream is multiplied by."""
+    rows = {point: one for point, one in pass_of(4).items() if middle or point.site != "resid_mid"}
+    for layer in range(LAYERS - 1):
+        before, added, between = (Point(layer + 1, site) for site in ("resid_pre", "attn_out", "resid_mid"))
+        rows[before] = rows[Point(layer, "resid_post")] = 3 * rows[before]
+        if middle:
+            rows[between] = rows[before] + rows[added]
+    claims = list(equations(rows, None))
+    assert {claim.name for claim in claims} == {
+        *(f"resid_pre[{layer + 1}] is resid_post[{layer}]" for layer in range(LAYERS - 1)),
+        *(f"resid_mid[{layer}] is resid_pre + attn_out" for layer in range(LAYERS) if middle),
+    }
+    assert worst(claims) is None
+    rows[Point(1, "attn_out")] = 1.01 * rows[Point(1, "attn_out")]
+    assert (worst(equations(rows, None)) is not None) == middle
 
 
 def test_an_edit_moves_both_equations_by_what_it_added() -> None:
@@ -226,6 +250,30 @@ def test_what_is_projected_of_something_else_is_seen() -> None:
     assert not projected(at, block, found, float("nan") * found).holds
 
 
+@pytest.mark.parametrize("site", PROJECTED)
+async def test_what_is_projected_of_an_edited_row_holds_the_edit(site) -> None:
+    """A tap whose edit reaches the captured row and half of it the projection; other points' rows are not projected."""
+    weight, clean, vector = torch.randn(WIDTH, WIDTH), torch.randn(ROWS, WIDTH), torch.randn(WIDTH)
+    asked = []
+
+    async def project(layer, name, rows, number):
+        asked.append((layer, name, number))
+        return rows @ weight
+
+    engine = SimpleNamespace(
+        family=Family(), workers=SimpleNamespace(project=project), vllm=SimpleNamespace(config=None), exists=lambda _: 0
+    )
+    at, block = Point(2, site), Point(2, PROJECTED[site])
+    others = {Point(2, name): torch.randn(ROWS, WIDTH) for name in {*PROJECTED, *PROJECTED.values()} - {site}}
+    for share in (1.0, 0.5):
+        rows = {**others, at: clean + vector, block: (clean + share * vector) @ weight}
+        (claim,) = [one async for one in of_projections(engine, 3, rows, at)]
+        assert claim.name == f"{block} is what is projected of {at}, with an edit there"
+        assert claim.holds == (share == 1)
+    assert asked == 2 * [(2, site, 3)]
+    assert [one async for one in of_projections(engine, 3, rows, block)] == []
+
+
 def test_an_edit_that_is_not_exact_is_seen() -> None:
     clean, vector = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
     point = Point(0, "z")
@@ -313,3 +361,38 @@ def test_a_derived_family_is_not_served_if_its_rows_overflow(derived) -> None:
     )
     with told:
         _overflowed(engine, probed, 2, 0)
+
+
+def reporting(moved: float) -> SimpleNamespace:
+    """An output whose next token's log probabilities are moved."""
+    logprobs = {token: SimpleNamespace(logprob=moved - token) for token in range(1, 4)}
+    return SimpleNamespace(outputs=[SimpleNamespace(logprobs=[logprobs])])
+
+
+@pytest.mark.parametrize(("lost", "shown"), [(True, False), (False, False), (False, True)])
+async def test_a_lost_edit_is_seen_through_the_noise_of_a_batch(lost, shown, monkeypatch) -> None:
+    """Outputs of requests side by side differ by rounding, so that an edit whose output is about the unedited one's is
+    made alone, if no equation has the edited row on its other side: it is lost if nothing differs there, and not if only
+    little does.
+    """
+    point, other = Point(0, "attn_in"), Point(1, "attn_in")
+    edits = {at: Add(torch.ones(WIDTH), layer=at.layer, site=at.site) for at in (point, other)}
+    clean = torch.zeros(ROWS, WIDTH)
+    ran = []
+
+    async def run(_engine, _number, wanted):
+        ran.append([at for at, _ in wanted])
+        noise = [1e-5 * number for number in range(len(wanted))]
+        strength = {None: 0.0, point: 0.0 if lost else 1e-6, other: 0.5}
+        rows = dict.fromkeys(edits, clean[:3] + 1)
+        return [
+            (at, _Probed(rows, reporting(strength[at] + near))) for (at, _), near in zip(wanted, noise, strict=True)
+        ]
+
+    monkeypatch.setattr(probe, "_run", run)
+    monkeypatch.setattr(probe, "of_rows", lambda *asked: [Claim("", 1.0, 0.0)] if shown and len(asked) == 2 else [])
+    engine = SimpleNamespace(end=point, family=Family())
+    silent, claims = await probe._try(engine, 0, edits, _Probed(dict.fromkeys(edits, clean), None))
+    assert silent == ([point] if lost else [])
+    assert ran == [[None, point, other]] + ([] if shown else [[None], [point]])
+    assert worst(claims) is None

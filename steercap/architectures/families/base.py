@@ -86,7 +86,7 @@ class Family:
             layer has.
         factor: function of transformers' configuration; returns the factor by which both blocks' outputs are multiplied
             before they are added to the stream, or None where a layer does more than that, so that the proof at start
-            checks no sum.
+            checks no sum but `resid_mid`, to which the attention block's output is then added as it is.
         norms: for layers that norm the sum of the stream and a block's output, the norm after each: "resid_mid" for the
             attention block, "mlp_out" for the feed-forward block. There `resid_mid` is the sum before its norm, and
             `resid_post` the output of the second norm; {} for all others.
