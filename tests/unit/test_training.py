@@ -33,6 +33,7 @@ from steercap.errors import (
     InvalidSetting,
     InvalidSpec,
     InvalidVector,
+    ModelNotLoaded,
     RunDiffers,
     TrainingDiverged,
     UnknownName,
@@ -130,6 +131,13 @@ def test_losses_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"in torch.float32: the losses of a short text are not finite"):
         HookedModel(tmp_path)
     assert HookedModel(tmp_path, attn_implementation="eager").path == str(tmp_path)
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
+    """Transformers' own error is an OSError, which no `except SteercapError` takes."""
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ModelNotLoaded, match=r"no configuration of a model at .*model'"):
+        HookedModel(tmp_path / "model")
 
 
 def drawn(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:

@@ -23,7 +23,8 @@ from steercap.architectures.sites import SITES
 from steercap.architectures.sites.base import Visit
 from steercap.core.extras import extra
 from steercap.core.spec import Point
-from steercap.errors import InvalidSetting, UnsupportedModel
+from steercap.errors import InvalidSetting, ModelNotLoaded, UnsupportedModel
+from steercap.files.fingerprint import nearest_path
 
 #: Number of tokens of the random text on which implementations of attention are compared.
 COMPARED: Final = 32
@@ -49,6 +50,7 @@ class HookedModel:
 
     Raises:
         InvalidSetting: both `device` and `device_map`.
+        ModelNotLoaded: there is no such checkpoint.
         UnsupportedModel: the model's layers are not found, or of no known kind; or `attn_implementation` was given, and
             transformers has none of that name for the model, or its losses differ from those of the eager one, or are
             not finite.
@@ -63,7 +65,11 @@ class HookedModel:
             from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
             from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-        config = AutoConfig.from_pretrained(str(path))
+        try:
+            config = AutoConfig.from_pretrained(str(path))
+        except (OSError, ValueError) as error:
+            near = nearest_path(str(path)) if Path(path).absolute().parent.is_dir() else ""
+            raise ModelNotLoaded(f"no configuration of a model at {str(path)!r}{near}: {error}") from error
         text = config.get_text_config()
         kind = AutoModelForCausalLM if text is config else AutoModelForImageTextToText
         self.path = str(path)
