@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, cast
 
 import typer
 from rich.console import Group
@@ -36,6 +36,18 @@ if TYPE_CHECKING:
     from steercap.steering.directions import DirectionSet
 
 _row = partial(typer.Option, rich_help_panel="Rows (see docs/settings.md)")
+#: Options `--at` and `--sae`.
+Places: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="Points, in place of --layers and --sites: resid_post[5], blocks.5.attn.hook_z, "
+        "model.layers.5.mlp.input, ..., separated by commas."
+    ),
+]
+Saes: TypeAlias = Annotated[
+    list[Path] | None,
+    typer.Option(exists=True, help="Keep the strongest features of this SAE, a folder, instead of rows; repeatable."),
+]
 #: Maximum number of prompts whose heat maps are shown; the files have the rows of all prompts.
 HEATMAPS: Final = 8
 
@@ -207,19 +219,8 @@ def register(app: typer.Typer) -> None:
             typer.Option(help="Tokens: all, prompt, generated, last_prompt, positions, slices, or several: prompt,-1."),
         ] = "all",
         reduce: Annotated[str | None, typer.Option(help="Reduce to one row per point: mean, sum, max or last.")] = None,
-        at: Annotated[
-            str | None,
-            typer.Option(
-                help="Points, in place of --layers and --sites: resid_post[5], blocks.5.attn.hook_z, "
-                "model.layers.5.mlp.input, ..., separated by commas."
-            ),
-        ] = None,
-        sae: Annotated[
-            list[Path] | None,
-            typer.Option(
-                exists=True, help="Keep the strongest features of this SAE, a folder, instead of rows; repeatable."
-            ),
-        ] = None,
+        at: Places = None,
+        sae: Saes = None,
         before_edits: Annotated[
             bool, typer.Option("--before-edits", help="Capture rows before the edits of their own point.")
         ] = False,
