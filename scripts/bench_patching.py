@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import beside_tests  # noqa: F401 -- support is there
+import numpy as np
 
 SITES = ("resid_pre", "attn_out")
 NAMES = (("Mary", "John"), ("Anna", "Mark"), ("Sarah", "Tom"), ("Kate", "Paul"), ("Alice", "Bob"), ("Emma", "David"))
@@ -57,7 +58,7 @@ async def measure(model: Any, options: argparse.Namespace) -> dict[str, Any]:
     each = (time.perf_counter() - start) / len(alone)
     worst, most = compared(model.tokenizer, effects, chosen[: options.check]) if options.check else (None, None)
     again = [effects.where(pair=0, layer=one.layer, site=one.site, position=one.position) for one in alone.records]
-    apart = max(abs(one.value - same.records[0].value) for one, same in zip(alone.records, again, strict=True))
+    apart = np.max([abs(one.value - same.records[0].value) for one, same in zip(alone.records, again, strict=True)])
     return {
         "runs": len(effects),
         "in one call, s": together,
@@ -90,7 +91,7 @@ def compared(tokenizer: Any, effects: Any, chosen: list[Any]) -> tuple[float, fl
             found = own.where(layer=place[0], site=place[1]).records
             each = [(None, [one.position]) for one in found]
             expected = hooked.patched(corrupted, place, rows[place][0], each).difference(right, wrong)
-            worst = max(worst, *(abs(one.value - value) for one, value in zip(found, expected, strict=True)))
+            worst = np.max([worst, *(abs(one.value - value) for one, value in zip(found, expected, strict=True))])
             most = max(most, *(abs(one.difference) for one in found))
     return worst, most
 

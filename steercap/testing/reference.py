@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import nn
@@ -38,8 +39,8 @@ class Parity(NamedTuple):
     error: float
 
     def worse(self, other: Parity) -> Parity:
-        """Return the lower cosine and the greater error of both."""
-        return Parity(min(self.cosine, other.cosine), max(self.error, other.error))
+        """Return the lower cosine and the greater error of both; NaN where either is, which min and max may drop."""
+        return Parity(float(np.minimum(self.cosine, other.cosine)), float(np.maximum(self.error, other.error)))
 
 
 #: Parity of equal rows, from which `worse` accumulates.

@@ -357,6 +357,151 @@ async def test_what_is_seen_follows_the_dose(site, browser) -> None:
         assert not seen.complaints
 
 
+async def test_the_dose_steers_the_answer_that_is_shown(site, browser, smol: SteerModel, vectors) -> None:
+    """Not what has come into the fields since; the address is of it too."""
+    async with opened(browser, explored(site)) as seen:
+        await seen.idle()
+        await seen.made()
+        plain = await seen.text("#plain")
+        await seen.page.fill("#text", "Dear Sir or Madam, I am writing to complain about")
+        await seen.page.fill("#length", "3")
+        await seen.dosed(2)
+        layer = int(await seen.page.input_value("#at"))
+        own = Add(vectors[layer], 2.0, layer=layer)
+        known = await smol.generate(TEXT, {"max_tokens": LENGTH, **GREEDY}, steering=own)
+        assert (await seen.text("#plain"), await seen.text("#steered")) == (plain, known.strip())
+        await seen.page.wait_for_timeout(300)
+        assert f"text={TEXT.replace(' ', '+').replace(',', '%2C')}&length={LENGTH}&" in seen.page.url
+        assert not seen.complaints
+
+
+async def test_an_upload_is_steered_with_at_once(site, browser, smol: SteerModel, vectors, tmp_path) -> None:
+    """The answer under its name is its own, not that of the direction before it."""
+    LayerVectors({18: -vectors[18]}, name="turned").save(tmp_path / "turned.safetensors")
+    async with opened(browser, explored(site)) as seen:
+        await seen.idle()
+        await seen.made()
+        await seen.dosed(4)
+        await seen.page.set_input_files("#upload", tmp_path / "turned.safetensors")
+        await seen.page.get_by_text("Steered: +4 × turned at layer 18").wait_for()
+        await seen.page.wait_for_timeout(400)
+        await seen.idle()
+        own = Add(-vectors[18], 4.0, layer=18)
+        known = await smol.generate(TEXT, {"max_tokens": LENGTH, **GREEDY}, steering=own)
+        assert await seen.text("#steered") == known.strip()
+        assert not seen.complaints
+
+
+async def test_a_steered_answer_that_fails_leaves_none(site, browser, tmp_path) -> None:
+    """A kept view has no answer under a dose that is not its own; a question that fails leaves the one before it."""
+    async with opened(browser, explored(site)) as seen:
+        await seen.idle()
+        await seen.made()
+        plain = await seen.text("#plain")
+        await seen.dosed(2)
+
+        async def full(route: Any) -> None:
+            refused = '"steering"' in (route.request.post_data or "")
+            await (route.fulfill(status=429, json={"error": {"message": "no room"}}) if refused else route.continue_())
+
+        await seen.page.route("**/v1/completions", full)
+        await seen.dosed(3)
+        assert "The server is full: no room" in await seen.text("#notice")
+        assert await seen.text("#steered") == "No answer: see above."
+        assert await seen.page.locator(".choices input").count() == 0
+        async with seen.page.expect_download() as coming:
+            await seen.page.click("#file")
+        await (await coming.value).save_as(tmp_path / "view.html")
+        await seen.page.fill("#text", "word " * 3000)
+        await seen.page.click("#run")
+        await seen.page.wait_for_selector("#notice:visible")
+        await seen.idle()
+        assert await seen.text("#plain") == plain
+    async with opened(browser, (tmp_path / "view.html").as_uri(), offline=True) as kept:
+        assert await kept.page.locator("#answers h2").all_inner_texts() == ["Plain"]
+
+
+async def test_the_model_that_answers_is_named(browser, smol: SteerModel, vectors, tmp_path) -> None:
+    """On the page and in a saved file; a model that a link asks for and that is not there is said to be missing."""
+    vectors.save(tmp_path / "praise.safetensors")
+    preset = {"op": "add", "vector": "praise", "layers": [18], "scale": 2.0}
+    settings = ServerSettings(vectors={"praise": tmp_path / "praise.safetensors"}, presets={"calm": preset})
+    async with served(smol, settings=settings) as site, opened(browser, f"{explored(site)}&model=other") as seen:
+        await seen.idle()
+        assert "model “other”, which this server does not have" in await seen.text("#notice")
+        assert await seen.text("#model") == "smollm2 · 30 layers × 576"
+        await seen.page.select_option("#models", "smollm2+calm")
+        assert await seen.text("#model") == "smollm2 · 30 layers × 576", "it has not answered yet"
+        await seen.page.click("#run")
+        await seen.page.get_by_text("smollm2+calm · 30").wait_for()
+        await seen.idle()
+        async with seen.page.expect_download() as coming:
+            await seen.page.click("#file")
+        await (await coming.value).save_as(tmp_path / "view.html")
+    async with opened(browser, (tmp_path / "view.html").as_uri(), offline=True) as kept:
+        assert await kept.text("#model") == "smollm2+calm · 30 layers × 576"
+
+
+async def test_a_link_with_an_unknown_measure_opens(site, browser) -> None:
+    async with opened(browser, f"{explored(site)}&measure=constructor") as seen:
+        await seen.idle()
+        assert await seen.page.input_value("#measure") == "norm"
+        assert not await seen.page.locator("#notice").is_visible()
+        assert not seen.complaints
+
+
+async def test_of_two_directions_the_last_chosen_is_seen(browser, smol: SteerModel, vectors, tmp_path) -> None:
+    """Though the scores of the one before it come later."""
+    for name in ("first", "last"):
+        vectors.save(tmp_path / f"{name}.safetensors")
+    settings = ServerSettings(vectors={name: tmp_path / f"{name}.safetensors" for name in ("first", "last")})
+    async with served(smol, settings=settings) as site, opened(browser, explored(site)) as seen:
+
+        async def late(route: Any) -> None:
+            if '"first"' in (route.request.post_data or ""):
+                await asyncio.sleep(1.0)
+            await route.continue_()
+
+        await seen.idle()
+        await seen.page.route("**/scores", late)
+        await seen.page.select_option("#direction", "first")
+        await seen.page.select_option("#direction", "last")
+        await seen.page.wait_for_timeout(2000)
+        await seen.idle()
+        assert await seen.page.input_value("#measure") == "cosine"
+        assert "Cosine with last" in await seen.numbers()
+        assert await seen.page.locator("#dose").is_enabled()
+        assert not seen.complaints
+
+
+async def test_a_picture_says_which_answer_it_shows(site, browser) -> None:
+    """The layer of its text, and what it is steered with."""
+    async with opened(browser, explored(site)) as seen:
+        await seen.idle()
+        await seen.made()
+        await seen.dosed(2)
+        await seen.page.evaluate(
+            """() => {
+              const own = CanvasRenderingContext2D.prototype.fillText;
+              globalThis.drawn = [];
+              CanvasRenderingContext2D.prototype.fillText = function (text, ...rest) {
+                drawn.push(text);
+                return own.call(this, text, ...rest);
+              };
+            }"""
+        )
+        for run, said in (
+            ("steered", "Tokens at layer 18, steered   (Steered: +2 × praise at layer 18)"),
+            ("plain", "Tokens at layer 18"),
+        ):
+            await seen.page.locator(f'.choices input[value="{run}"]').check(force=True)
+            await seen.page.evaluate("() => (drawn.length = 0)")
+            async with seen.page.expect_download():
+                await seen.page.click("#png")
+            assert said in await seen.page.evaluate("() => drawn")
+        assert not seen.complaints
+
+
 async def test_the_skip_link_leaves_the_view_as_it_is(site, browser) -> None:
     async with opened(browser, explored(site)) as seen:
         await seen.idle()

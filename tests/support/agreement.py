@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from steercap.captures.handle import CaptureHandle
@@ -135,7 +136,7 @@ async def adds_up(model: SteerModel) -> float:
         assert (attention.norm(dim=-1) > 0).all()
         assert (feed_forward.norm(dim=-1) > 0).all()
         differences = (before + attention + feed_forward - after).norm(dim=-1) / after.norm(dim=-1)
-        greatest = max(greatest, float(differences.max()))
+        greatest = np.maximum(greatest, float(differences.max()))
     return greatest
 
 
@@ -333,7 +334,7 @@ async def projections_agree(model: SteerModel, site: str = "resid_post", bound: 
             known = one.project(rows, layer)
             assert numbers.shape == known.shape
             differences = (numbers - known).abs().amax(1) / rows.float().norm(dim=1)
-            greatest = max(greatest, float(differences.max()))
+            greatest = np.maximum(greatest, float(differences.max()))
     assert greatest < bound, greatest
     return greatest
 

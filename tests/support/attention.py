@@ -56,7 +56,7 @@ def _worst(handle: CaptureHandle, reference: Reference, steering: SteeringSpec |
     for layer, weights in enumerate(known):
         found = handle.attention_pattern(layer)
         assert found.shape == weights.shape, (layer, found.shape, weights.shape)
-        worst = max(worst, float((found - weights).abs().max()))
+        worst = np.maximum(worst, float((found - weights).abs().max()))
         _check_summary(handle, layer, found)
     assert worst < MAX_ERROR, f"weights differ by {worst:.1e}"
     return worst

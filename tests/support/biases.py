@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 
 from steercap.core.tokens import selected
@@ -91,7 +92,7 @@ async def biases_agree(model: SteerModel, reference: Reference) -> float:
             *(model.run(prompt, params, steering=given) for prompt, given in zip(prompts, specs, strict=True))
         )
         for given, raw, (tokens, logprobs) in zip(specs, raws, wanted, strict=True):
-            worst = max(worst, _difference(given, raw, tokens, logprobs))
+            worst = np.maximum(worst, _difference(given, raw, tokens, logprobs))
     assert worst <= BOUND, worst
     return worst
 
@@ -107,8 +108,9 @@ def _difference(given: Any, raw: Generation, tokens: Sequence[int], logprobs: to
     said: Sequence[Mapping[int, Any]] = sample.logprobs or ()
     assert len(said) == TOKENS, given
     assert all(len(at) >= SHOWN for at in said), given
-    return max(
+    differences = [
         abs(float(one.logprob) - float(row[token]))
         for at, row in zip(said, logprobs, strict=True)
         for token, one in at.items()
-    )
+    ]
+    return float(np.max(differences))

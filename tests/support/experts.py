@@ -131,7 +131,8 @@ async def experts_add(model: SteerModel, reference: Reference) -> float:
     chosen = {layer: (one.ids, one.weights) for layer, one in choice.items()}
     points = [Point(layer, "mlp_out") for layer in layers]
     known = await asyncio.to_thread(reference.rows, inputs_of(handle), points, chosen=chosen)
-    return max(float(((handle.captures[at] - rows).norm(dim=1) / rows.norm(dim=1)).max()) for at, rows in known.items())
+    errors = [((handle.captures[at] - rows).norm(dim=1) / rows.norm(dim=1)).max() for at, rows in known.items()]
+    return float(torch.stack(errors).max())
 
 
 async def _agree(

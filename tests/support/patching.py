@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -228,5 +229,5 @@ async def patches_agree(model: SteerModel, hooked: Hooked, grids: Sequence[Grid]
                 assert one.position is not None
                 each.append((one.head, [one.position]))
             known = hooked.patched(base, (layer, site), seen.rows[layer, site][0], each).difference(right, wrong)
-            worst = max(worst, *(abs(one.value - value) for one, value in zip(found, known, strict=True)))
+            worst = np.max([worst, *(abs(one.value - value) for one, value in zip(found, known, strict=True))])
     return worst, max(abs(one.difference) for one in effects.records)

@@ -36,7 +36,7 @@ def check_features(found: Features, dense: npt.NDArray[np.float64], slack: npt.N
     apart = np.abs(values[rows, places] - dense[rows, found.ids.numpy()[rows, places]])
     # A feature at its threshold is active in one and not in the other: its value is then the threshold's.
     flipped = dense[rows, found.ids.numpy()[rows, places]] == 0
-    wrong = (apart > slack[rows, 0]) & ~flipped
+    wrong = ~(apart <= slack[rows, 0]) & ~flipped
     kept = np.zeros_like(dense, dtype=bool)
     kept[rows, found.ids.numpy()[rows, places]] = True
     missing = np.where(kept, 0, dense).max(axis=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 
 from steercap.captures.handle import CaptureHandle
@@ -44,7 +45,7 @@ def moments_hold(found: Sketch, rows: Mapping[Point, torch.Tensor], within: floa
         mean, covariance = found.mean(*point) - rows[point].mean(0), found.covariance(*point) - torch.cov(rows[point].T)
         assert bool((mean.abs() <= within * spread).all()), f"the mean at {point} is not that of the rows"
         differences = covariance.abs() / torch.outer(spread, spread)
-        greatest = max(greatest, float(differences.max()))
+        greatest = np.maximum(greatest, float(differences.max()))
     assert greatest <= within, greatest
     return greatest
 

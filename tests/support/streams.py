@@ -20,6 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from safetensors import safe_open
@@ -247,7 +248,7 @@ def agrees(
     rows, last, worst = handle.captures, handle.num_layers - 1, dict[str, float]()
 
     def hold(site: str, found: torch.Tensor, expected: torch.Tensor, most: float) -> None:
-        worst[site] = max(worst.get(site, 0.0), apart(found, expected))
+        worst[site] = np.maximum(worst.get(site, 0.0), apart(found, expected))
         assert worst[site] < most, (site, worst[site])
 
     def behind(point: Point, expected: torch.Tensor) -> None:

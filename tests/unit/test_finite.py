@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import combinations_with_replacement
+import math
+from itertools import combinations_with_replacement, permutations
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.rows import within, worst
 from workers import KINDS, batch, device_of, some_runtime, tap
 
 from steercap.core.messages import (
@@ -31,6 +33,7 @@ from steercap.core.program import Blob, Configuration, Entry, Response, Steering
 from steercap.core.schema import RAW, PointSchema
 from steercap.core.tokens import Range
 from steercap.kernels.bits import EDITED_MOST, NOT_FINITE, edited_most, split_checksum, stray_rows, weight
+from steercap.testing.reference import PERFECT, compare_rows
 
 WIDTH, POINTS, TOKENS = 24, 3, 5
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -212,3 +215,17 @@ def test_stray_rows_are_those_beyond_the_bound(values) -> None:
                 known = ~((np.abs(rows.float().numpy()) <= most) & np.isfinite(rows.float().numpy())).all(1)
             found = stray_rows(rows, most)
             assert (found is None and not known.any()) or found.tolist() == known.tolist()
+
+
+def test_a_row_that_is_no_number_stays_the_worst() -> None:
+    """In whichever order parities are accumulated: min and max of Python keep what comes first."""
+    near, far, none = (compare_rows(torch.ones(1, 4), torch.ones(1, 4) + by) for by in (0.0, 0.5, math.nan))
+    for order in permutations([near, far, none]):
+        total = PERFECT
+        for one in order:
+            total = total.worse(one)
+        assert math.isnan(total.cosine)
+        assert math.isnan(total.error)
+        with pytest.raises(AssertionError, match="nan"):
+            within(worst({"resid_post prompt": one} for one in order))
+    assert near.worse(far) == far.worse(near) == far

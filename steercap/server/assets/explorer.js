@@ -2,7 +2,7 @@
 import { Failure, answered, asked, json, key } from "./api.js";
 import { element } from "./colours.js";
 import { fragmentOf, saveFile, savePicture, stateOf } from "./save.js";
-import { View, firstLayer } from "./view.js";
+import { MEASURES, View, firstLayer } from "./view.js";
 
 const byId = (id) => document.getElementById(id);
 const EXAMPLE = { text: "The film was wonderful, but the dinner after it was", chat: "user: How was your day at work?" };
@@ -18,7 +18,10 @@ const state = { mode: "text", text: EXAMPLE.text, length: 24, model: "", directi
 let known = new Map();
 const running = {};
 const waiting = {};
-const answers = { plain: "", steered: "" };
+/** Title and text of each answer that is shown, by run; and what was asked when the plain one came. */
+const answers = {};
+let shown = null;
+let size = "";
 /** Whether the steered answer is looked at when it comes: since the dose was moved, or the answer chosen. */
 let following = false;
 let layers = [];
@@ -64,8 +67,11 @@ const say = (text) => (byId("status").textContent = text);
 let remembering = 0;
 function remember() {
   clearTimeout(remembering);
-  remembering = setTimeout(() => history.replaceState(null, "", `#${fragmentOf(state)}`), 150);
+  remembering = setTimeout(link, 150);
 }
+
+/** The address says what is shown, which may not be what stands in the fields. */
+const link = () => history.replaceState(null, "", `#${fragmentOf({ ...state, ...shown })}`);
 
 // What is asked
 
@@ -91,28 +97,30 @@ export function messagesOf(text) {
   return messages.map((one) => ({ ...one, content: one.content.trim() }));
 }
 
-function question() {
-  const asks = { model: state.model, length: state.length };
-  return state.mode === "chat" ? { ...asks, messages: messagesOf(state.text) } : { ...asks, text: state.text };
-}
+const question = ({ mode, text, model, length }) => ({ model, length, ...(mode === "chat" ? { messages: messagesOf(text) } : { text }) });
+
+const named = (name) => (byId("model").textContent = `${name} · ${size}`);
 
 /** Ask one run, and show its text as it comes. */
-async function run(name, steering) {
+async function run(name, steering, wanted) {
   running[name]?.abort();
   const control = (running[name] = new AbortController());
   const place = byId(name);
+  const title = name === "plain" ? "Plain" : byId("steered-title").textContent;
+  let capture = null;
   place.setAttribute("aria-busy", "true");
   try {
-    const found = await answered(question(), {
+    const found = await answered(question(wanted), {
       steering,
       signal: control.signal,
       grown: (text) => (place.textContent = text.trimStart()),
     });
     if (!found.text) place.replaceChildren(element("span", { className: "hint" }, "It ended at once."));
-    answers[name] = found.text;
+    const look = await looked((capture = found.capture), control.signal);
     forget(name);
-    waiting[name] = found.capture;
-    const look = await looked(found.capture, control.signal);
+    waiting[name] = capture;
+    answers[name] = { title, text: found.text };
+    if (name === "plain") named((shown = wanted).model);
     view.put(name, look);
     if (name === "plain") {
       layers = look.layers;
@@ -120,7 +128,13 @@ async function run(name, steering) {
     }
     return true;
   } catch (error) {
-    if (error.name !== "AbortError") place.replaceChildren(element("span", { className: "hint" }, "No answer: see above."));
+    if (capture && waiting[name] !== capture) freed(capture);
+    if (error.name !== "AbortError" && running[name] === control) {
+      if (name === "steered") unsteered();
+      // what is seen, kept and steered is still of the question before
+      if (answers[name]) place.textContent = answers[name].text.trimStart();
+      else place.replaceChildren(element("span", { className: "hint" }, "No answer: see above."));
+    }
     tell(error);
     return false;
   } finally {
@@ -142,15 +156,29 @@ async function rows(capture, what, body, signal) {
   }
 }
 
-/** What is to be seen of rows that wait, along the chosen directions. */
+/** What is to be seen of rows that wait, along the directions that are chosen when it comes. */
 async function looked(capture, signal) {
-  const found = await rows(capture, "scores", { directions: chosen() }, signal);
-  return { ...found, capture, lens: {}, features: {} };
+  for (;;) {
+    const directions = chosen();
+    const found = await rows(capture, "scores", { directions }, signal);
+    if (chosen().join() === directions.join()) return { ...found, capture, lens: {}, features: {} };
+  }
 }
 
+const freed = (capture) => asked(`v1/steercap/captures/${capture}`, { method: "DELETE", keepalive: true }).catch(() => {});
+
 function forget(name) {
-  if (waiting[name]) asked(`v1/steercap/captures/${waiting[name]}`, { method: "DELETE", keepalive: true }).catch(() => {});
+  if (waiting[name]) freed(waiting[name]);
   delete waiting[name];
+}
+
+/** Nothing is left of the steered answer. */
+function unsteered() {
+  running.steered?.abort();
+  forget("steered");
+  delete answers.steered;
+  view.drop("steered");
+  byId("steered").replaceChildren(element("span", { className: "hint" }, "Move the dose: the steered answer comes here."));
 }
 
 async function ask() {
@@ -160,10 +188,9 @@ async function ask() {
   byId("run").disabled = true;
   say("The model is answering.");
   try {
-    running.steered?.abort();
-    forget("steered");
-    view.drop("steered");
-    const done = await run("plain", null);
+    unsteered();
+    const { mode, text, length, model } = state;
+    const done = await run("plain", null, { mode, text, length, model });
     if (done) {
       say("The answer is here.");
       await steer();
@@ -187,10 +214,10 @@ async function offer() {
   for (const [id, none] of [["direction", known.size ? "none" : "none yet"], ["compare", "nothing"]]) {
     byId(id).replaceChildren(element("option", { value: "" }, none), ...[...known.keys()].map((name) => element("option", { value: name }, name)));
   }
-  let missing = null;
+  let missing = "";
   for (const name of ["direction", "compare"]) {
     if (state[name] && !known.has(state[name])) {
-      missing ??= new Failure(`This view is of the direction “${state[name]}”, which this server does not have for you; it is shown without.`);
+      missing ||= `This view is of the direction “${state[name]}”, which this server does not have for you; it is shown without.`;
       state[name] = "";
     }
     byId(name).value = state[name];
@@ -209,16 +236,17 @@ async function direct(changed) {
   const measure = state.direction && !["cosine", "projection"].includes(view.settings.measure) ? "cosine" : view.settings.measure;
   Object.assign(view.settings, { direction: state.direction, compare: state.compare, measure });
   try {
-    for (const name of Object.keys(waiting)) {
+    for (const [name, capture] of Object.entries(waiting)) {
+      const look = await looked(capture);
+      if (waiting[name] !== capture) continue; // another answer has come, or none is left
       const before = view.looks[name];
-      const look = await looked(waiting[name]);
       view.looks[name] = { ...look, lens: before?.lens ?? {}, features: before?.features ?? {} };
     }
   } catch (error) {
     if (error.status === 404) return ask(); // the rows have gone: the model reads the text again
     tell(error);
   }
-  view.change({ measure });
+  view.change({ measure: view.settings.measure });
   offerLayers();
 }
 
@@ -251,8 +279,10 @@ async function upload() {
     const found = await json(`v1/steercap/vectors/${name}`, { method: "PUT", body: file });
     await offer();
     const first = found.directions ? `${name}/${found.directions[0]}` : name;
-    if (known.has(first)) await direct({ direction: first });
-    else tell(new Failure(`“${name}” is kept, but it is of ${found.site ?? found.kind}: only vectors of the residual stream colour tokens here.`));
+    if (known.has(first)) {
+      await direct({ direction: first });
+      await steer();
+    } else tell(new Failure(`“${name}” is kept, but it is of ${found.site ?? found.kind}: only vectors of the residual stream colour tokens here.`));
   } catch (error) {
     tell(error);
   } finally {
@@ -323,17 +353,10 @@ async function steer() {
   clearTimeout(dosing);
   remember();
   sayDose();
-  if (!state.direction || !state.dose || state.at === null) {
-    running.steered?.abort();
-    forget("steered");
-    view.drop("steered");
-    answers.steered = "";
-    byId("steered").replaceChildren(element("span", { className: "hint" }, "Move the dose: the steered answer comes here."));
-    return;
-  }
+  if (!state.direction || !state.dose || state.at === null) return unsteered();
   settled();
   const edit = { op: "add", vector: state.direction, layers: [state.at], scale: state.dose };
-  if (!(await run("steered", edit))) return;
+  if (!(await run("steered", edit, shown))) return;
   say("The steered answer is here.");
   if (following) view.change({ run: "steered" });
 }
@@ -356,9 +379,7 @@ async function keptView() {
     }
   }
   const looks = Object.fromEntries(Object.entries(view.looks).map(([run, { capture: _, asking: __, ...look }]) => [run, look]));
-  const shown = [{ title: "Plain", text: answers.plain }];
-  if (answers.steered) shown.push({ title: byId("steered-title").textContent, text: answers.steered });
-  return { model: byId("model").textContent, answers: shown, looks, settings: view.settings };
+  return { model: byId("model").textContent, answers: [answers.plain, answers.steered].filter(Boolean), looks, settings: view.settings };
 }
 
 async function keeping(button, work, done) {
@@ -390,6 +411,7 @@ function show() {
 function take(fragment) {
   const found = stateOf(fragment);
   if (!["text", "chat"].includes(found.mode)) delete found.mode;
+  if (!Object.hasOwn(MEASURES, found.measure ?? "")) delete found.measure;
   if (found.length !== undefined) found.length = Math.min(512, Math.max(1, Math.round(found.length)));
   Object.assign(state, { direction: "", compare: "", dose: 0, run: "plain" }, found);
   following = state.run === "steered";
@@ -404,13 +426,18 @@ async function begin() {
     view.source.saes = new Map(saes.data.filter((one) => one.site === "resid_post").map((one) => [one.layer, one.name]));
     byId("key-form").hidden = true;
     const names = models.data.map((one) => one.id);
-    if (!names.includes(state.model)) state.model = names[0];
+    let missing = "";
+    if (!names.includes(state.model)) {
+      if (state.model) missing = `This view is of the model “${state.model}”, which this server does not have for you; “${names[0]}” answers. `;
+      state.model = names[0];
+    }
     byId("models").replaceChildren(...names.map((name) => element("option", { value: name }, name)));
     byId("models").value = state.model;
     byId("models-field").hidden = names.length < 2;
-    byId("model").textContent = `${names[0]} · ${model.num_layers} layers × ${model.hidden_size}`;
+    size = `${model.num_layers} layers × ${model.hidden_size}`;
+    if (!shown) named(state.model);
     if (!model.points.some((point) => point.site === "resid_post")) throw new Failure("This server was started without the site resid_post, which the explorer reads.");
-    const missing = await offer();
+    missing += await offer();
     const first = known.keys().next().value;
     if (!state.direction && first && !location.hash) state.direction = byId("direction").value = first;
     byId("compare").disabled = known.size < 2 || !state.direction;
@@ -419,7 +446,7 @@ async function begin() {
     const run = state.run;
     await ask();
     if (run !== "plain" && view.looks[run]) view.change({ run });
-    if (missing) tell(missing);
+    if (missing) tell(new Failure(missing.trim()));
   } catch (error) {
     tell(error);
   }
@@ -466,13 +493,13 @@ byId("key-form").addEventListener("submit", (event) => {
 });
 byId("link").addEventListener("click", (event) =>
   keeping(event.target, async () => {
-    history.replaceState(null, "", `#${fragmentOf(state)}`);
+    link();
     if (!navigator.clipboard) throw new Failure("A page that did not come by HTTPS may not copy; the link is in the address bar.");
     await navigator.clipboard.writeText(location.href);
   }, "The link is copied."),
 );
 byId("file").addEventListener("click", (event) => keeping(event.target, async () => saveFile(await keptView()), "The file is saved."));
-byId("png").addEventListener("click", (event) => keeping(event.target, () => savePicture(view, byId("model").textContent), "The picture is saved."));
+byId("png").addEventListener("click", (event) => keeping(event.target, () => savePicture(view, byId("model").textContent, answers), "The picture is saved."));
 byId("skip").addEventListener("click", (event) => {
   event.preventDefault(); // what is behind # is the view
   byId("view").focus();

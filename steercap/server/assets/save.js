@@ -55,7 +55,7 @@ export async function saveFile(kept) {
 }
 
 /** The pictures of a view with the text above them, as they are on the page. */
-export function savePicture(view, title) {
+export function savePicture(view, title, answers) {
   const colours = palette();
   const shown = [view.one, view.two].filter(({ part }) => !part.hidden);
   const places = shown.map(({ picture }) => laidOut(picture.shown, Math.max(640, picture.width - 46), 2));
@@ -63,7 +63,7 @@ export function savePicture(view, title) {
   const canvas = element("canvas");
   const font = "system-ui, sans-serif";
   const lines = textLines(canvas.getContext("2d"), view, wide - 32);
-  const top = 44 + lines.length * 24 + 14;
+  const top = TEXT + lines.length * 24 + 14;
   const high = top + places.reduce((sum, place) => sum + place.high + place.labels + 30, 0) + 8;
   canvas.width = wide * 2;
   canvas.height = high * 2;
@@ -75,6 +75,10 @@ export function savePicture(view, title) {
   context.font = `600 15px ${font}`;
   context.textBaseline = "middle";
   context.fillText(title, 16, 24);
+  context.fillStyle = colours.quiet;
+  context.font = `12px ${font}`;
+  const steered = view.look === view.looks.steered ? `   (${answers.steered.title})` : "";
+  context.fillText(view.textTitle.textContent + steered, 16, 46, wide - 32);
   drawText(context, view, lines, colours);
   let down = top;
   shown.forEach(({ title: heading, picture }, at) => {
@@ -94,6 +98,8 @@ export function savePicture(view, title) {
   return new Promise((done) => canvas.toBlob((blob) => (handed(blob, "steercap-view.png"), done()), "image/png"));
 }
 
+/** Where the text begins. */
+const TEXT = 60;
 const MONO = "13px ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
 
 function textLines(context, view, room) {
@@ -125,9 +131,9 @@ function drawText(context, view, lines, colours) {
       const found = value(row, column);
       const colour = found === undefined || found === null ? null : scale.colour(found, colours);
       context.fillStyle = colour ? css(colour) : colours.nothing;
-      context.fillRect(16 + left, 44 + at * 24, wide - 1, 20);
+      context.fillRect(16 + left, TEXT + at * 24, wide - 1, 20);
       context.fillStyle = colour ? inkOn(colour) : colours.ink;
-      context.fillText(text, 18 + left, 54 + at * 24);
+      context.fillText(text, 18 + left, TEXT + 10 + at * 24);
     }
   });
 }
