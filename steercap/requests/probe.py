@@ -344,7 +344,11 @@ async def _try(
     moved = {point: _moved(probed, plain) for point, probed in others if point}
     unmoved = [point for point in moved if moved[point] == 0]
     close = {point for point in moved if 0 < moved[point] <= computed(dtype)} - shown
-    doubtful = [point for point, probed in others if point in close and not _shown(engine, probed.rows, edits[point])]
+    doubtful = [
+        point
+        for point, probed in others
+        if point in close and not _shown(engine, probed.rows, point, _added(edits[point]))
+    ]
     if doubtful:  # by rounding alone, outputs at other places in a batch are so far apart
         ((_, plain),) = await _run(engine, number, [(None, None)])
         for point in doubtful:
@@ -353,13 +357,12 @@ async def _try(
     return unmoved, claims
 
 
-def _shown(engine: Engine, rows: Mapping[Point, torch.Tensor], edit: Add) -> bool:
+def _shown(engine: Engine, rows: Mapping[Point, torch.Tensor], point: Point, added: torch.Tensor) -> bool:
     """Return whether rows of the pass of an edit show that what follows its point read the edited row.
 
-    They do if an equation does not hold of them with the edit taken out of that row alone.
+    They do if an equation does not hold of them with the added vectors taken out of that row alone.
     """
-    point = Point(edit.layer, edit.site)
-    before = rows[point] - _added(edit).view_as(rows[point])
+    before = rows[point] - added.view_as(rows[point])
     return any(not claim.holds for claim in of_rows(engine, {**rows, point: before.to(rows[point].dtype)}))
 
 
