@@ -176,7 +176,7 @@ def measure_of(text: str) -> str | Measure:
         InvalidFile: the YAML file holds no trait.
     """
     from steercap.lab.measures.score import Score
-    from steercap.lab.measures.scores import SCORERS, traits
+    from steercap.lab.measures.scores import SCORERS, shipped_traits
     from steercap.lab.studies.sweeps import MEASURES
 
     name, _, rest = text.partition(":")
@@ -185,7 +185,7 @@ def measure_of(text: str) -> str | Measure:
         return Score(trait_of(trait), *scorer)
     if text in MEASURES and text != "score":
         return text
-    known = {one: one for one in MEASURES if one != "score"} | {one: f"score:{one}" for one in traits()}
+    known = {one: one for one in MEASURES if one != "score"} | {one: f"score:{one}" for one in shipped_traits()}
     known |= {one: f"score:TRAIT:{one}" for one in SCORERS}
     near = nearest(name, known)
     hint = f"did you mean {known[near]!r}? " if near else ""

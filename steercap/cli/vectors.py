@@ -298,14 +298,14 @@ def sweep_around(tried: TriedLayers, layers: Sequence[int], file: Path, flags: S
     """
     if tried.best is None or any("\n" in prompt for prompt in tried.prompts):  # a prompt a line
         return None
-    from steercap.lab.measures.scores import traits
+    from steercap.lab.measures.scores import shipped_traits
 
     words: dict[str, object] = {
         "--vectors": file,
         "--layers": ",".join(str(layer) for layer in layers if abs(layer - tried.best) <= 1),
         "--scales": f"{tried.scale / 2:g},{tried.scale:g}",
         "--prompts": "/dev/stdin",
-        "--measures": f"perplexity,score:{tried.name}" if tried.name in traits() else "perplexity,repetition",
+        "--measures": f"perplexity,score:{tried.name}" if tried.name in shipped_traits() else "perplexity,repetition",
         "--out": f"{file.with_suffix('')}-sweep",
     }
     said = [str(word) for pair in words.items() for word in pair]
