@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
 import re
 import shutil
+import warnings
+from pathlib import Path
 
 import matplotlib.style
 import numpy as np
@@ -556,6 +559,37 @@ def test_vectors_that_do_not_fit_are_refused(given, says, llama) -> None:
     """Of another width or basis, without names, of different layers."""
     with pytest.raises(errors.InvalidSpec, match=says):
         analysis.vector_lens(given(), llama)
+
+
+def warned_of(call) -> list[str]:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        call()
+    return [str(one.message) for one in seen]
+
+
+def test_vectors_of_another_model_are_warned_of(llama, tmp_path) -> None:
+    """By every function that takes weights, whatever the width; not of one's own, nor of vectors without a label."""
+    calls = {
+        "lens": lambda given: analysis.vector_lens(given, llama, top=1),
+        "nearest": lambda given: analysis.nearest_tokens(given, llama, top=1),
+        "head_reads": lambda given: analysis.head_reads(given, llama, 1, random=3),
+        "qk": lambda given: analysis.qk_circuit(given, llama, 1, random=3),
+        "ov": lambda given: analysis.ov_circuit(given, llama, 1, random=3),
+        "ov_tokens": lambda given: analysis.ov_tokens(given, llama, 1, [(2, 0)], top=1),
+        "reads": lambda given: analysis.neuron_reads(given, llama, 1, top=1),
+        "writes": lambda given: analysis.neuron_writes(given, llama, 1, top=1),
+        "anatomy": lambda given: analysis.anatomy(given, llama, 1, parts=["tree"]),
+    }
+    other = drawn(2, model="meta-llama/Llama-3.1-8B")
+    for name, one in calls.items():
+        assert any("'meta-llama/Llama-3.1-8B', and this one is" in said for said in warned_of(lambda: one(other))), name
+        for given in (drawn(2), drawn(2, model=str(llama.name)), drawn(2, model="/other/" + Path(llama.name).name)):
+            assert warned_of(lambda: one(given)) == []
+    sae = SAE.load(RandomSAE("standard", WIDTH, 30).write(tmp_path / "sae"))
+    for label, count in (("mistralai/Mistral-7B", 1), ("meta-llama/Llama-3.1-8B-Instruct", 0), ("", 0)):
+        labelled = dataclasses.replace(sae, model=label)
+        assert len(warned_of(lambda: analysis.nearest_features(other, labelled))) == count
 
 
 def test_questions_without_an_answer_are_refused(llama) -> None:

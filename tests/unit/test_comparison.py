@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -539,6 +541,26 @@ def test_what_cannot_be_compared_is_refused() -> None:
     for layer in (4, 6, 10):
         with pytest.raises(errors.LayerOutOfRange, match="outside this model of 4 layers"):
             compare(base, base, GROUPS, layer)
+
+
+def test_groups_of_another_model_are_warned_of(tmp_path) -> None:
+    """Of either checkpoint, or of its base or instruct model, is right; two groups of two models are not both."""
+    base = ModelWeights.open(shutil.copytree(tiny_checkpoint("llama"), tmp_path / "tiny-1b"))
+    instruct = ModelWeights.open(altered("llama", tmp_path / "other-name"))
+    settings = CompareSettings(layers=[1], feed_forward_layers=[1], nulls=20)
+
+    def of(group: str, model: str) -> DirectionSet:
+        return DirectionSet({name: dataclasses.replace(one, model=model) for name, one in GROUPS[group].items()})
+
+    for models, count in ((("a/tiny-1b-it", "other-name"), 0), (("", ""), 0), (("tiny-1b", "b/tiny-8b"), 1)):
+        groups = {group: of(group, model) for group, model in zip(GROUPS, models, strict=True)}
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            compare(base, instruct, groups, LAYER, settings=settings)
+        assert [str(one.message) for one in seen if "'b/tiny-8b'" in str(one.message)] == [
+            str(one.message) for one in seen
+        ]
+        assert len(seen) == count
 
 
 def test_weights_that_were_changed_in_place_are_not_those_of_the_folder(tmp_path) -> None:

@@ -155,9 +155,9 @@ class _ComparisonRun:
         if not isinstance(settings, CompareSettings):
             raise InvalidSpec(f"settings={shown(settings)}; give CompareSettings")
         (layer,) = resolve_layers(parse_layers([layer]), base.layers)
-        own = labelled(groups, base, layer)
         if not isinstance(instruct, ModelWeights):
             raise InvalidSpec(f"instruct={shown(instruct)}; give ModelWeights.open(checkpoint)")
+        own = labelled(groups, base, layer, instruct)
         if taken := {COMPONENTS, RANDOM} & set(groups):
             raise InvalidSpec(f"a group has the name {', '.join(taken)}, which the tables use themselves; rename it")
         if (base.width, base.layers) != (instruct.width, instruct.layers):
@@ -168,7 +168,7 @@ class _ComparisonRun:
         axes = (
             principal_rows(own, COMPONENTS, COUNT)
             if components is None
-            else labelled({COMPONENTS: components}, base, layer)
+            else labelled({COMPONENTS: components}, base, layer, instruct)
         )
         length = float(own.rows.norm(dim=1).mean())
         named, followed = own.scaled(length), axes.scaled(length)

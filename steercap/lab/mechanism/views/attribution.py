@@ -17,6 +17,7 @@ from steercap.core.prompts import texts_of
 from steercap.core.spec import Point
 from steercap.core.values import count_of, index_of, shown
 from steercap.errors import InvalidRequest
+from steercap.files.fingerprint import names_of, warn_of_other_model
 from steercap.kernels.bits import exact_products
 from steercap.lab.mechanism.views.lens import checkpoint_of, tokenizer_of
 from steercap.lab.mechanism.weights.unembedding import Unembedding
@@ -138,6 +139,7 @@ def logit_attribution(
     count_of(top, "logit_attribution: top", wrong=InvalidRequest)
     checkpoint, revision = checkpoint_of(model)
     unembedding = unembedding or Unembedding.load(checkpoint, revision=revision)
+    warn_of_other_model("sae=", sae.model, names_of(checkpoint), tuned=True)
     end = Point(handle.num_layers - 1, "resid_post")
     last = _rows(handle, end).float()
     factor = _factor(sae, unembedding, end)
