@@ -649,6 +649,25 @@ def test_a_table_says_what_it_was_made_of(tmp_path) -> None:
     assert len({len(line) for line in lines[:-1]}) == 1
 
 
+def test_numpys_integers_are_integers(llama) -> None:
+    """As layers, counts and seeds: the tables and what they say of themselves are the same."""
+    vectors, one = drawn(3), np.int64(1)
+    for how in (
+        lambda of: analysis.ov_circuit(vectors, llama, of(1), random=of(30), seed=of(3)),
+        lambda of: analysis.qk_circuit(vectors, llama, of(1), random=of(30), seed=of(3)),
+        lambda of: analysis.neuron_reads(vectors, llama, of(1), top=of(2)),
+        lambda of: analysis.scree(vectors, of(1), random=of(20)),
+        lambda of: analysis.merges(vectors, of(1)),
+        lambda of: analysis.scores(vectors, of(1)),
+    ):
+        plain, theirs = how(int), how(np.int64)
+        assert theirs.equals(plain)
+        assert analysis.about(theirs) == analysis.about(plain)
+    assert analysis.anatomy(vectors, llama, one, random=np.int64(30)).tables
+    with pytest.raises(errors.InvalidSpec, match=r"seed=1\.5; give a whole number"):
+        analysis.ov_circuit(vectors, llama, 1, seed=1.5)
+
+
 @pytest.mark.slow
 def test_each_table_is_drawn_and_no_other(tmp_path, llama) -> None:
     """Every picture is a file of its format; of another table, or of several layers, none is made."""

@@ -512,6 +512,14 @@ def test_components_of_one_vector_are_drawn_without_a_share(tmp_path, monkeypatc
     assert [label.get_text() for label in figures[-1].axes[0].get_xticklabels()] == ["axis0", "axis1"]
 
 
+def test_numpys_integers_are_settings() -> None:
+    """They are stored as they were given in Python's, so that tables and definitions can be written."""
+    names = ("nulls", "random", "top", "per_group", "seed")
+    settings = CompareSettings(**{name: np.int64(20) for name in names})
+    assert [type(getattr(settings, name)) for name in names] == [int] * len(names)
+    assert settings == CompareSettings(**dict.fromkeys(names, 20))
+
+
 def test_what_cannot_be_compared_is_refused() -> None:
     """Errors name the argument and what is accepted."""
     base, wide = (ModelWeights.open(tiny_checkpoint(*one)) for one in (("llama",), ("gpt2",)))

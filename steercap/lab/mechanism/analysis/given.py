@@ -227,10 +227,11 @@ def random_units(count: int, width: int, seed: int) -> Float[torch.Tensor, "coun
         seed: seed of the draw.
 
     Raises:
-        InvalidSpec: `count` is below 2, too few for a spread.
+        InvalidSpec: `count` is below 2, too few for a spread, or `seed` is no whole number.
     """
     number = count_of(count, "random", 2)
-    drawn = torch.randn(number, width, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(count_of(seed, "seed", 0))
+    drawn = torch.randn(number, width, generator=generator, dtype=torch.float32)
     found: torch.Tensor = torch.nn.functional.normalize(drawn, dim=1)
     return found
 
