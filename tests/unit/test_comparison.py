@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import shutil
@@ -232,7 +233,7 @@ def test_attention_is_scores_and_what_is_written(pair, found) -> None:
     counts = {"same": len(rows), "opposite": 0 if odd else len(rows), "given": followed * (len(rows) - 1)}
     for relation, count in counts.items():
         for circuit in ("qk", "vo"):
-            more = followed * named if (circuit, relation) == ("qk", "given") else 0
+            more = followed * named if relation == "given" else 0
             assert sum(key[:3] == (circuit, 2, relation) for key in seen) == count + more
     assert ("opposite" in found.left_out) == odd
 
@@ -254,11 +255,13 @@ def test_strongest_partners_and_components_come_from_the_deltas(found) -> None:
     variances = np.linalg.svd(middle)[1] ** 2
     near(found.tables["components"]["explained"].to_pylist(), (variances / variances.sum())[:10], 1e-5)
     listed = found.tables["partners"].to_pylist()
-    for circuit, side, other in (("qk", "target", "source"), ("qk", "source", "target"), ("vo", "target", "source")):
+    ends = (("target", "source"), ("source", "target"))
+    for circuit, (side, other) in itertools.product(("qk", "vo"), ends):
         moved = {}
         for row in rows:
             if (row["circuit"], row["relation"], row[other]) == (circuit, "given", "PC1"):
                 moved.setdefault(row[side], []).append(row["delta"])
+        assert set(moved) == {name for _, name in named_rows()} - {"PC1"}, "named vectors on either side"
         best = sorted(moved, key=lambda name: -np.mean(np.abs(moved[name])))[:5]
         own = [row for row in listed if (row["circuit"], row["side"], row["name"]) == (circuit, side, "PC1")]
         assert [row["partner"] for row in own] == best
@@ -540,6 +543,9 @@ def test_what_cannot_be_compared_is_refused() -> None:
     ):
         with pytest.raises(error, match=said):
             compare(base, instruct, groups, LAYER, settings=SETTINGS)
+    aside = DirectionSet({"x": LayerVectors({LAYER: torch.ones(WIDTH)}, site="mlp_out")})
+    with pytest.raises(errors.InvalidSpec, match="components are of mlp_out, and the groups of resid_post"):
+        compare(base, base, GROUPS, LAYER, components=aside, settings=SETTINGS)
     with pytest.raises(errors.InvalidSpec, match="give CompareSettings"):
         compare(base, base, GROUPS, LAYER, settings={})
     with pytest.raises(errors.InvalidSpec, match="nulls=19; give a whole number, 20 or more"):

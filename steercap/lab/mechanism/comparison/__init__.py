@@ -19,7 +19,7 @@ from steercap.core.values import shown
 from steercap.errors import InvalidSpec, UnsupportedModel
 from steercap.files.base import blame, write_whole
 from steercap.lab.mechanism.analysis.components import explained_by, principal_rows
-from steercap.lab.mechanism.analysis.given import LabelledRows, Vectors, labelled, random_units
+from steercap.lab.mechanism.analysis.given import LabelledRows, Vectors, labelled, named, random_units
 from steercap.lab.mechanism.analysis.pictures.cosines import draw_comparison
 from steercap.lab.mechanism.analysis.tables import described, save_table
 from steercap.lab.mechanism.comparison.attention import RandomPairs, attention_deltas
@@ -165,23 +165,26 @@ class _ComparisonRun:
         for name, value in base.structure.items():
             if value != (other := instruct.structure[name]):
                 raise UnsupportedModel(f"{name} {value} and {other}; give two checkpoints of one architecture and size")
+        site = named(next(iter(groups.values()))).site
+        if components is not None and (other := named(components).site) != site:
+            raise InvalidSpec(f"the components are of {other}, and the groups of {site}; give vectors of one site")
         axes = (
             principal_rows(own, COMPONENTS, COUNT)
             if components is None
             else labelled({COMPONENTS: components}, base, layer, instruct)
         )
         length = float(own.rows.norm(dim=1).mean())
-        named, followed = own.scaled(length), axes.scaled(length)
-        through = named.sampled(settings.per_group, settings.seed)
+        given, followed = own.scaled(length), axes.scaled(length)
+        through = given.sampled(settings.per_group, settings.seed)
         left_out = {
-            f"{group} through matrices": f"{missing} of {named.groups.count(group)}; per_group=None takes all"
+            f"{group} through matrices": f"{missing} of {given.groups.count(group)}; per_group=None takes all"
             for group in groups
-            if (missing := named.groups.count(group) - through.groups.count(group))
+            if (missing := given.groups.count(group) - through.groups.count(group))
         }
         return cls(
             base,
             instruct,
-            named,
+            given,
             followed,
             through + followed + _random_rows(base.width, length, settings),
             explained_by(own, axes),
