@@ -714,6 +714,42 @@ def test_an_anatomy_has_all_parts_that_vectors_on_one_line_have(llama, scales, w
         analysis.anatomy(vectors, llama, 1, parts=["scores"])
 
 
+def test_a_picture_and_an_anatomy_are_of_one_layer(llama, tmp_path) -> None:
+    """A tree, or an SAE, of another layer is refused."""
+    vectors = drawn(3, layers=(0, 1, 2))
+    with pytest.raises(errors.InvalidSpec, match="the tree is of layer 2, and layer=0 is drawn"):
+        analysis.plot_cosines(
+            analysis.cosines(vectors), tmp_path / "c.png", tree=analysis.merges(vectors, 2), layer=0
+        )
+    assert analysis.plot_cosines(analysis.cosines(vectors), tmp_path / "c.png", tree=analysis.merges(vectors, 2)).exists()
+    path = RandomSAE("standard", WIDTH, 30).write(tmp_path / "sae")
+    for parts in (None, ["features"]):
+        with pytest.raises(errors.InvalidSpec, match=r"is of layer 0, and the vectors are of layer 1; .*, layer=1\)"):
+            analysis.anatomy(vectors, llama, 1, sae=SAE.load(path, input=(0, "resid_post")), parts=parts, random=20)
+    own = analysis.anatomy(vectors, llama, 1, sae=SAE.load(path), parts=["features"]).tables["features"]
+    assert set(own["layer"].to_pylist()) == {1}
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "site", "layer", "without"),
+    [
+        ("mixtral", {}, "resid_post", 1, {"reads", "writes"}),
+        ("gpt_neox", {"use_parallel_residual": True}, "attn_out", 3, {"heads", "reads", "writes"}),
+        ("gpt_neox", {"use_parallel_residual": False}, "attn_out", 3, {"heads", "writes"}),
+        ("llama", {}, "resid_mid", 0, {"writes"}),
+    ],
+)
+def test_an_anatomy_leaves_out_what_a_model_has_not(family, config, site, layer, without) -> None:
+    """Neurons of experts, and blocks that read or write nothing there; what is asked for is an error."""
+    weights, vectors = ModelWeights.open(tiny_checkpoint(family, **config)), drawn(3, layers=(layer,), site=site)
+    found = analysis.anatomy(vectors, weights, layer, random=20, top=2)
+    assert set(found.left_out) == {"features", *without}
+    assert set(found.tables) == set(analysis.PARTS) - set(found.left_out)
+    for part in without:
+        with pytest.raises(errors.SteercapError, match=re.escape(found.left_out[part])):
+            analysis.anatomy(vectors, weights, layer, parts=[part], random=20)
+
+
 def outlying(table, column: str, value: float = 1e5):
     """The table, with its first value far out."""
     values = [value, *table[column].to_pylist()[1:]]
