@@ -537,6 +537,23 @@ def test_what_cannot_be_taken_apart_is_refused_by_name(tmp_path) -> None:
         ModelWeights.open(tiny_checkpoint("llama")).attention(4)
 
 
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("layers.2.self_attn.o_proj.weight", analysis.ov_circuit),
+        ("layers.2.mlp.gate_proj.weight", analysis.neuron_reads),
+    ],
+)
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_damaged_checkpoint_is_named_with_its_tensor(name, how, number, tmp_path) -> None:
+    """One number of one head or neuron is enough; its z would be 0, and it would never be among the first."""
+    tensors = load_file((path := changed("llama", tmp_path)) / "model.safetensors")
+    tensors[f"model.{name}"][3, 5] = number
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(errors.InvalidFile, match=f"{name} has numbers that are not finite; is the checkpoint damaged"):
+        how(drawn(1), ModelWeights.open(path), 1)
+
+
 @pytest.mark.parametrize("parallel", [False, True])
 def test_blocks_one_after_the_other_read_each_other_whatever_the_family_does(parallel) -> None:
     """RedPajama-INCITE is a GPT-NeoX whose feed-forward block reads what the attention block of its layer has added."""
