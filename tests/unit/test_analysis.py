@@ -245,6 +245,13 @@ def test_tables_are_of_float32_whatever_the_process_has_set(llama, tmp_path) -> 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         again = tables()
     assert [one.equals(other) for one, other in zip(again, plain, strict=True)] == [True] * 9
+    for dtype in (torch.float64, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            again = tables()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert [one.equals(other) for one, other in zip(again, plain, strict=True)] == [True] * 9
 
 
 def test_a_features_own_rows_are_nearest_to_it(tmp_path) -> None:
@@ -578,10 +585,10 @@ def test_vectors_that_do_not_fit_are_refused(given, says, llama) -> None:
         analysis.vector_lens(given(), llama)
 
 
-def warned_of(call) -> list[str]:
+def warned_of(how, *given, **named) -> list[str]:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        call()
+        how(*given, **named)
     return [str(one.message) for one in seen]
 
 
@@ -600,13 +607,13 @@ def test_vectors_of_another_model_are_warned_of(llama, tmp_path) -> None:
     }
     other = drawn(2, model="meta-llama/Llama-3.1-8B")
     for name, one in calls.items():
-        assert any("'meta-llama/Llama-3.1-8B', and this one is" in said for said in warned_of(lambda: one(other))), name
+        assert any("'meta-llama/Llama-3.1-8B', and this one is" in said for said in warned_of(one, other)), name
         for given in (drawn(2), drawn(2, model=str(llama.name)), drawn(2, model="/other/" + Path(llama.name).name)):
-            assert warned_of(lambda: one(given)) == []
+            assert warned_of(one, given) == []
     sae = SAE.load(RandomSAE("standard", WIDTH, 30).write(tmp_path / "sae"))
     for label, count in (("mistralai/Mistral-7B", 1), ("meta-llama/Llama-3.1-8B-Instruct", 0), ("", 0)):
         labelled = dataclasses.replace(sae, model=label)
-        assert len(warned_of(lambda: analysis.nearest_features(other, labelled))) == count
+        assert len(warned_of(analysis.nearest_features, other, labelled)) == count
 
 
 def test_questions_without_an_answer_are_refused(llama) -> None:
@@ -616,6 +623,7 @@ def test_questions_without_an_answer_are_refused(llama) -> None:
         with pytest.raises(errors.InvalidSpec, match="reads what is added at resid_post of layer 3"):
             how(last, llama, 3)
     assert set(analysis.ov_circuit(last, llama, 3, layers=[0])["layer"].to_pylist()) == {0}
+    assert set(analysis.ov_tokens(drawn(1), llama, 1, [(-1, 2)], top=1)["layer"].to_pylist()) == {3}
     with pytest.raises(errors.InvalidSpec, match="writes to attn_out"):
         analysis.neuron_writes(drawn(1, site="attn_out"), llama, 1)
     assert set(analysis.neuron_writes(drawn(1, site="mlp_out"), llama, 1)["layer"].to_pylist()) == {1}
@@ -735,10 +743,10 @@ def test_a_picture_and_an_anatomy_are_of_one_layer(llama, tmp_path) -> None:
     """A tree, or an SAE, of another layer is refused."""
     vectors = drawn(3, layers=(0, 1, 2))
     with pytest.raises(errors.InvalidSpec, match="the tree is of layer 2, and layer=0 is drawn"):
-        analysis.plot_cosines(
-            analysis.cosines(vectors), tmp_path / "c.png", tree=analysis.merges(vectors, 2), layer=0
-        )
-    assert analysis.plot_cosines(analysis.cosines(vectors), tmp_path / "c.png", tree=analysis.merges(vectors, 2)).exists()
+        analysis.plot_cosines(analysis.cosines(vectors), tmp_path / "c.png", tree=analysis.merges(vectors, 2), layer=0)
+    assert analysis.plot_cosines(
+        analysis.cosines(vectors), tmp_path / "c.png", tree=analysis.merges(vectors, 2)
+    ).exists()
     path = RandomSAE("standard", WIDTH, 30).write(tmp_path / "sae")
     for parts in (None, ["features"]):
         with pytest.raises(errors.InvalidSpec, match=r"is of layer 0, and the vectors are of layer 1; .*, layer=1\)"):
@@ -847,8 +855,9 @@ def test_a_name_at_an_edge_stays_in_the_axes() -> None:
 
 def test_the_command_shows_and_keeps_what_the_library_finds(tmp_path, llama) -> None:
     """Tables for people, JSON for programs, Parquet and pictures in the folder; nothing but the asked parts."""
-    vectors = drawn(2, layers=(0, 1, 2), model="tiny")
-    file, model = vectors.save(tmp_path / "two.safetensors"), str(tiny_checkpoint("llama"))
+    model = str(tiny_checkpoint("llama"))
+    vectors = drawn(2, layers=(0, 1, 2), model=model)
+    file = vectors.save(tmp_path / "two.safetensors")
     done = call("analyse", file, "--model", model, "--out", tmp_path / "out", "--random", "40", "--top", "3", "--json")
     assert done.exit_code == 0, done.output
     document = json.loads(done.stdout)

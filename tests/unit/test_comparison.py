@@ -378,6 +378,7 @@ def test_groups_are_tested_against_each_other(correction) -> None:
         ({"correction": "hlm"}, errors.UnknownName, "holm"),
         ({"groups": ["a", "d"]}, errors.UnknownName, "'d'"),
         ({"groups": ["a"]}, errors.InvalidSpec, "two at least"),
+        ({"groups": ["a", "b", "a"]}, errors.InvalidSpec, "each once"),
         ({"by": ("x",)}, errors.InvalidSpec, "two of each"),
     ):
         with pytest.raises(error, match=said):
@@ -388,6 +389,27 @@ def test_groups_are_tested_against_each_other(correction) -> None:
         errors.InvalidSpec, match=r"by=\['layer'\]: a vector has several rows .* add one of \['matrix'\]"
     ):
         group_tests(twice, "x")
+
+
+@pytest.mark.filterwarnings("ignore:Precision loss occurred:RuntimeWarning")
+def test_only_numbers_that_vary_are_tested() -> None:
+    """Rounding is no spread; a missing number, NaN and inf are refused, but where their group is not tested."""
+
+    def tested(last: float | None, **how) -> list[dict]:
+        table = {
+            "group": [*"aaabbbccc"],
+            "layer": [0] * 9,
+            "x": [0.1, 0.1, 0.1 + 1e-16, 0.3, 0.3, 0.3 + 1e-16, 1, 2, last],
+        }
+        return group_tests(analysis.tables.table_of(table), "x", **how).to_pylist()
+
+    rows = {(row["first"], row["second"]): row for row in tested(4.0)}
+    assert {(rows["a", "b"][name]) for name in ("t", "p", "adjusted")} == {None}
+    assert rows["a", "c"]["p"] == pytest.approx(stats.ttest_ind([0.1] * 3, [1, 2, 4], equal_var=False).pvalue)
+    for wrong in (None, math.nan, math.inf):
+        with pytest.raises(errors.InvalidSpec, match="x of a or c has a number that is not finite, or none"):
+            tested(wrong)
+        assert len(tested(wrong, groups=["a", "b"])) == 1
 
 
 def test_a_checkpoint_does_not_differ_from_itself() -> None:

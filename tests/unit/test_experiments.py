@@ -749,19 +749,16 @@ def test_a_heat_map_of_other_directions_is_refused() -> None:
         heatmap_of_layers(handle_of({0: rows[0]}), vectors(1), Words())
 
 
-def test_directions_of_another_model_than_the_rows_are_warned_of(tmp_path) -> None:
+def test_directions_of_another_model_than_the_rows_are_warned_of() -> None:
     """Rows of the handle's model; an unknown one is compared with nothing."""
     own = DirectionSet({"warm": dataclasses.replace(vectors(0), model="mistralai/Mistral-7B")})
     for model, count in (("meta-llama/Llama-3.1-8B", 1), ("other/mistral-7b", 0), ("", 0)):
         handle = handle_of({0: torch.randn(3, WIDTH)})
         handle.model = model
-        for how in (
-            lambda: heatmap_of(handle, own, 0, Words()),
-            lambda: heatmap_of_layers(handle, own["warm"], Words()),
-        ):
+        for how, given in ((heatmap_of, (own, 0)), (heatmap_of_layers, (own["warm"],))):
             with warnings.catch_warnings(record=True) as seen:
                 warnings.simplefilter("always")
-                how()
+                how(handle, *given, Words())
             assert len(seen) == count
 
 

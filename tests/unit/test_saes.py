@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import json
 import time
@@ -507,7 +508,7 @@ def test_no_feature_is_attributed_where_later_layers_scale_the_stream(site, tmp_
     norm, head = torch.nn.RMSNorm(2, eps=1e-6), torch.nn.Linear(2, 260, bias=False)
     how = {"token": 65, "top": 5, "unembedding": Unembedding(norm, head, None, blocks=None)}
     path, handle = RandomSAE("standard", 2, 5).write(tmp_path), a_handle((0, 3))
-    with pytest.raises(InvalidRequest, match="layers of this model do more .* give an SAE of"):
+    with pytest.raises(InvalidRequest, match=r"layers of this model do more .* give an SAE of"):
         logit_attribution(handle, checkpoint, SAE.load(path, input=(0, site)), **how)
     if site == "resid_post":
         last = SAE.load(path, input=(3, site))
@@ -518,6 +519,8 @@ def test_no_feature_is_attributed_where_later_layers_scale_the_stream(site, tmp_
         table = logit_attribution(handle, checkpoint, last, **how)
         known = known.gather(1, table.ids.clamp(min=0).long()).where(table.ids >= 0, 0)
         torch.testing.assert_close(table.contributions, known)
+        with pytest.warns(UserWarning, match="sae= says that it was made for model 'mistralai/Mistral-7B'"):
+            logit_attribution(handle, checkpoint, dataclasses.replace(last, model="mistralai/Mistral-7B"), **how)
 
 
 @pytest.mark.parametrize("normalisation", NORMALISED)

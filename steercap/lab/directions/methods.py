@@ -102,7 +102,7 @@ class Probe(Method):
         rows = torch.cat([positive, negative])
         spread = rows.std(0, unbiased=False)
         scale = torch.where(spread > ROUNDING * rows.abs().amax(0), spread, 1.0)
-        kinds = torch.cat([torch.ones(len(positive)), torch.zeros(len(negative))])
+        kinds = torch.arange(len(rows)) < len(positive)
         fitted = LogisticRegression(C=C, max_iter=2000, random_state=seed).fit(
             ((rows - rows.mean(0)) / scale).numpy(), kinds.numpy()
         )

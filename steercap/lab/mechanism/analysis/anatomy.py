@@ -110,7 +110,7 @@ def anatomy(
     for part in wanted:
         try:
             tables[part] = how[part]()
-        except (InvalidSpec, UnsupportedModel) as error:  # vectors on one line have fewer components; neurons of experts
+        except (InvalidSpec, UnsupportedModel) as error:  # of vectors on one line, or of a model with experts
             if parts is not None or part not in (SEVERAL if isinstance(error, InvalidSpec) else NEURONS):
                 raise
             left_out[part] = str(error)
@@ -148,8 +148,8 @@ def _features(directions: DirectionSet, sae: SAE | None, layer: int, top: int) -
     table = nearest_features(directions, sae, top=top)  # type: ignore[arg-type]
     if (at := table["layer"][0].as_py()) != layer:
         raise InvalidSpec(
-            f"sae={sae!r} is of layer {at}, and the vectors are of layer {layer}; give an SAE of this layer, or compare "
-            f"across layers by nearest_features(..., layer={layer})"
+            f"sae={sae!r} is of layer {at}, and the vectors are of layer {layer}; give an SAE of this layer, or "
+            f"compare across layers by nearest_features(..., layer={layer})"
         )
     return table
 

@@ -90,8 +90,8 @@ def compare(
         base, instruct: the checkpoints; differences are instruct − base.
         groups: vectors of the residual stream by group, such as {"roles": ..., "traits": ...}.
         layer: layer of the vectors.
-        components: vectors to compare in detail; by default the first ten principal components of all vectors, or as
-            many as there are.
+        components: vectors to compare in detail; by default the first ten principal components of all vectors at their
+            own lengths, or as many as there are.
         settings: settings, see `CompareSettings`; None for the defaults.
         folder: folder of the tables, in Parquet, from which an interrupted run is resumed; None to write nothing.
         progress: function called with "layers", the number of blocks done and of all.

@@ -196,8 +196,8 @@ def _factor(sae: SAE, unembedding: Unembedding, end: Point) -> float:
     raise InvalidRequest(
         f"logit_attribution: {sae} writes at {sae.output}, whose output is not simply added to the residual stream"
         if factor is not None
-        else f"logit_attribution: {sae} writes at {sae.output}, and layers of this model do more to the residual stream "
-        f"than add to it; give an SAE of {end}"
+        else f"logit_attribution: {sae} writes at {sae.output}, and layers of this model do more to the stream than "
+        f"add to it; give an SAE of {end}"
     )
 
 
