@@ -106,6 +106,10 @@ class FetchedRows(Protocol):
         """Fingerprints of the directions that the rows were projected on, by layer; see `CaptureHandle.marks`."""
 
     @property
+    def model(self) -> str:
+        """Path or name of the model, as it was opened."""
+
+    @property
     def num_layers(self) -> int:
         """Number of decoder layers of the model."""
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
 import re
 import shutil
+import warnings
+from pathlib import Path
 
 import matplotlib.style
 import numpy as np
@@ -242,6 +245,13 @@ def test_tables_are_of_float32_whatever_the_process_has_set(llama, tmp_path) -> 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         again = tables()
     assert [one.equals(other) for one, other in zip(again, plain, strict=True)] == [True] * 9
+    for dtype in (torch.float64, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            again = tables()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert [one.equals(other) for one, other in zip(again, plain, strict=True)] == [True] * 9
 
 
 def test_a_features_own_rows_are_nearest_to_it(tmp_path) -> None:
@@ -534,6 +544,23 @@ def test_what_cannot_be_taken_apart_is_refused_by_name(tmp_path) -> None:
         ModelWeights.open(tiny_checkpoint("llama")).attention(4)
 
 
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("layers.2.self_attn.o_proj.weight", analysis.ov_circuit),
+        ("layers.2.mlp.gate_proj.weight", analysis.neuron_reads),
+    ],
+)
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_damaged_checkpoint_is_named_with_its_tensor(name, how, number, tmp_path) -> None:
+    """One number of one head or neuron is enough; its z would be 0, and it would never be among the first."""
+    tensors = load_file((path := changed("llama", tmp_path)) / "model.safetensors")
+    tensors[f"model.{name}"][3, 5] = number
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(errors.InvalidFile, match=f"{name} has numbers that are not finite; is the checkpoint damaged"):
+        how(drawn(1), ModelWeights.open(path), 1)
+
+
 @pytest.mark.parametrize("parallel", [False, True])
 def test_blocks_one_after_the_other_read_each_other_whatever_the_family_does(parallel) -> None:
     """RedPajama-INCITE is a GPT-NeoX whose feed-forward block reads what the attention block of its layer has added."""
@@ -558,6 +585,37 @@ def test_vectors_that_do_not_fit_are_refused(given, says, llama) -> None:
         analysis.vector_lens(given(), llama)
 
 
+def warned_of(how, *given, **named) -> list[str]:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        how(*given, **named)
+    return [str(one.message) for one in seen]
+
+
+def test_vectors_of_another_model_are_warned_of(llama, tmp_path) -> None:
+    """By every function that takes weights, whatever the width; not of one's own, nor of vectors without a label."""
+    calls = {
+        "lens": lambda given: analysis.vector_lens(given, llama, top=1),
+        "nearest": lambda given: analysis.nearest_tokens(given, llama, top=1),
+        "head_reads": lambda given: analysis.head_reads(given, llama, 1, random=3),
+        "qk": lambda given: analysis.qk_circuit(given, llama, 1, random=3),
+        "ov": lambda given: analysis.ov_circuit(given, llama, 1, random=3),
+        "ov_tokens": lambda given: analysis.ov_tokens(given, llama, 1, [(2, 0)], top=1),
+        "reads": lambda given: analysis.neuron_reads(given, llama, 1, top=1),
+        "writes": lambda given: analysis.neuron_writes(given, llama, 1, top=1),
+        "anatomy": lambda given: analysis.anatomy(given, llama, 1, parts=["tree"]),
+    }
+    other = drawn(2, model="meta-llama/Llama-3.1-8B")
+    for name, one in calls.items():
+        assert any("'meta-llama/Llama-3.1-8B', and this one is" in said for said in warned_of(one, other)), name
+        for given in (drawn(2), drawn(2, model=str(llama.name)), drawn(2, model="/other/" + Path(llama.name).name)):
+            assert warned_of(one, given) == []
+    sae = SAE.load(RandomSAE("standard", WIDTH, 30).write(tmp_path / "sae"))
+    for label, count in (("mistralai/Mistral-7B", 1), ("meta-llama/Llama-3.1-8B-Instruct", 0), ("", 0)):
+        labelled = dataclasses.replace(sae, model=label)
+        assert len(warned_of(analysis.nearest_features, other, labelled)) == count
+
+
 def test_questions_without_an_answer_are_refused(llama) -> None:
     """No layer reads the last stream, zero has no direction, one vector has no components, words are of the list."""
     last = drawn(1, layers=(3,))
@@ -565,6 +623,7 @@ def test_questions_without_an_answer_are_refused(llama) -> None:
         with pytest.raises(errors.InvalidSpec, match="reads what is added at resid_post of layer 3"):
             how(last, llama, 3)
     assert set(analysis.ov_circuit(last, llama, 3, layers=[0])["layer"].to_pylist()) == {0}
+    assert set(analysis.ov_tokens(drawn(1), llama, 1, [(-1, 2)], top=1)["layer"].to_pylist()) == {3}
     with pytest.raises(errors.InvalidSpec, match="writes to attn_out"):
         analysis.neuron_writes(drawn(1, site="attn_out"), llama, 1)
     assert set(analysis.neuron_writes(drawn(1, site="mlp_out"), llama, 1)["layer"].to_pylist()) == {1}
@@ -615,6 +674,25 @@ def test_a_table_says_what_it_was_made_of(tmp_path) -> None:
     assert len({len(line) for line in lines[:-1]}) == 1
 
 
+def test_numpys_integers_are_integers(llama) -> None:
+    """As layers, counts and seeds: the tables and what they say of themselves are the same."""
+    vectors, one = drawn(3), np.int64(1)
+    for how in (
+        lambda of: analysis.ov_circuit(vectors, llama, of(1), random=of(30), seed=of(3)),
+        lambda of: analysis.qk_circuit(vectors, llama, of(1), random=of(30), seed=of(3)),
+        lambda of: analysis.neuron_reads(vectors, llama, of(1), top=of(2)),
+        lambda of: analysis.scree(vectors, of(1), random=of(20)),
+        lambda of: analysis.merges(vectors, of(1)),
+        lambda of: analysis.scores(vectors, of(1)),
+    ):
+        plain, theirs = how(int), how(np.int64)
+        assert theirs.equals(plain)
+        assert analysis.about(theirs) == analysis.about(plain)
+    assert analysis.anatomy(vectors, llama, one, random=np.int64(30)).tables
+    with pytest.raises(errors.InvalidSpec, match=r"seed=1\.5; give a whole number"):
+        analysis.ov_circuit(vectors, llama, 1, seed=1.5)
+
+
 @pytest.mark.slow
 def test_each_table_is_drawn_and_no_other(tmp_path, llama) -> None:
     """Every picture is a file of its format; of another table, or of several layers, none is made."""
@@ -659,6 +737,42 @@ def test_an_anatomy_has_all_parts_that_vectors_on_one_line_have(llama, scales, w
     assert set(found.tables) == set(analysis.PARTS) - set(found.left_out)
     with pytest.raises(errors.InvalidSpec, match=re.escape(found.left_out["scores"])):
         analysis.anatomy(vectors, llama, 1, parts=["scores"])
+
+
+def test_a_picture_and_an_anatomy_are_of_one_layer(llama, tmp_path) -> None:
+    """A tree, or an SAE, of another layer is refused."""
+    vectors = drawn(3, layers=(0, 1, 2))
+    with pytest.raises(errors.InvalidSpec, match="the tree is of layer 2, and layer=0 is drawn"):
+        analysis.plot_cosines(analysis.cosines(vectors), tmp_path / "c.png", tree=analysis.merges(vectors, 2), layer=0)
+    assert analysis.plot_cosines(
+        analysis.cosines(vectors), tmp_path / "c.png", tree=analysis.merges(vectors, 2)
+    ).exists()
+    path = RandomSAE("standard", WIDTH, 30).write(tmp_path / "sae")
+    for parts in (None, ["features"]):
+        with pytest.raises(errors.InvalidSpec, match=r"is of layer 0, and the vectors are of layer 1; .*, layer=1\)"):
+            analysis.anatomy(vectors, llama, 1, sae=SAE.load(path, input=(0, "resid_post")), parts=parts, random=20)
+    own = analysis.anatomy(vectors, llama, 1, sae=SAE.load(path), parts=["features"]).tables["features"]
+    assert set(own["layer"].to_pylist()) == {1}
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "site", "layer", "without"),
+    [
+        ("mixtral", {}, "resid_post", 1, {"reads", "writes"}),
+        ("gpt_neox", {"use_parallel_residual": True}, "attn_out", 3, {"heads", "reads", "writes"}),
+        ("gpt_neox", {"use_parallel_residual": False}, "attn_out", 3, {"heads", "writes"}),
+        ("llama", {}, "resid_mid", 0, {"writes"}),
+    ],
+)
+def test_an_anatomy_leaves_out_what_a_model_has_not(family, config, site, layer, without) -> None:
+    """Neurons of experts, and blocks that read or write nothing there; what is asked for is an error."""
+    weights, vectors = ModelWeights.open(tiny_checkpoint(family, **config)), drawn(3, layers=(layer,), site=site)
+    found = analysis.anatomy(vectors, weights, layer, random=20, top=2)
+    assert set(found.left_out) == {"features", *without}
+    assert set(found.tables) == set(analysis.PARTS) - set(found.left_out)
+    for part in without:
+        with pytest.raises(errors.SteercapError, match=re.escape(found.left_out[part])):
+            analysis.anatomy(vectors, weights, layer, parts=[part], random=20)
 
 
 def outlying(table, column: str, value: float = 1e5):
@@ -741,8 +855,9 @@ def test_a_name_at_an_edge_stays_in_the_axes() -> None:
 
 def test_the_command_shows_and_keeps_what_the_library_finds(tmp_path, llama) -> None:
     """Tables for people, JSON for programs, Parquet and pictures in the folder; nothing but the asked parts."""
-    vectors = drawn(2, layers=(0, 1, 2), model="tiny")
-    file, model = vectors.save(tmp_path / "two.safetensors"), str(tiny_checkpoint("llama"))
+    model = str(tiny_checkpoint("llama"))
+    vectors = drawn(2, layers=(0, 1, 2), model=model)
+    file = vectors.save(tmp_path / "two.safetensors")
     done = call("analyse", file, "--model", model, "--out", tmp_path / "out", "--random", "40", "--top", "3", "--json")
     assert done.exit_code == 0, done.output
     document = json.loads(done.stdout)

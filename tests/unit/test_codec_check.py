@@ -70,6 +70,12 @@ def check(*arguments, **named) -> CodecCheck:
     return asyncio.run(check_codecs(Model(), *arguments, **named))
 
 
+def test_directions_of_another_model_are_warned_of() -> None:
+    directions = DirectionSet({"a": LayerVectors({1: torch.ones(WIDTH)}, model="mistralai/Mistral-7B")})
+    with pytest.warns(UserWarning, match="directions= says that it was made for model 'mistralai/Mistral-7B', .* 'm'"):
+        check(texts_of()[0], directions=directions, layers=[1], sites="resid_post", candidates=["full8"])
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_measures_are_those_of_scipy(seed) -> None:
     rng = np.random.default_rng(seed)

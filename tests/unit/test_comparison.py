@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import math
 import shutil
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -230,7 +233,7 @@ def test_attention_is_scores_and_what_is_written(pair, found) -> None:
     counts = {"same": len(rows), "opposite": 0 if odd else len(rows), "given": followed * (len(rows) - 1)}
     for relation, count in counts.items():
         for circuit in ("qk", "vo"):
-            more = followed * named if (circuit, relation) == ("qk", "given") else 0
+            more = followed * named if relation == "given" else 0
             assert sum(key[:3] == (circuit, 2, relation) for key in seen) == count + more
     assert ("opposite" in found.left_out) == odd
 
@@ -252,11 +255,13 @@ def test_strongest_partners_and_components_come_from_the_deltas(found) -> None:
     variances = np.linalg.svd(middle)[1] ** 2
     near(found.tables["components"]["explained"].to_pylist(), (variances / variances.sum())[:10], 1e-5)
     listed = found.tables["partners"].to_pylist()
-    for circuit, side, other in (("qk", "target", "source"), ("qk", "source", "target"), ("vo", "target", "source")):
+    ends = (("target", "source"), ("source", "target"))
+    for circuit, (side, other) in itertools.product(("qk", "vo"), ends):
         moved = {}
         for row in rows:
             if (row["circuit"], row["relation"], row[other]) == (circuit, "given", "PC1"):
                 moved.setdefault(row[side], []).append(row["delta"])
+        assert set(moved) == {name for _, name in named_rows()} - {"PC1"}, "named vectors on either side"
         best = sorted(moved, key=lambda name: -np.mean(np.abs(moved[name])))[:5]
         own = [row for row in listed if (row["circuit"], row["side"], row["name"]) == (circuit, side, "PC1")]
         assert [row["partner"] for row in own] == best
@@ -373,6 +378,7 @@ def test_groups_are_tested_against_each_other(correction) -> None:
         ({"correction": "hlm"}, errors.UnknownName, "holm"),
         ({"groups": ["a", "d"]}, errors.UnknownName, "'d'"),
         ({"groups": ["a"]}, errors.InvalidSpec, "two at least"),
+        ({"groups": ["a", "b", "a"]}, errors.InvalidSpec, "each once"),
         ({"by": ("x",)}, errors.InvalidSpec, "two of each"),
     ):
         with pytest.raises(error, match=said):
@@ -383,6 +389,27 @@ def test_groups_are_tested_against_each_other(correction) -> None:
         errors.InvalidSpec, match=r"by=\['layer'\]: a vector has several rows .* add one of \['matrix'\]"
     ):
         group_tests(twice, "x")
+
+
+@pytest.mark.filterwarnings("ignore:Precision loss occurred:RuntimeWarning")
+def test_only_numbers_that_vary_are_tested() -> None:
+    """Rounding is no spread; a missing number, NaN and inf are refused, but where their group is not tested."""
+
+    def tested(last: float | None, **how) -> list[dict]:
+        table = {
+            "group": [*"aaabbbccc"],
+            "layer": [0] * 9,
+            "x": [0.1, 0.1, 0.1 + 1e-16, 0.3, 0.3, 0.3 + 1e-16, 1, 2, last],
+        }
+        return group_tests(analysis.tables.table_of(table), "x", **how).to_pylist()
+
+    rows = {(row["first"], row["second"]): row for row in tested(4.0)}
+    assert {(rows["a", "b"][name]) for name in ("t", "p", "adjusted")} == {None}
+    assert rows["a", "c"]["p"] == pytest.approx(stats.ttest_ind([0.1] * 3, [1, 2, 4], equal_var=False).pvalue)
+    for wrong in (None, math.nan, math.inf):
+        with pytest.raises(errors.InvalidSpec, match="x of a or c has a number that is not finite, or none"):
+            tested(wrong)
+        assert len(tested(wrong, groups=["a", "b"])) == 1
 
 
 def test_a_checkpoint_does_not_differ_from_itself() -> None:
@@ -510,6 +537,14 @@ def test_components_of_one_vector_are_drawn_without_a_share(tmp_path, monkeypatc
     assert [label.get_text() for label in figures[-1].axes[0].get_xticklabels()] == ["axis0", "axis1"]
 
 
+def test_numpys_integers_are_settings() -> None:
+    """They are stored as they were given in Python's, so that tables and definitions can be written."""
+    names = ("nulls", "random", "top", "per_group", "seed")
+    settings = CompareSettings(**{name: np.int64(20) for name in names})
+    assert [type(getattr(settings, name)) for name in names] == [int] * len(names)
+    assert settings == CompareSettings(**dict.fromkeys(names, 20))
+
+
 def test_what_cannot_be_compared_is_refused() -> None:
     """Errors name the argument and what is accepted."""
     base, wide = (ModelWeights.open(tiny_checkpoint(*one)) for one in (("llama",), ("gpt2",)))
@@ -530,6 +565,9 @@ def test_what_cannot_be_compared_is_refused() -> None:
     ):
         with pytest.raises(error, match=said):
             compare(base, instruct, groups, LAYER, settings=SETTINGS)
+    aside = DirectionSet({"x": LayerVectors({LAYER: torch.ones(WIDTH)}, site="mlp_out")})
+    with pytest.raises(errors.InvalidSpec, match="components are of mlp_out, and the groups of resid_post"):
+        compare(base, base, GROUPS, LAYER, components=aside, settings=SETTINGS)
     with pytest.raises(errors.InvalidSpec, match="give CompareSettings"):
         compare(base, base, GROUPS, LAYER, settings={})
     with pytest.raises(errors.InvalidSpec, match="nulls=19; give a whole number, 20 or more"):
@@ -539,6 +577,26 @@ def test_what_cannot_be_compared_is_refused() -> None:
     for layer in (4, 6, 10):
         with pytest.raises(errors.LayerOutOfRange, match="outside this model of 4 layers"):
             compare(base, base, GROUPS, layer)
+
+
+def test_groups_of_another_model_are_warned_of(tmp_path) -> None:
+    """Of either checkpoint, or of its base or instruct model, is right; two groups of two models are not both."""
+    base = ModelWeights.open(shutil.copytree(tiny_checkpoint("llama"), tmp_path / "tiny-1b"))
+    instruct = ModelWeights.open(altered("llama", tmp_path / "other-name"))
+    settings = CompareSettings(layers=[1], feed_forward_layers=[1], nulls=20)
+
+    def of(group: str, model: str) -> DirectionSet:
+        return DirectionSet({name: dataclasses.replace(one, model=model) for name, one in GROUPS[group].items()})
+
+    for models, count in ((("a/tiny-1b-it", "other-name"), 0), (("", ""), 0), (("tiny-1b", "b/tiny-8b"), 1)):
+        groups = {group: of(group, model) for group, model in zip(GROUPS, models, strict=True)}
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            compare(base, instruct, groups, LAYER, settings=settings)
+        assert [str(one.message) for one in seen if "'b/tiny-8b'" in str(one.message)] == [
+            str(one.message) for one in seen
+        ]
+        assert len(seen) == count
 
 
 def test_weights_that_were_changed_in_place_are_not_those_of_the_folder(tmp_path) -> None:

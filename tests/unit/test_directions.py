@@ -54,6 +54,24 @@ def test_the_probe_uses_how_rows_spread() -> None:
     assert aucs["probe"] > aucs["difference"] + 0.01
 
 
+def test_the_probe_does_not_see_the_rounding_of_a_constant() -> None:
+    """An element that is constant but for float32 sums of texts of different lengths changes nothing."""
+    given, _ = contrast(40, 2.0)
+    drawn = torch.Generator().manual_seed(1)
+    known = given.positive.clone(), given.negative.clone()
+    for rows, plain in zip((given.positive, given.negative), known, strict=True):
+        plain[..., 0] = 3.7
+        for at in range(len(rows)):
+            rows[at, :, 0] = torch.full((int(torch.randint(5, 300, (), generator=drawn)),), 3.7).mean()
+    assert given.positive[..., 0].std() > 0
+    found, expected = (
+        directions_of("x", Contrast(*rows, range(40), range(40)), LAYERS, method="probe")["x"]
+        for rows in ((given.positive, given.negative), known)
+    )
+    for layer in LAYERS:
+        torch.testing.assert_close(found[layer], expected[layer], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("method", list(METHODS))
 def test_rows_without_a_difference_are_not_told_apart(method) -> None:
     """With as many rows as elements any method separates what it has seen; what is held out says that it is chance."""

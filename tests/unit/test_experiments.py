@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 import math
 import re
 import shutil
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -764,6 +766,19 @@ def test_a_heat_map_of_other_directions_is_refused() -> None:
         heatmap_of(handle_of(rows), own.at_layers([0]), 1, Words())
     with pytest.raises(InvalidRequest, match="in common"):
         heatmap_of_layers(handle_of({0: rows[0]}), vectors(1), Words())
+
+
+def test_directions_of_another_model_than_the_rows_are_warned_of() -> None:
+    """Rows of the handle's model; an unknown one is compared with nothing."""
+    own = DirectionSet({"warm": dataclasses.replace(vectors(0), model="mistralai/Mistral-7B")})
+    for model, count in (("meta-llama/Llama-3.1-8B", 1), ("other/mistral-7b", 0), ("", 0)):
+        handle = handle_of({0: torch.randn(3, WIDTH)})
+        handle.model = model
+        for how, given in ((heatmap_of, (own, 0)), (heatmap_of_layers, (own["warm"],))):
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                how(handle, *given, Words())
+            assert len(seen) == count
 
 
 def test_projections_on_other_directions_of_the_same_names_are_refused(tmp_path) -> None:

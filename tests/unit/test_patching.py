@@ -91,6 +91,7 @@ def test_elements_of_a_head_are_its_part_of_the_row() -> None:
         (lambda: Grid(together="yes"), InvalidSpec, "together='yes'"),
         (lambda: Grid(tokens="last"), InvalidSelection, "unknown tokens"),
         (lambda: places(Grid(heads=3), Point(0, "z")), InvalidSpec, "3 heads, 0 to 2"),
+        (lambda: places(Grid(heads=[0, -3]), Point(0, "z")), InvalidSpec, r"are \[0, 0\] of 3 heads"),
         (lambda: Grid(heads=0).heads_of(Point(0, "mlp_out"), PointSchema((24,), "float32")), InvalidSpec, "no heads"),
         (lambda: positions_of(TokenSelection.parse("generated"), 4), InvalidSelection, "selects none"),
         (lambda: Receiver("z", [(0, 1)]), InvalidSpec, "site='z'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import json
 import time
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from cli_calls import call
+from handles import a_handle
 from safetensors.numpy import save_file
 from support.sae_features import check_features
 from workers import KINDS, batch, device_of, kept_of, some_runtime, tap
@@ -38,13 +40,16 @@ from steercap.core.tokens import Range
 from steercap.engine.sae_readers import Readers, compile_readers
 from steercap.engine.saes import Dictionaries
 from steercap.engine.workers import Workers
-from steercap.errors import InvalidEdit, InvalidFile, InvalidSpec, InvalidVector, PointSplit
+from steercap.errors import InvalidEdit, InvalidFile, InvalidRequest, InvalidSpec, InvalidVector, PointSplit
 from steercap.kernels.codecs.coded import CodedRows
 from steercap.kernels.codecs.topk import HEAD
+from steercap.lab.mechanism.views import logit_attribution
+from steercap.lab.mechanism.weights.unembedding import Unembedding
 from steercap.saes import formats
 from steercap.saes.encoder import Encoder, Features, image_bytes
 from steercap.saes.layouts import FoundSAE
 from steercap.saes.tensors import Tensors
+from steercap.testing import tiny_checkpoint
 from steercap.testing.saes import OWN, RandomSAE
 from steercap.worker.memory import HEADER_BYTES, SharedSegment
 
@@ -498,6 +503,29 @@ def test_an_amount_that_no_edit_can_follow_is_refused(tmp_path) -> None:
     plain.decoder[9] = 0
     with pytest.raises(InvalidVector, match="zero"):
         plain.add_feature(9, 5.0)
+
+
+@pytest.mark.parametrize("site", ["resid_pre", "resid_mid", "resid_post"])
+def test_no_feature_is_attributed_where_later_layers_scale_the_stream(site, tmp_path) -> None:
+    """Gemma 4's do: a feature counts as it was written at the last layer alone, by the final norm's frozen scale."""
+    checkpoint = tiny_checkpoint("gemma4_text")
+    assert Unembedding.load(checkpoint).blocks is None
+    norm, head = torch.nn.RMSNorm(2, eps=1e-6), torch.nn.Linear(2, 260, bias=False)
+    how = {"token": 65, "top": 5, "unembedding": Unembedding(norm, head, None, blocks=None)}
+    path, handle = RandomSAE("standard", 2, 5).write(tmp_path), a_handle((0, 3))
+    with pytest.raises(InvalidRequest, match=r"layers of this model do more .* give an SAE of"):
+        logit_attribution(handle, checkpoint, SAE.load(path, input=(0, site)), **how)
+    if site == "resid_post":
+        last = SAE.load(path, input=(3, site))
+        rows = handle.captures[3, site]
+        wrote = last.encode(rows)[:, :, None] * last.decoder
+        scales = rows.square().mean(1).add(1e-6).rsqrt()
+        known = (wrote @ head.weight[65].detach()) * scales[:, None]
+        table = logit_attribution(handle, checkpoint, last, **how)
+        known = known.gather(1, table.ids.clamp(min=0).long()).where(table.ids >= 0, 0)
+        torch.testing.assert_close(table.contributions, known)
+        with pytest.warns(UserWarning, match="sae= says that it was made for model 'mistralai/Mistral-7B'"):
+            logit_attribution(handle, checkpoint, dataclasses.replace(last, model="mistralai/Mistral-7B"), **how)
 
 
 @pytest.mark.parametrize("normalisation", NORMALISED)

@@ -28,6 +28,9 @@ from steercap.steering.directions import DirectionSet
 #: separated, and a weak penalty lets the probe follow noise.
 C: Final = 0.01
 
+#: Share of an element's greatest magnitude below which its spread is rounding error of float32 sums.
+ROUNDING: Final = 8 * torch.finfo(torch.float32).eps
+
 
 class Method(ABC):
     """Method of computing a direction from the rows of one layer; abstract base class."""
@@ -98,8 +101,8 @@ class Probe(Method):
 
         rows = torch.cat([positive, negative])
         spread = rows.std(0, unbiased=False)
-        scale = torch.where(spread > 0, spread, 1.0)
-        kinds = torch.cat([torch.ones(len(positive)), torch.zeros(len(negative))])
+        scale = torch.where(spread > ROUNDING * rows.abs().amax(0), spread, 1.0)
+        kinds = torch.arange(len(rows)) < len(positive)
         fitted = LogisticRegression(C=C, max_iter=2000, random_state=seed).fit(
             ((rows - rows.mean(0)) / scale).numpy(), kinds.numpy()
         )

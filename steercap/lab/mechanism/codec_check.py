@@ -22,7 +22,7 @@ from steercap.core.spec import CaptureSpec, Layers, Point, resolve_layers
 from steercap.core.tokens import BUT_THE_FIRST, TokenSelection
 from steercap.core.values import number_of, shown
 from steercap.errors import InvalidRequest, InvalidSpec
-from steercap.files.fingerprint import model_name
+from steercap.files.fingerprint import model_name, names_of, warn_of_other_model
 from steercap.lab.directions.extraction import Text, check_texts, prompts_and_rows
 from steercap.lab.mechanism.codec_judge import (
     FEW_ROWS,
@@ -140,6 +140,7 @@ def _layers_of(
     for name, given, kind in (("directions", directions, DirectionSet), ("sae", sae, SAE)):
         if given is not None and not isinstance(given, kind):
             raise InvalidSpec(f"{name}={shown(given)}; give a {kind.__name__}, or None")
+        warn_of_other_model(f"{name}=", getattr(given, "model", ""), names_of(model.model), tuned=kind is SAE)
     if layers is not None:
         return resolve_layers(layers, model.num_layers)
     known = tuple(range(model.num_layers)) if directions is None else directions.layers

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from steercap.core.display import brief
 from steercap.core.values import choices, shown
-from steercap.errors import InvalidSpec, UnknownName
+from steercap.errors import InvalidSpec, UnknownName, UnsupportedModel
 from steercap.lab.mechanism.analysis.components import ends, scores, scree
 from steercap.lab.mechanism.analysis.geometry import cosines, merges
-from steercap.lab.mechanism.analysis.given import READ, Vectors, in_stream, named
+from steercap.lab.mechanism.analysis.given import Block, Vectors, in_stream, named, readers, writers
 from steercap.lab.mechanism.analysis.heads import RANDOM, ov_circuit
 from steercap.lab.mechanism.analysis.neurons import nearest_features, neuron_reads, neuron_writes
 from steercap.lab.mechanism.analysis.pictures.blocks import plot_heads, plot_neurons, plot_tokens
@@ -39,6 +39,7 @@ PARTS: Final[Mapping[str, str]] = {
     "features": "the features of an SAE that are nearest",
 }
 SEVERAL: Final = frozenset({"cosines", "tree", "scree", "scores", "ends"})
+NEURONS: Final = frozenset({"reads", "writes"})
 
 
 class Anatomy(NamedTuple):
@@ -81,6 +82,7 @@ def anatomy(
 
     Raises:
         UnknownName: a part does not exist.
+        InvalidSpec: the SAE is of another layer.
         The errors of the requested parts.
     """
     directions, left_out = in_stream(vectors, weights), {}
@@ -100,7 +102,7 @@ def anatomy(
         "heads": lambda: ov_circuit(directions, weights, layer, random=random, seed=seed),
         "reads": lambda: neuron_reads(directions, weights, layer, top=top),
         "writes": lambda: neuron_writes(directions, weights, layer, top=top),
-        "features": lambda: nearest_features(directions, sae, top=top),  # type: ignore[arg-type]
+        "features": lambda: _features(directions, sae, layer, top),
     }
     if unknown := [part for part in wanted if part not in how]:
         raise UnknownName(f"unknown part {shown(unknown[0])}; {choices(unknown[0], PARTS)}")
@@ -108,8 +110,8 @@ def anatomy(
     for part in wanted:
         try:
             tables[part] = how[part]()
-        except InvalidSpec as error:  # of vectors on one line, or all the same, there are fewer components
-            if parts is not None or part not in SEVERAL:
+        except (InvalidSpec, UnsupportedModel) as error:  # of vectors on one line, or of a model with experts
+            if parts is not None or part not in (SEVERAL if isinstance(error, InvalidSpec) else NEURONS):
                 raise
             left_out[part] = str(error)
     return Anatomy(tables, left_out)
@@ -141,16 +143,26 @@ def draw_anatomy(tables: Mapping[str, pa.Table], folder: str | Path, *, suffix: 
     return [how[part](table, Path(folder) / f"{part}{suffix}") for part, table in drawn.items()]
 
 
+def _features(directions: DirectionSet, sae: SAE | None, layer: int, top: int) -> pa.Table:
+    """Return `nearest_features`, of `layer` alone; InvalidSpec for an SAE of another."""
+    table = nearest_features(directions, sae, top=top)  # type: ignore[arg-type]
+    if (at := table["layer"][0].as_py()) != layer:
+        raise InvalidSpec(
+            f"sae={sae!r} is of layer {at}, and the vectors are of layer {layer}; give an SAE of this layer, or "
+            f"compare across layers by nearest_features(..., layer={layer})"
+        )
+    return table
+
+
 def _without(directions: DirectionSet, layer: int, weights: ModelWeights, sae: SAE | None) -> Iterable[tuple[str, str]]:
     """Yield (part, reason) for each part that does not apply to the vectors."""
     if len(named(directions)) < 2:
         yield from ((part, "it needs at least two vectors") for part in PARTS if part in SEVERAL)
-    for part, block in (("heads", 0), ("reads", 1)):
-        if layer + READ[directions.site][block] >= weights.layers:
-            yield part, f"no block reads a vector added at {directions.site} of layer {layer}"
-    if directions.site == "attn_out":
-        yield "writes", "no neuron writes to attn_out"
-    elif directions.site != "mlp_out" and layer == 0 and directions.site != "resid_post":
-        yield "writes", f"no neuron has written to {directions.site} of layer 0"
+    blocks: tuple[tuple[str, Block], ...] = (("heads", "attention"), ("reads", "mlp"), ("writes", "mlp"))
+    for part, block in blocks:
+        try:
+            (writers if part == "writes" else readers)(weights, directions.site, layer, block, None)
+        except InvalidSpec as error:
+            yield part, str(error)
     if sae is None:
         yield "features", "no SAE was given"

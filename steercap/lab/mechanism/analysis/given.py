@@ -13,6 +13,7 @@ from steercap.core.display import brief
 from steercap.core.spec import Layers, parse_layers, resolve_layers
 from steercap.core.values import count_of, shown
 from steercap.errors import InvalidSpec, InvalidVector
+from steercap.files.fingerprint import names_of, warn_of_other_model
 from steercap.lab.mechanism.weights.model import ModelWeights
 from steercap.steering.directions import DirectionSet
 from steercap.steering.layers import LayerVectors
@@ -109,8 +110,12 @@ class LabelledRows:
         return LabelledRows(self.groups + other.groups, self.names + other.names, rows)
 
 
-def labelled(groups: Mapping[str, Vectors], weights: ModelWeights, layer: int) -> LabelledRows:
+def labelled(
+    groups: Mapping[str, Vectors], weights: ModelWeights, layer: int, also: ModelWeights | None = None
+) -> LabelledRows:
     """Return the vectors of several groups at one layer, group by group, at their own lengths.
+
+    `also` is as for `in_stream`.
 
     Raises:
         InvalidSpec: no groups, groups of several sites, or vectors that do not fit the model.
@@ -118,7 +123,7 @@ def labelled(groups: Mapping[str, Vectors], weights: ModelWeights, layer: int) -
     """
     if not isinstance(groups, Mapping) or isinstance(groups, DirectionSet) or not groups:
         raise InvalidSpec(f"groups={shown(groups)}; give vectors by the name of their group: {{'traits': directions}}")
-    sets = {group: in_stream(vectors, weights) for group, vectors in groups.items()}
+    sets = {group: in_stream(vectors, weights, also) for group, vectors in groups.items()}
     if len({directions.site for directions in sets.values()}) > 1:
         sites = ", ".join(f"{group} of {directions.site}" for group, directions in sets.items())
         raise InvalidSpec(f"the groups are of several sites: {sites}; give vectors of one")
@@ -157,8 +162,11 @@ def chosen_layers(directions: DirectionSet, layers: Layers | None) -> list[int]:
     return list(directions.at_layers(wanted).layers)
 
 
-def in_stream(vectors: Vectors, weights: ModelWeights) -> DirectionSet:
+def in_stream(vectors: Vectors, weights: ModelWeights, also: ModelWeights | None = None) -> DirectionSet:
     """Return vectors as a DirectionSet, after checking that they are in the basis of the model's residual stream.
+
+    Vectors that say that they were made for another model are warned of; with `also`, a second checkpoint that the
+    vectors may be of, base and instruct count as one.
 
     Raises:
         InvalidSpec: the width differs from the model's, the site is not in that basis, or as for `named`.
@@ -175,6 +183,8 @@ def in_stream(vectors: Vectors, weights: ModelWeights) -> DirectionSet:
         )
     if found.width != weights.width:
         raise InvalidSpec(f"vectors have width {found.width}, and {weights!r} another; are they of another model?")
+    names = [name for one in (weights, also) if one is not None for name in names_of(one.name)]
+    warn_of_other_model("vectors", found.model, names, tuned=also is not None)
     return found
 
 
@@ -217,10 +227,11 @@ def random_units(count: int, width: int, seed: int) -> Float[torch.Tensor, "coun
         seed: seed of the draw.
 
     Raises:
-        InvalidSpec: `count` is below 2, too few for a spread.
+        InvalidSpec: `count` is below 2, too few for a spread, or `seed` is no whole number.
     """
     number = count_of(count, "random", 2)
-    drawn = torch.randn(number, width, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(count_of(seed, "seed", 0))
+    drawn = torch.randn(number, width, generator=generator, dtype=torch.float32)
     found: torch.Tensor = torch.nn.functional.normalize(drawn, dim=1)
     return found
 

@@ -213,7 +213,7 @@ def ov_tokens(
         best = logits.topk(top, dim=1).indices
         for number, name in enumerate(directions):
             rows += [
-                {"name": name, "layer": at, "head": head, "place": place, "token_id": token,
+                {"name": name, "layer": attention.layer, "head": head, "place": place, "token_id": token,
                  "logit": float(logits[number, token]), "z": float(scores[number, token])}
                 for place, token in enumerate(best[number].tolist())
             ]  # fmt: skip

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from steercap.core.spec import Layers, Point
 from steercap.core.values import count_of, shown
 from steercap.errors import InvalidSpec
+from steercap.files.fingerprint import names_of, warn_of_other_model
 from steercap.kernels.bits import exact_products
 from steercap.lab.mechanism.analysis.given import Vectors, in_stream, named, origin, readers, units, writers
 from steercap.lab.mechanism.analysis.tables import once, table_of
@@ -163,6 +164,7 @@ def nearest_features(vectors: Vectors, sae: SAE, *, top: int = 10, layer: int | 
         raise InvalidSpec(
             f"vectors of {directions.site!r}, {directions.width} wide, and {sae!r} belong to different points"
         )
+    warn_of_other_model("sae=", sae.model, names_of(directions.model), tuned=True)
     given = units(directions, at)
     rows: list[dict[str, Any]] = []
     for half, features in fitting.items():

@@ -9,6 +9,7 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Final
 
 from steercap.core.extras import extra
+from steercap.core.values import plain
 from steercap.errors import InvalidSpec
 from steercap.files.tables import export_table
 
@@ -26,7 +27,7 @@ def table_of(columns: Mapping[str, Sequence[Any]], **about: Any) -> pa.Table:
 
     Args:
         columns: columns by name, all of one length: lists or NumPy arrays.
-        **about: origin of the table, in JSON-compatible values.
+        **about: origin of the table, in JSON-compatible values, or NumPy's of these.
     """
     with extra("analysis"):
         import pyarrow as pa
@@ -36,7 +37,7 @@ def table_of(columns: Mapping[str, Sequence[Any]], **about: Any) -> pa.Table:
 
 def described(table: pa.Table, **about: Any) -> pa.Table:
     """Return a table with the origin `about`, JSON-compatible values, as the only metadata of its schema."""
-    return table.replace_schema_metadata({KEY: json.dumps(about).encode()})
+    return table.replace_schema_metadata({KEY: json.dumps(about, default=plain).encode()})
 
 
 def about(table: pa.Table) -> dict[str, Any]:

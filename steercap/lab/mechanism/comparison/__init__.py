@@ -19,7 +19,7 @@ from steercap.core.values import shown
 from steercap.errors import InvalidSpec, UnsupportedModel
 from steercap.files.base import blame, write_whole
 from steercap.lab.mechanism.analysis.components import explained_by, principal_rows
-from steercap.lab.mechanism.analysis.given import LabelledRows, Vectors, labelled, random_units
+from steercap.lab.mechanism.analysis.given import LabelledRows, Vectors, labelled, named, random_units
 from steercap.lab.mechanism.analysis.pictures.cosines import draw_comparison
 from steercap.lab.mechanism.analysis.tables import described, save_table
 from steercap.lab.mechanism.comparison.attention import RandomPairs, attention_deltas
@@ -90,8 +90,8 @@ def compare(
         base, instruct: the checkpoints; differences are instruct − base.
         groups: vectors of the residual stream by group, such as {"roles": ..., "traits": ...}.
         layer: layer of the vectors.
-        components: vectors to compare in detail; by default the first ten principal components of all vectors, or as
-            many as there are.
+        components: vectors to compare in detail; by default the first ten principal components of all vectors at their
+            own lengths, or as many as there are.
         settings: settings, see `CompareSettings`; None for the defaults.
         folder: folder of the tables, in Parquet, from which an interrupted run is resumed; None to write nothing.
         progress: function called with "layers", the number of blocks done and of all.
@@ -155,9 +155,9 @@ class _ComparisonRun:
         if not isinstance(settings, CompareSettings):
             raise InvalidSpec(f"settings={shown(settings)}; give CompareSettings")
         (layer,) = resolve_layers(parse_layers([layer]), base.layers)
-        own = labelled(groups, base, layer)
         if not isinstance(instruct, ModelWeights):
             raise InvalidSpec(f"instruct={shown(instruct)}; give ModelWeights.open(checkpoint)")
+        own = labelled(groups, base, layer, instruct)
         if taken := {COMPONENTS, RANDOM} & set(groups):
             raise InvalidSpec(f"a group has the name {', '.join(taken)}, which the tables use themselves; rename it")
         if (base.width, base.layers) != (instruct.width, instruct.layers):
@@ -165,23 +165,26 @@ class _ComparisonRun:
         for name, value in base.structure.items():
             if value != (other := instruct.structure[name]):
                 raise UnsupportedModel(f"{name} {value} and {other}; give two checkpoints of one architecture and size")
+        site = named(next(iter(groups.values()))).site
+        if components is not None and (other := named(components).site) != site:
+            raise InvalidSpec(f"the components are of {other}, and the groups of {site}; give vectors of one site")
         axes = (
             principal_rows(own, COMPONENTS, COUNT)
             if components is None
-            else labelled({COMPONENTS: components}, base, layer)
+            else labelled({COMPONENTS: components}, base, layer, instruct)
         )
         length = float(own.rows.norm(dim=1).mean())
-        named, followed = own.scaled(length), axes.scaled(length)
-        through = named.sampled(settings.per_group, settings.seed)
+        given, followed = own.scaled(length), axes.scaled(length)
+        through = given.sampled(settings.per_group, settings.seed)
         left_out = {
-            f"{group} through matrices": f"{missing} of {named.groups.count(group)}; per_group=None takes all"
+            f"{group} through matrices": f"{missing} of {given.groups.count(group)}; per_group=None takes all"
             for group in groups
-            if (missing := named.groups.count(group) - through.groups.count(group))
+            if (missing := given.groups.count(group) - through.groups.count(group))
         }
         return cls(
             base,
             instruct,
-            named,
+            given,
             followed,
             through + followed + _random_rows(base.width, length, settings),
             explained_by(own, axes),

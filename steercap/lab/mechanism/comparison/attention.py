@@ -120,7 +120,7 @@ def attention_deltas(
 
     Every vector is paired with itself ("same"), and with its opposite if a model has biases: without them the numbers
     are those of "same", negated. In "qk" the key is negated, in "vo" the source. Every component is paired with every
-    named vector and every other component ("given"), in "qk" in both orders.
+    named vector and every other component ("given"), in both orders.
 
     Args:
         pair: attention blocks of both models.
@@ -139,17 +139,16 @@ def attention_deltas(
     if not all(block.is_odd for block in pair):
         asked.append(_PairSet("opposite", asked[0].sources, asked[0].targets))
     met = [(one, other) for one in first for other in range(len(everything)) if one != other]
-    sources, targets = np.array(met, dtype=np.int64).reshape(-1, 2).T
-    asked.append(_PairSet("given", sources, targets))
     turned = [(other, one) for one, other in met if other < len(named)]
-    more, ends = np.array(turned, dtype=np.int64).reshape(-1, 2).T
+    for pairs_met in (met, turned):
+        sources, targets = np.array(pairs_met, dtype=np.int64).reshape(-1, 2).T
+        asked.append(_PairSet("given", sources, targets))
     tables = []
     for circuit, numbers in (("qk", _attention_scores), ("vo", _output_cosines)):
-        sets = [*asked, _PairSet("given", more, ends)] if circuit == "qk" else asked
-        found = [numbers(block, everything, sets, pairs) for block in pair]
+        found = [numbers(block, everything, asked, pairs) for block in pair]
         tables += [
             _columns(circuit, pair[0].layer, everything, one, each)
-            for one, each in zip(sets, zip(*found, strict=True), strict=True)
+            for one, each in zip(asked, zip(*found, strict=True), strict=True)
         ]
     return table_of(joined(tables, COLUMNS))
 

@@ -15,8 +15,8 @@ from steercap.lab.mechanism.comparison.summaries import Correction, check_correc
 if TYPE_CHECKING:
     import pyarrow as pa
 
-#: Minimum value of each setting that is a count.
-LEAST: Final = {"nulls": 20, "random": 2, "top": 1, "per_group": 0}
+#: Minimum value of each setting that is a whole number.
+LEAST: Final = {"nulls": 20, "random": 2, "top": 1, "per_group": 0, "seed": 0}
 
 
 class CompareSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +52,7 @@ class CompareSettings(msgspec.Struct, frozen=True, kw_only=True):
         for name, least in LEAST.items():
             value = getattr(self, name)
             if (name, value) != ("per_group", None):
-                count_of(value, name, least)
+                msgspec.structs.force_setattr(self, name, count_of(value, name, least))
         check_correction(self.correction)
 
     def resolved(self, layer: int, count: int) -> CompareSettings:

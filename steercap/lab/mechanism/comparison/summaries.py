@@ -25,6 +25,9 @@ COMPONENTS: Final = "components"
 #: Measures of a feed-forward block, and the number of most altered vectors of each group that are listed by each.
 MEASURES: Final[Mapping[str, int]] = {"absolute": 15, "angular": 10}
 
+#: Share of a group's greatest magnitude within which its numbers are equal.
+ROUNDING: Final = 8 * float(np.finfo(np.float64).eps)
+
 
 def group_tests(
     table: pa.Table,
@@ -49,12 +52,13 @@ def group_tests(
 
     Returns:
         The columns of `by`, and `value`, `first`, `second` (groups), `first_mean`, `second_mean`, `first_count`,
-        `second_count`, `t`, `p` (two-sided), `adjusted`; `t`, `p` and `adjusted` are null if neither group varies.
+        `second_count`, `t`, `p` (two-sided), `adjusted`; `t`, `p` and `adjusted` are null if neither group varies by
+        more than rounding.
 
     Raises:
         UnknownName: there is no such column, group or correction.
-        InvalidSpec: there are fewer than two groups, a group has fewer than two vectors, or a vector has several rows
-            for one combination of `by`.
+        InvalidSpec: there are fewer than two groups, or one is given twice, a group has fewer than two vectors or a
+            number that is not finite, or a vector has several rows for one combination of `by`.
     """
     with extra("analysis"):
         from scipy.stats import ttest_ind
@@ -70,13 +74,18 @@ def group_tests(
     rows: list[dict[str, Any]] = []
     for place, values in _values(table, value, by).items():
         for first, second in combinations(wanted, 2):
-            ours, theirs = (np.array(values.get(group, ())) for group in (first, second))
+            ours, theirs = (np.array(values.get(group, ()), dtype=float) for group in (first, second))
             if min(len(ours), len(theirs)) < 2:
                 at = ", ".join(f"{name} {own}" for name, own in zip(by, place, strict=True))
                 raise InvalidSpec(
                     f"{len(ours)} vectors of {first} and {len(theirs)} of {second} at {at}; a t-test takes two of each"
                 )
-            t, p = ttest_ind(ours, theirs, equal_var=False) if np.ptp(ours) or np.ptp(theirs) else (math.nan, math.nan)
+            if not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
+                raise InvalidSpec(
+                    f"{value} of {first} or {second} has a number that is not finite, or none; filter these"
+                )
+            varied = any(np.ptp(one) > ROUNDING * np.abs(one).max() for one in (ours, theirs))
+            t, p = ttest_ind(ours, theirs, equal_var=False) if varied else (math.nan, math.nan)
             rows.append(
                 {**dict(zip(by, place, strict=True)), "value": value, "first": first, "second": second,
                  "first_mean": ours.mean(), "second_mean": theirs.mean(), "first_count": len(ours),
@@ -237,14 +246,16 @@ def _groups(table: pa.Table, groups: Sequence[str] | None) -> list[str]:
 
     Raises:
         UnknownName: the table lacks a group.
-        InvalidSpec: there are fewer than two groups.
+        InvalidSpec: there are fewer than two groups, or one is given twice.
     """
     known = list(dict.fromkeys(table["group"].to_pylist()))
     for group in groups or ():
         _check_group(group, known)
     wanted = known if groups is None else list(groups)
-    if len(wanted) < 2:
-        raise InvalidSpec(f"groups={shown(wanted)}; groups are tested against each other, so give two at least")
+    if len(wanted) < 2 or len(set(wanted)) < len(wanted):
+        raise InvalidSpec(
+            f"groups={shown(wanted)}; groups are tested against each other, so give two at least, each once"
+        )
     return wanted
 
 

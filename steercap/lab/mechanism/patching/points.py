@@ -83,7 +83,7 @@ class Grid:
         """Return the indices of the heads to patch at a point, from 0; (None,) for whole rows.
 
         Raises:
-            InvalidSpec: rows of the point have no heads, or a head is out of range.
+            InvalidSpec: rows of the point have no heads, or a head is out of range or given twice.
         """
         if self.heads is None:
             return (None,)
@@ -93,7 +93,10 @@ class Grid:
         assert isinstance(self.heads, tuple)
         if wrong := [head for head in self.heads if not -count <= head < count]:
             raise InvalidSpec(f"Grid: head {wrong[0]}: rows at {point} have {count} heads, 0 to {count - 1}")
-        return [head % count for head in self.heads]
+        found = [head % count for head in self.heads]
+        if len(set(found)) < len(found):
+            raise InvalidSpec(f"Grid: heads={list(self.heads)} are {found} of {count} heads; give several that differ")
+        return found
 
 
 @dataclass(frozen=True)

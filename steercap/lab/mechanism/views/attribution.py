@@ -17,6 +17,7 @@ from steercap.core.prompts import texts_of
 from steercap.core.spec import Point
 from steercap.core.values import count_of, index_of, shown
 from steercap.errors import InvalidRequest
+from steercap.files.fingerprint import names_of, warn_of_other_model
 from steercap.kernels.bits import exact_products
 from steercap.lab.mechanism.views.lens import checkpoint_of, tokenizer_of
 from steercap.lab.mechanism.weights.unembedding import Unembedding
@@ -129,7 +130,8 @@ def logit_attribution(
 
     Raises:
         InvalidRequest: the handle lacks the rows, `features` are of other rows or another SAE, the SAE's output is not
-            added to the residual stream, `token` is not a single token, or `top` is below 1.
+            added to the residual stream, or layers do more than add to it after the SAE, `token` is not a single token,
+            or `top` is below 1.
         InvalidSpec: the rows have another width.
         UnsupportedModel, ModelNotLoaded, InvalidFile: as for `logit_lens`, or a norm that cannot be frozen.
         CaptureNotFetched: the handle was not fetched.
@@ -137,8 +139,10 @@ def logit_attribution(
     count_of(top, "logit_attribution: top", wrong=InvalidRequest)
     checkpoint, revision = checkpoint_of(model)
     unembedding = unembedding or Unembedding.load(checkpoint, revision=revision)
-    last = _rows(handle, Point(handle.num_layers - 1, "resid_post")).float()
-    factor = _factor(sae, unembedding)
+    warn_of_other_model("sae=", sae.model, names_of(checkpoint), tuned=True)
+    end = Point(handle.num_layers - 1, "resid_post")
+    last = _rows(handle, end).float()
+    factor = _factor(sae, unembedding, end)
     dense, complete, scales = _activations(handle, sae, features)
     tokenizer = tokenizer_of(model)
     targets = _targets(handle, token, tokenizer)
@@ -182,14 +186,19 @@ def _rows(handle: FetchedRows, point: Point) -> torch.Tensor:
     return rows
 
 
-def _factor(sae: SAE, unembedding: Unembedding) -> float:
-    """Return the factor by which an SAE's reconstruction is multiplied when it is added to the residual stream."""
-    factor = 1.0 if sae.output.site in RESIDUAL_SITES else unembedding.blocks if sae.output.site in ADDED else None
-    if factor is None:
-        raise InvalidRequest(
-            f"logit_attribution: {sae} writes at {sae.output}, whose output is not simply added to the residual stream"
-        )
-    return factor
+def _factor(sae: SAE, unembedding: Unembedding, end: Point) -> float:
+    """Return the factor by which an SAE's reconstruction counts in the rows of `end`, the last layer's resid_post."""
+    added, factor = sae.output.site in ADDED, unembedding.blocks
+    if sae.output == end:
+        return 1.0
+    if factor is not None and (added or sae.output.site in RESIDUAL_SITES):
+        return factor if added else 1.0
+    raise InvalidRequest(
+        f"logit_attribution: {sae} writes at {sae.output}, whose output is not simply added to the residual stream"
+        if factor is not None
+        else f"logit_attribution: {sae} writes at {sae.output}, and layers of this model do more to the stream than "
+        f"add to it; give an SAE of {end}"
+    )
 
 
 def _activations(

@@ -20,6 +20,7 @@ from steercap.core.prompts import FONT, drawn, lines_of, texts_of, visible
 from steercap.core.values import index_of, number_of, shown
 from steercap.errors import InvalidRequest
 from steercap.files.base import save_figure
+from steercap.files.fingerprint import names_of, warn_of_other_model
 
 if TYPE_CHECKING:
     import torch
@@ -351,6 +352,7 @@ def _projected(handle: FetchedRows, directions: DirectionSet, layer: int) -> tor
         return rows[:, places].float()
     if rows.shape[-1] != directions.width:
         raise InvalidRequest(f"rows of layer {layer} are {list(rows.shape)}; directions have width {directions.width}")
+    warn_of_other_model("directions=", directions.model, names_of(handle.model))
     return directions.project(rows, layer)
 
 

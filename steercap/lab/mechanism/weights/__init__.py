@@ -88,7 +88,7 @@ class TensorFiles:
         "transformer.ln_f.weight".
 
         Raises:
-            InvalidFile: there is no such tensor.
+            InvalidFile: there is no such tensor, or its numbers are not finite.
             UnsupportedModel: the tensor has another shape, or is not of plain floats: weights are quantised.
         """
         from safetensors import safe_open
@@ -105,7 +105,10 @@ class TensorFiles:
                 f"{self.path}: {name} is {list(found.shape)} {found.dtype}, which is not the plain weight that the "
                 "configuration describes; only weights that are not quantised can be read"
             )
-        return found.float()
+        read = found.float()
+        if not bool(read.sum(dtype=torch.float64).isfinite()):
+            raise InvalidFile(f"{self.path}: {name} has numbers that are not finite; is the checkpoint damaged?")
+        return read
 
     def fill(self, prefix: str, module: Any) -> Any:
         """Load the weights of a module, at `prefix` in transformers' model, in place and in float32; return the module.

@@ -44,13 +44,13 @@ class FrozenNorm:
 
     def __init__(self, module: Callable[[torch.Tensor], torch.Tensor], width: int) -> None:
         self.module, self.width = module, width
-        signs = torch.ones(1, width)
+        signs = torch.ones(1, width, dtype=torch.float32)
         signs[:, 1::2] = -1  # of mean 0 and length √width, where the width is even
         with torch.no_grad():
-            self.constant = module(torch.zeros(1, width))[0]
+            self.constant = module(torch.zeros(1, width, dtype=torch.float32))[0]
             self.gain = (module(signs)[0] - self.constant) * signs[0]
         self.centred = False
-        tried = torch.randn(2, width, generator=torch.Generator().manual_seed(0)) + 1
+        tried = torch.randn(2, width, generator=torch.Generator().manual_seed(0), dtype=torch.float32) + 1
         for centred in (False, True):
             self.centred = centred
             if self._is_linear(tried):
@@ -235,7 +235,7 @@ def reading(
         head_dim: number of elements of a head, to split the outputs into [heads, head_dim]; None for no heads.
     """
     weight, bias = linear
-    constant = torch.zeros(len(weight)) if bias is None else bias
+    constant = torch.zeros(len(weight), dtype=torch.float32) if bias is None else bias
     if norm is not None:
         with exact_products():
             constant = constant + weight @ norm.constant
@@ -261,7 +261,7 @@ def writing(linear: Linear, post: FrozenNorm | None, factor: float) -> tuple[tor
         Contribution of each input, [..., in, hidden], and the constant contribution, [hidden].
     """
     weight, bias = linear
-    constant = torch.zeros(weight.shape[-1]) if bias is None else bias
+    constant = torch.zeros(weight.shape[-1], dtype=torch.float32) if bias is None else bias
     if post is not None:
         weight, constant = post.linear(weight), post.linear(constant)
     return weight * factor, constant * factor

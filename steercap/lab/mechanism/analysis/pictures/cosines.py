@@ -48,7 +48,7 @@ def plot_cosines(table: pa.Table, path: str | Path, *, tree: pa.Table | None = N
 
     Raises:
         InvalidSpec: the table is not from `cosines`, has several layers and none is named, or the tree is of other
-            vectors.
+            vectors or another layer.
     """
     rows = rows_of(table, "layer", "first", "second", "cosine", maker="cosines")
     known = None if tree is None else about(tree)
@@ -56,6 +56,8 @@ def plot_cosines(table: pa.Table, path: str | Path, *, tree: pa.Table | None = N
     kept = {(row["first"], row["second"]): row["cosine"] for row in rows if row["layer"] == at}
     names = list(dict.fromkeys(first for first, _ in kept))
     if known is not None:
+        if known["layer"] != at:
+            raise InvalidSpec(f"the tree is of layer {known['layer']}, and layer={at} is drawn; give merges(..., {at})")
         if sorted(known["order"]) != sorted(names):
             raise InvalidSpec(f"the tree is of {known['order']}, and the cosines are of {names}")
         names = known["order"]
