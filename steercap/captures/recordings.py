@@ -194,12 +194,13 @@ class RecordingFolder:
         """True if later requests have no room and are left out; can be read from any thread."""
         return self.limits.when_full == "drop" and self.bytes >= self.limits.most_bytes
 
-    def add(self, handles: Sequence[CaptureHandle], answer_id: str) -> int:
+    def add(self, handles: Sequence[CaptureHandle], answer_id: str, ended: float | None = None) -> int:
         """Write the captures of a request and list them, or neither; old segments may be removed first.
 
         Args:
             handles: fetched handles.
             answer_id: id that vLLM's server gave the request.
+            ended: when the request ended, in seconds since 1970; now by default.
 
         Returns:
             Total size in bytes of the request's files.
@@ -221,7 +222,8 @@ class RecordingFolder:
                 f"request of {coming:,} bytes is not recorded"
             )
         run = self._open()
-        written = sum(one.bytes for one in run.record(handles, answer_id=answer_id, time=self._clock()))
+        ended = self._clock() if ended is None else ended
+        written = sum(one.bytes for one in run.record(handles, answer_id=answer_id, time=ended))
         listed = _listed(run.folder)
         self.bytes += written + listed - self._listed
         self._listed = listed

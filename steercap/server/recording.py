@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -46,12 +47,13 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 class _Ended(NamedTuple):
-    """Queued handles of an ended request, and its bytes in the queue; `rows`: each handle's, if fetched in chunks."""
+    """Queued handles of a request that ended at `time`, its bytes in the queue, each handle's `rows` if in chunks."""
 
     handles: Sequence[CaptureHandle]
     answer_id: str
     size: int
     rows: Sequence[int] = ()
+    time: float | None = None
 
 
 class Recorder:
@@ -158,7 +160,7 @@ class Recorder:
         if not room or self._closed:
             self._done(_Ended(handles, answer_id, 0), "ended" if self._closed else "queue")
             return
-        self._coming.append(_Ended(handles, answer_id, size, rows if chunked else ()))
+        self._coming.append(_Ended(handles, answer_id, size, rows if chunked else (), time.time()))
         if self._fetching is None or self._fetching.done():
             self._fetching = asyncio.create_task(self._fetch())
 
@@ -220,7 +222,7 @@ class Recorder:
                 ]
             else:
                 found = [codecs.parted(handle, prompts=prompts) for handle in ended.handles]
-            size = self.folder.add([part for parts in found for part in parts], ended.answer_id)
+            size = self.folder.add([part for parts in found for part in parts], ended.answer_id, ended.time)
         except CaptureMemoryFull:
             return "quota", None
         except OSError as error:

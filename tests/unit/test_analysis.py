@@ -799,6 +799,55 @@ def test_an_outlier_does_not_flatten_a_picture(tmp_path, llama, monkeypatch) -> 
         assert any("1e+05" in text.get_text() for one in figures[-1].axes for text in one.texts), name
 
 
+def test_a_picture_of_methods_holds_all_of_its_lines(tmp_path, monkeypatch) -> None:
+    """Also what different halves agree in below zero, and beside a layer where nothing is known."""
+    figures = []
+    monkeypatch.setattr(pictures, "save_figure", lambda figure, *_rest: figures.append(figure))
+    similar = analysis.method_similarity(contrast(2), [4, 5], methods=("difference", "pca"), halves=1, shuffles=1)
+    analysis.plot_methods(outlying(outlying(similar, "apart", -0.7), "ceiling", math.nan), tmp_path / "picture.png")
+    (axes,) = figures[-1].axes
+    low, high = axes.get_ylim()
+    assert low <= min(np.nanmin(line.get_ydata()) for line in axes.lines) == -0.7
+    assert high >= 1
+
+
+@pytest.mark.parametrize(("count", "said"), [(30, " (the first 20 of 29)"), (9, "")])
+def test_a_scree_says_how_many_components_it_leaves_out(count, said, tmp_path, monkeypatch) -> None:
+    figures = []
+    monkeypatch.setattr(pictures, "save_figure", lambda figure, *_rest: figures.append(figure))
+    analysis.plot_scree(analysis.scree(drawn(count), 1), tmp_path / "picture.png")
+    (axes,) = figures[-1].axes
+    assert len(axes.lines[-1].get_xdata()) == min(20, count - 1)
+    assert axes.get_xlabel() == f"principal component{said}"
+
+
+def test_a_picture_of_positions_is_of_the_prompt_that_is_asked_for(tmp_path, monkeypatch) -> None:
+    """Not of the only one there is, if another is named; without a name, of that one."""
+    figures = []
+    monkeypatch.setattr(pictures, "save_figure", lambda figure, *_rest: figures.append(figure))
+    each = [
+        {
+            "name": "v",
+            "control": 0,
+            "layer": 0,
+            "prompt": prompt,
+            "position": 0,
+            "token": "a",
+            "difference": prompt + 1.0,
+        }
+        for prompt in (0, 3)
+    ]
+    both, last = pa.Table.from_pylist(each), pa.Table.from_pylist(each[1:])
+    for table, prompt, value in ((both, None, 1.0), (both, 3, 4.0), (last, None, 4.0), (last, 3, 4.0)):
+        analysis.plot_position_sweep(table, tmp_path / "picture.png", prompt=prompt)
+        assert figures[-1].axes[0].images[0].get_array().tolist() == [[value]]
+    for table in (both, last):
+        with pytest.raises(errors.InvalidSpec, match="prompt=7; the table has prompts"):
+            analysis.plot_position_sweep(table, tmp_path / "picture.png", prompt=7)
+    with pytest.raises(errors.InvalidSpec, match="prompt=0; the table has prompts"):
+        analysis.plot_position_sweep(last, tmp_path / "picture.png", prompt=0)
+
+
 def test_pictures_follow_the_style_of_matplotlib(tmp_path, llama, monkeypatch) -> None:
     """On a dark page, texts and lines that are dark without a style are light; texts on cells keep their own."""
     figures = []

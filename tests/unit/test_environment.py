@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from steercap.config.environment import (
 )
 from steercap.errors import InvalidSetting, InvalidSpec
 from steercap.lab.demo import CACHE as CHECKPOINTS
-from steercap.lab.demo import cache_root
+from steercap.lab.demo import cache_root, cached
 
 ROOT = Path(steercap.__file__).parent.parent
 #: Of each setting a value that is not its default, as the environment and as code have it.
@@ -140,6 +141,23 @@ def test_what_does_not_fit_is_an_error_that_names_its_variable(name, text, monke
         with pytest.raises(InvalidSetting, match=f"^{variable_of(name)}='{text}' in the environment is not valid: "):
             SteerModel("m", **given)
     assert call("persona", "traits").exit_code == 1
+
+
+def test_what_a_killed_process_left_in_the_cache_is_removed(tmp_path, monkeypatch) -> None:
+    """With the next folder of that name, and nothing of other names, which may be in the making."""
+    monkeypatch.setenv(CHECKPOINTS, str(tmp_path))
+
+    def killed(folder: Path) -> None:
+        shutil.copytree(folder, folder.with_name(folder.name[:-1] + "~"))  # what its removal does not find
+        raise KeyboardInterrupt
+
+    for name in ("one", "one.two"):
+        with pytest.raises(KeyboardInterrupt):
+            cached(name, killed)
+    assert cached("one", lambda folder: (folder / "made").touch()) == tmp_path / "one"
+    left = [path.name for path in tmp_path.iterdir() if path.is_dir()]
+    assert len(left) == 2
+    assert all(name == "one" or name.startswith(".one.two.") for name in left)
 
 
 def test_what_steercap_and_its_tests_set_themselves_is_none_of_the_users(monkeypatch) -> None:

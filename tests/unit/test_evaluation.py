@@ -7,6 +7,7 @@ import hashlib
 import math
 import re
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -44,7 +45,7 @@ from steercap.lab.studies.evaluation import (
 from steercap.lab.studies.evaluation.columns import Place, path, place_of
 from steercap.lab.studies.evaluation.definition import FOLDER
 from steercap.lab.studies.evaluation.methods import _dealt, shuffled
-from steercap.lab.studies.evaluation.plots import _figure
+from steercap.lab.studies.evaluation.plots import _figure, _styles
 from steercap.lab.studies.evaluation.running import tasks_of
 from steercap.lab.studies.evaluation.store import Answer, Folder
 from steercap.lab.studies.evaluation.tables import Cell, compared_markdown, interval, matched_markdown
@@ -923,6 +924,14 @@ def test_one_table_in_markdown_and_parquet(tmp_path) -> None:
     assert interval(estimate(np.array([]))) == ""
     assert interval(estimate(np.array([1.0]))) == "1"
     assert re.fullmatch(r"2 \(.* to .*\)", interval(estimate(np.array([1.0, 2.0, 3.0]))))
+
+
+def test_no_two_methods_of_a_picture_look_alike() -> None:
+    """Nor two controls; each has its colour and its mark."""
+    names = [(f"method {at}", "") for at in range(13)] + [(f"control {at}", "method 0") for at in range(6)]
+    lines = [SimpleNamespace(method=name, control_of=of) for name, of in names]
+    styles = _styles([SimpleNamespace(plain="plain", summary=lambda: lines)])
+    assert len({tuple(style.items()) for style in styles.values()}) == len(names)
 
 
 def test_a_picture_has_every_method(tmp_path) -> None:

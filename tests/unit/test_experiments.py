@@ -697,9 +697,9 @@ class Words:
 
 
 def handle_of(rows, directions=(), marks=None) -> CaptureHandle:
-    """A handle with rows of three tokens by layer, as one that was read from a file."""
+    """A handle with rows of every other token, of five, by layer, as one that was read from a file."""
     points = tuple(Point(layer, "resid_post") for layer in rows)
-    receipt = Receipt(points, np.arange(3), np.array([4, 5, 6]), 0, None, None)
+    receipt = Receipt(points, np.arange(0, 6, 2), np.array([4, 5, 6]), 0, None, None)
     captures = Captures(dict(zip(points, rows.values(), strict=True)), 2)
     return CaptureHandle(
         request_id="",
@@ -724,12 +724,14 @@ def test_a_heat_map_of_a_handle_projects_rows_or_takes_projections() -> None:
     for layer in (1, -1):
         one = heatmap_of(full, own, layer, Words())
         assert (one.tokens, one.names) == (("w4", "w5", "w6"), ("warm", "cold"))
+        assert one.positions == (0, 2, 4)
         assert np.array_equal(one.values, projected[1].double().numpy())
         assert np.array_equal(one.values, heatmap_of(done, own, layer, Words()).values)
     turned = heatmap_of(done, own.select(["cold", "warm"]), 1, Words())
     assert np.array_equal(turned.values[:, ::-1], projected[1].double().numpy())
     for handle in (full, done):
         layers = heatmap_of_layers(handle, own["cold"], Words())
+        assert layers.positions == (0, 2, 4)
         assert layers.names == ("1", "0"), "layer 0 is at the bottom"
         # a product with one vector and with two at once may round otherwise
         assert np.allclose(layers.values, torch.stack([projected[at][:, 1] for at in (1, 0)], 1).numpy(), atol=1e-5)

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import time
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
@@ -331,6 +332,25 @@ async def test_requests_that_end_together_leave_the_workers_together(tmp_path, m
     for sizes, taken in (((40, 9, 7), 1), ((9, 7, 1), 2), ((1, 16), 1), ((16,), 1)):
         recorder._coming = deque(recording._Ended([], "", size << 20) for size in sizes)
         assert len(recorder._next()) == taken
+
+
+async def test_a_request_is_of_the_time_when_it_ended(tmp_path, monkeypatch) -> None:
+    """Not of when the disk had room for it."""
+    whole = SimpleNamespace(expected=SimpleNamespace(rows=1, plan=SimpleNamespace(capture=None)))
+    monkeypatch.setattr(recording, "_source", lambda _: whole)
+    monkeypatch.setattr(recording, "_memory_held", lambda _: 1)
+    monkeypatch.setattr(recording, "fetch_all", lambda _: asyncio.sleep(0))
+    folder = opened(tmp_path)
+    add = folder.add
+    monkeypatch.setattr(folder, "add", lambda *given: (time.sleep(0.4), add(*given))[1])
+    began = time.time()
+    async with Recorder(RecordSettings(tmp_path), folder) as recorder:
+        for number in range(3):
+            recorder.take([a_handle()], str(number))
+        while recorder.recorded["requests"] < 3:
+            await asyncio.sleep(0.01)
+    times = [one.time for one in Recordings.load(tmp_path).requests]
+    assert all(0 <= one - began < 0.3 for one in times), times
 
 
 def test_a_request_whose_rows_have_no_room_on_disk_is_not_recorded(tmp_path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -931,6 +932,24 @@ def test_pictures_are_drawn_to_files_and_axes(tmp_path) -> None:
         plot_changes(records(), 3, tmp_path / "e.png", condition="other")
     with pytest.raises(InvalidSpec, match="give three roles or more"):
         plot_roles(synthetic(roles=2)[0], 0, tmp_path / "e.png")
+
+
+@pytest.mark.parametrize("count", [40, 90, 276])
+def test_the_assistant_is_named_among_any_number_of_roles(count) -> None:
+    """Where not all names have room, the axis says which are written; none on another."""
+    from matplotlib.figure import Figure
+
+    ranked = [(f"role {at}", float(at)) for at in range(count - 1)] + [(ASSISTANT, 1e3)]
+    axes = Figure().subplots()
+    plot_positions(SimpleNamespace(ranked=lambda _layer: ranked, how="contrast"), 5, axes)
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    places = [int(place) for place in axes.get_yticks()]
+    assert names == [ranked[place][0] for place in places]
+    assert ASSISTANT in names
+    step = {40: 1, 90: 2, 276: 5}[count]
+    assert min(other - one for one, other in pairwise(sorted(places))) >= step
+    assert len(names) <= 60
+    assert (f"every {step}th name" in axes.get_xlabel()) is (step > 1)
 
 
 # Several processes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import matplotlib.image
 import pytest
@@ -16,7 +17,7 @@ from steercap import errors
 from steercap.captures.rows import Captures, Found
 from steercap.core.prompts import drawn, shortened, visible
 from steercap.core.spec import Point
-from steercap.lab.mechanism.views import LogitLens, TokenHeatmap, Unembedding, logit_lens
+from steercap.lab.mechanism.views import LogitAttribution, LogitLens, TokenHeatmap, Unembedding, logit_lens
 from steercap.testing import Reference, tiny_checkpoint
 
 IDS = [72, 101, 32, 10, 9, 33]
@@ -155,3 +156,23 @@ def test_a_lens_needs_rows_of_the_stream(lensed) -> None:
         logit_lens(handle, "/no/such")
     with pytest.raises(errors.ModelNotLoaded, match="no tokenizer"):
         logit_lens(handle, "/no/such", unembedding=Unembedding.load(path))
+
+
+def test_a_logit_is_told_as_a_sum_of_all_its_terms() -> None:
+    """The numbers of a line, those after the colon of a feature and of each name, add up to the logit."""
+    one = [torch.tensor([value]) for value in (0.25, 0.5, 0.75, 4.0, 7.0)]
+    ids, values = torch.tensor([[7, -1]]), torch.tensor([[1.5, 0.0]])
+    found = LogitAttribution(
+        torch.tensor([3]), ("a",), torch.tensor([5]), ("b",), ids, values, values, *one, torch.tensor([True])
+    )
+    logit, terms = str(found).split("→")[1].split("=")
+    assert float(logit.split()[-1]) == sum(float(term) for term in re.findall(r"[+-]\d+\.\d+", terms)) == 7.0
+
+
+def test_a_heat_map_tells_positions() -> None:
+    """Those of the tokens, where they are given; one for each."""
+    for given, known in (((), ["0", "1"]), ([5, 9], ["5", "9"])):
+        shown = TokenHeatmap(["a", "b"], [1.0, 2.0], positions=given)._repr_html_()
+        assert re.findall(r'title="(\d+): ', shown) == known
+    with pytest.raises(errors.InvalidRequest, match="1 positions for 2 tokens"):
+        TokenHeatmap(["a", "b"], [1.0, 2.0], positions=[5])

@@ -46,6 +46,8 @@ def cached(name: str, make: Callable[[Path], None]) -> Path:
     with (folder.parent / f".{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / DONE).exists():
+            for left in folder.parent.glob(f".{name}.{8 * '?'}"):  # of a killed process: one that lives has the lock
+                shutil.rmtree(left, ignore_errors=True)
             scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{name}."))
             try:
                 make(scratch)

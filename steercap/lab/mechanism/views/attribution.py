@@ -97,6 +97,7 @@ class LogitAttribution:
             pairs = zip(self.ids[row].tolist(), self.contributions[row].tolist(), strict=True)
             gave = "  ".join(f"{feature}: {value:+.2f}" for feature, value in pairs if feature >= 0)
             parts = f"others {self.others[row]:+.2f}, bias {self.bias[row]:+.2f}, rest {self.rest[row]:+.2f}"
+            parts += f", constants {self.constants[row]:+.2f}"
             lines.append(f"{int(self.positions[row]):5} {read!r} → {token!r} {self.logits[row]:.2f} = {gave}  {parts}")
         return "\n".join(lines)
 

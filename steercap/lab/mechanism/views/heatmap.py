@@ -64,6 +64,7 @@ class TokenHeatmap:
         limit: distance from the centre at and beyond which colours are full. By default the greatest distance of a
             value, those beyond ten times the median distance ignored.
         unit: unit of the values, for the legend.
+        positions: position of each token, shown with it; by default they are counted from 0.
 
     Raises:
         InvalidRequest: there are no tokens, values are not real numbers of this shape, or centre or limit is not valid.
@@ -76,6 +77,7 @@ class TokenHeatmap:
     centre: float = 0.0
     limit: float | None = None
     unit: str = ""
+    positions: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         values = _numbers(self.values)
@@ -86,7 +88,13 @@ class TokenHeatmap:
                 f"TokenHeatmap: values {list(values.shape)} for {len(self.tokens)} tokens and names {list(names)}; "
                 "give [tokens] or [tokens, names], with at least one token"
             )
+        positions = tuple(self.positions) or tuple(range(len(self.tokens)))
+        if len(positions) != len(self.tokens):
+            raise InvalidRequest(
+                f"TokenHeatmap: {len(positions)} positions for {len(self.tokens)} tokens; give one each"
+            )
         values.flags.writeable = False
+        object.__setattr__(self, "positions", positions)
         object.__setattr__(self, "tokens", tuple(self.tokens))
         object.__setattr__(self, "values", values)
         object.__setattr__(self, "names", names)
@@ -124,7 +132,8 @@ class TokenHeatmap:
 
     def _block(self, place: int, name: str) -> str:
         head = f"<div style='opacity:.7'>{html.escape(name)}</div>" if name else ""
-        spans = "".join(self._span(token, self.values[at, place], at) for at, token in enumerate(self.tokens))
+        cells = zip(self.tokens, self.values[:, place], self.positions, strict=True)
+        spans = "".join(self._span(token, value, position) for token, value, position in cells)
         return f"<div style='{BLOCK_STYLE}'>{head}{spans}</div>"
 
     def _span(self, token: str, value: float, position: int) -> str:
@@ -274,7 +283,7 @@ def heatmap_of(
     values = _projected(handle, directions.at_layers([place]), place)
     tokens = texts_of(tokenizer, handle.token_ids.tolist())
     said = title or f"projection on unit directions, layer {place}"
-    return TokenHeatmap(tokens, values.numpy(), tuple(directions), said, centre, limit)
+    return TokenHeatmap(tokens, values.numpy(), tuple(directions), said, centre, limit, "", handle.positions.tolist())
 
 
 def heatmap_of_layers(
@@ -311,7 +320,9 @@ def heatmap_of_layers(
     values = torch.cat([_projected(handle, own, layer) for layer in layers], dim=1)
     tokens = texts_of(tokenizer, handle.token_ids.tolist())
     said = title or f"projection on {vectors.name or 'the unit direction'}, by layer"
-    return TokenHeatmap(tokens, values.numpy(), tuple(map(str, layers)), said, centre, limit)
+    return TokenHeatmap(
+        tokens, values.numpy(), tuple(map(str, layers)), said, centre, limit, "", handle.positions.tolist()
+    )
 
 
 def colour(value: float, centre: float, limit: float) -> str:

@@ -54,10 +54,13 @@ def plot_positions(axis: AssistantAxis, layer: int, to: str | Path | Axes) -> No
                 value, place, "*" if name == ASSISTANT else "o", color=colour, markersize=9 if name == ASSISTANT else 5
             )
         axes.axvline(0, color=ink(), linewidth=0.8)
-        step = max(1, len(ranked) // NAMED)
-        axes.set_yticks(places[::step], [name for name, _ in ranked][::step], fontsize=8)
+        step = -(-len(ranked) // NAMED)
+        helper = [place for place, (name, _) in enumerate(ranked) if name == ASSISTANT]
+        named = [place for place in places[::step] if all(abs(place - one) >= step for one in helper)] + helper
+        axes.set_yticks(named, [ranked[place][0] for place in named], fontsize=8)
         axes.margins(y=0.02)
-        axes.set(xlabel=f"projection on the assistant axis ({axis.how}), layer {layer}")
+        some = f"; every {step}th name and the assistant's are written" if step > 1 else ""
+        axes.set(xlabel=f"projection on the assistant axis ({axis.how}), layer {layer}{some}")
         axes.grid(axis="x", alpha=0.25)
 
 

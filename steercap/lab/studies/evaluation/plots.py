@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 #: Matplotlib markers of methods, in order, as `COLOURS` are their colours.
-MARKS: Final = ("o", "s", "^", "D", "v", "P")
+MARKS: Final = ("o", "s", "^", "D", "v", "P", "X")  # one more than colours, so no two of the first 42 are alike
 #: Matplotlib markers of controls, which are grey.
-CONTROL_MARKS: Final = ("x", "+", "1", "2")
+CONTROL_MARKS: Final = ("x", "+", "1", "2", "3", "4")
 #: Widths in inches of the panel of doses and of a column's panel, height of a row; dots per inch.
 DOSES, COLUMN, HEIGHT, DPI = 4.4, 2.0, 3.0, 150
 

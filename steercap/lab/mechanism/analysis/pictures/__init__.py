@@ -160,14 +160,19 @@ def _by_layer(rows: Sequence[dict[str, Any]]) -> tuple[list[int], Any, Any]:
 
 
 def plot_position_sweep(
-    table: pa.Table, path: str | Path, *, prompt: int = 0, name: str | None = None, metric: str = "change of the metric"
+    table: pa.Table,
+    path: str | Path,
+    *,
+    prompt: int | None = None,
+    name: str | None = None,
+    metric: str = "change of the metric",
 ) -> Path:
     """Draw effects by layer and token of a prompt, red if adding the vector raises the metric, blue if it lowers it.
 
     Args:
         table: table from `position_sweep`.
         path: file to write; its suffix sets the format.
-        prompt: index of the prompt.
+        prompt: index of the prompt; by default the only one, or 0 if there are several.
         name: name of the vector, if there are several.
         metric: label of the colour scale.
 
@@ -177,7 +182,8 @@ def plot_position_sweep(
     rows = rows_of(table, "name", "control", "layer", "prompt", "position", "difference", maker="position_sweep")
     if any(row["position"] is None for row in rows):
         raise InvalidSpec("this picture takes a table of position_sweep, and the one given is of all tokens at once")
-    chosen = only(rows, "name", name), only(rows, "prompt", prompt if len({r["prompt"] for r in rows}) > 1 else None)
+    several = len({row["prompt"] for row in rows}) > 1
+    chosen = only(rows, "name", name), only(rows, "prompt", 0 if prompt is None and several else prompt)
     own = [row for row in rows if (row["name"], row["prompt"]) == chosen and not row["control"]]
     layers, tokens = sorted({row["layer"] for row in own}), {row["position"]: row["token"] for row in own}
     positions = sorted(tokens)

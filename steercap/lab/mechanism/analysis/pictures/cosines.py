@@ -133,7 +133,8 @@ def plot_methods(table: pa.Table, path: str | Path) -> Path:
             axes.set(title=" and ".join(map(written, pair)), xlabel="layer")
             axes.xaxis.get_major_locator().set_params(integer=True)
             bare(axes)
-        panels[0].set(ylabel="cosine", ylim=(min(0.0, *(row["cosine"] for row in rows)) - 0.03, 1.03))
+        drawn = np.array([0.0, *(row[column] for row in rows for column, *_ in LINES)], dtype=float)
+        panels[0].set(ylabel="cosine", ylim=(np.nanmin(drawn) - 0.03, 1.03))
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center")
     return Path(path)
 
@@ -155,7 +156,8 @@ def plot_scree(table: pa.Table, path: str | Path) -> Path:
         InvalidSpec: the table is not from `scree`.
     """
     columns = ("component", "explained", "random_mean", "random_low", "random_high")
-    rows = rows_of(table, *columns, maker="scree")[:COMPONENTS]
+    found = rows_of(table, *columns, maker="scree")
+    rows = found[:COMPONENTS]
     number, explained, mean, low, high = (np.array([row[column] for row in rows]) for column in columns)
     with Picture(path, COLUMN, 2.2) as figure:
         axes: Any = figure.subplots()
@@ -163,7 +165,8 @@ def plot_scree(table: pa.Table, path: str | Path) -> Path:
         axes.plot(number, 100 * mean, color=GREY, linewidth=1, label="random vectors of these norms, 95 %")
         style = {"marker": "o", "markersize": 3.5, "linewidth": 1.1}
         axes.plot(number, 100 * explained, color=COLOURS[0], label="these vectors", **style)
-        axes.set(xlabel="principal component", ylabel="variance explained, %", ylim=(0, None))
+        some = f" (the first {len(rows)} of {len(found)})" if len(rows) < len(found) else ""
+        axes.set(xlabel=f"principal component{some}", ylabel="variance explained, %", ylim=(0, None))
         axes.xaxis.get_major_locator().set_params(integer=True)
         bare(axes)
         axes.legend(loc="upper right")
