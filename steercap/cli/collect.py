@@ -304,8 +304,7 @@ def register(app: typer.Typer) -> None:
             typer.Option(min=0, help="Compute statistics from one row in N (default 8 per point); 0 for none."),
         ] = None,
         concurrency: Annotated[
-            int | None,
-            typer.Option(min=1, help="Maximum concurrent windows; 1 gives bit-identical results."),
+            int | None, typer.Option(min=1, help="Maximum concurrent windows; 1 gives bit-identical results.")
         ] = None,
         verify: Annotated[
             bool, typer.Option("--verify", help="Check existing shards by SHA-256, and rewrite damaged ones.")

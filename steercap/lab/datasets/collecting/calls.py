@@ -63,23 +63,22 @@ async def collect(
     """Read a corpus into a data set of activations on disk, readable by `steercap.lab.datasets` and other tools.
 
     An interrupted call loses only the shards that were not written yet; repeating the same call resumes it. Every
-    document is in the data set once. With `concurrency=1` the data set is the same, bit for bit, whenever and however
-    often it was interrupted; otherwise rows may differ in their last bits, as they do from batch to batch, and through
-    them which rows `ByProbe` keeps and which texts `sampling_params` generates.
+    document is in the data set once. With `concurrency=1` it is the same bit for bit, however often it was interrupted;
+    otherwise rows may differ in their last bits, as from batch to batch, and through them which rows `ByProbe` keeps and
+    which texts `sampling_params` generates.
 
     Args:
         model: an open model; with `ray` it need not be started.
-        corpus: a file, a folder or a pattern, or any iterable or async iterable of documents: str, token ids,
-            messages, or mappings that hold one of these; or an opened `DocumentSource`: see
-            `steercap.lab.datasets.collecting.open_source`.
-        folder: folder to write the data set to: a path, or the URL of an fsspec file system.
+        corpus: a file, a folder or a pattern, or any iterable or async iterable of documents: str, token ids, messages,
+            or mappings that hold one of these; or a `DocumentSource` of `steercap.lab.datasets.collecting.open_source`.
+        folder: folder for the data set: a path, or the URL of an fsspec file system.
         layers, sites, codec, codec_k, codec_seed, attention: shorthand for `capture=CaptureSpec(layers=..., ...)`.
         capture: spec of the rows to keep, without `reduce`, `project`, `sae` and `gather=False`.
-        tokens: selection of tokens whose rows are kept: as for `CaptureSpec`, or `OneIn`, `ByProbe`, `ByPredicate`; by
-            default those of `capture`. Positions count from the start of each window.
+        tokens: tokens whose rows are kept: as for `CaptureSpec`, or `OneIn`, `ByProbe`, `ByPredicate`; by default those
+            of `capture`. Positions count from the start of each window.
         context: maximum tokens of a window, by default as many as the engine takes.
-        long: treatment of longer documents: they are "split" into windows, each read by itself, "cut" off, or
-            "refuse"d. By default "split"; "refuse" where something is generated.
+        long: what is done with longer documents: "split" into windows, each read by itself, "cut" off, or "refuse"d. By
+            default "split"; "refuse" where something is generated.
         bos: place of the beginning-of-text token: before each "document", if the tokenizer puts it there; before each
             "window"; or "none".
         chat_template_kwargs: further arguments of the chat template. A conversation that ends with the assistant's
@@ -87,19 +86,17 @@ async def collect(
         sampling_params: parameters with which the model continues each document; generated tokens' rows are kept too.
         seed: seed of all sampling; each document's own seed is derived from it and the document's number.
         steering: edits applied during the run, as for `generate`.
-        shard_bytes: target bytes of rows in a shard; three to nine shards are in memory, depending on the number of
-            cores.
+        shard_bytes: target bytes of rows in a shard; three to nine shards are in memory, the more cores the more.
         documents_per_shard: documents in a shard; by default as many as have `shard_bytes`, judged by the first few.
-        statistics_every: sampling interval of statistics, one row in so many; 0 for none. By default 8 for each point:
-            many points take no more time than one. Targets of attention have none.
+        statistics_every: statistics are of one row in so many; 0 for none, by default 8 for each point. Targets of
+            attention have none.
         concurrency: maximum windows in flight; by default as many as the engine can use, within memory.
-        verify: check existing shards by their hashes, rather than by their sizes alone; damaged shards are collected
-            again.
+        verify: check existing shards by their hashes, not by their sizes alone; damaged ones are collected again.
         progress: function called with a `Progress` after each block of rows; with `ray`, after each shard.
         storage_options: options of the URL's file system.
-        ray: Ray actors among which the corpus is distributed. Each starts an engine with this model's arguments. A
-            shard has the same documents, whichever actor makes it, and with `concurrency=1` the same bits; otherwise it
-            may differ as it does from call to call. All machines must reach the folder. `concurrency` is per engine.
+        ray: Ray actors among which the corpus is distributed. Each starts an engine with this model's arguments, and
+            `concurrency` is per engine. A shard has the same documents, whichever actor makes it. All machines must
+            reach the folder.
 
     Returns:
         Summary of the complete data set.
@@ -116,9 +113,7 @@ async def collect(
     coding = {"codec": codec, "codec_k": codec_k, "codec_seed": codec_seed}
     kept, chosen = _kept(capture, tokens, layers=layers, sites=sites, attention=attention, **coding)
     if seed and sampling_params is None:
-        raise InvalidSpec(
-            f"seed={seed} is that of sampling with sampling_params=; give codec_seed= for the matrix of a codec"
-        )
+        raise InvalidSpec(f"seed={seed} is for sampling, with sampling_params=; give codec_seed= for a codec's matrix")
     asked = CollectArguments(
         capture=kept,
         tokens=chosen,
