@@ -509,7 +509,7 @@ def test_samples_say_what_they_depend_on():
 
 async def test_a_seed_of_sampling_is_not_taken_for_that_of_a_codec(tmp_path) -> None:
     """`seed=` beside a codec once left the codec's seed at 0, without a word."""
-    with pytest.raises(InvalidSpec, match="give codec_seed= for a codec.s matrix"):
+    with pytest.raises(InvalidSpec, match="give codec_seed= for a codec's matrix"):
         await collect(None, ["a"], tmp_path, layers=[1], codec="rp8", codec_k=64, seed=3)  # type: ignore[arg-type]
     assert _kept(None, None, codec="rp8", codec_k=64, codec_seed=3)[0].codec_seed == 3
 

@@ -64,8 +64,8 @@ async def collect(
 
     An interrupted call loses only the shards that were not written yet; repeating the same call resumes it. Every
     document is in the data set once. With `concurrency=1` it is the same bit for bit, however often it was interrupted;
-    otherwise rows may differ in their last bits, as from batch to batch, and through them which rows `ByProbe` keeps and
-    which texts `sampling_params` generates.
+    otherwise rows may differ in their last bits, as from batch to batch, and so may what `ByProbe` keeps and generated
+    texts.
 
     Args:
         model: an open model; with `ray` it need not be started.
@@ -102,8 +102,7 @@ async def collect(
         Summary of the complete data set.
 
     Raises:
-        RunDiffers: the folder has another data set, or one of another corpus, or the corpus has grown beyond the last
-            shard of the folder, which is short.
+        RunDiffers: the folder is of another data set or corpus, or the corpus has grown beyond its last, short shard.
         CollectionStopped: the folder cannot be written to, such as on a full disk, or actors were lost too often.
         InvalidFile: a file of the corpus cannot be read, or holds an item that is not a document.
         InvalidRequest: an argument does not fit, or another process writes to the folder.
