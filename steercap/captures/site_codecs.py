@@ -240,7 +240,8 @@ def _parameters(coding: Coding) -> dict[str, Any]:
 
 
 def _spec(sites: tuple[str, ...], coding: Coding, others: Mapping[str, Any]) -> CaptureSpec:
-    return CaptureSpec(sites=sites, codec=coding.encoding, **_parameters(coding), **others)
+    parameters: dict[str, Any] = {f"codec_{name}": number for name, number in _parameters(coding).items()}
+    return CaptureSpec(sites=sites, codec=coding.encoding, **parameters, **others)
 
 
 def _targets(text: str, whole: str) -> int:
@@ -262,7 +263,8 @@ def _coding(text: str, whole: str) -> Coding:
         if parameter in numbers:
             raise InvalidSpec(f"{whole!r} gives {parameter} twice; give it once")
         numbers[parameter] = int(number)
-    CaptureSpec(codec=name, **numbers)  # bounds of the numbers
+    bounded: dict[str, Any] = {f"codec_{parameter}": number for parameter, number in numbers.items()}
+    CaptureSpec(codec=name, **bounded)  # bounds of the numbers
     return codec_of(name, numbers.get("k"), numbers.get("seed"))
 
 

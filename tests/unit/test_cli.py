@@ -561,7 +561,7 @@ def test_steering_that_is_not_clear_is_refused(directions, tmp_path) -> None:
     with pytest.raises(InvalidSpec, match="give --first-row 1"):
         SteerOptions(steer=persona, steer_layers="1").spec()
     rows = torch.load(persona)
-    (edit,) = SteerOptions(steer=persona, steer_layers="1", base=1).spec().flat()
+    (edit,) = SteerOptions(steer=persona, steer_layers="1", first_row=1).spec().flat()
     assert torch.equal(edit.vector, rows[2])
 
 

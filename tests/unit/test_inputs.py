@@ -226,7 +226,7 @@ def steer(edit: Any) -> None:
 
 def capture(**arguments: Any) -> None:
     spec = CaptureSpec(**arguments)
-    _ = hash(spec), repr(spec), codec_of(spec.codec_or("raw"), spec.k, spec.seed)
+    _ = hash(spec), repr(spec), codec_of(spec.codec_or("raw"), spec.codec_k, spec.codec_seed)
     check_armed(spec.points(LAYERS), ARMED, SITES)
     spec.selection.ranges(PROMPT, LIMIT)
     if spec.project is not None:

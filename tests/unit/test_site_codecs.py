@@ -177,7 +177,13 @@ def test_indices_are_wider_where_a_sequence_is_longer() -> None:
 def test_one_codec_is_left_to_the_workers() -> None:
     codecs = SiteCodecs.parse(["resid_post=rp8,k=64,seed=3", "attn_out=rp8,k=64,seed=3"])
     spec = codecs.spec(layers=[1], tokens="generated")
-    assert (spec.sites, spec.codec, spec.k, spec.seed, spec.layers) == (("resid_post", "attn_out"), "rp8", 64, 3, (1,))
+    assert (spec.sites, spec.codec, spec.codec_k, spec.codec_seed, spec.layers) == (
+        ("resid_post", "attn_out"),
+        "rp8",
+        64,
+        3,
+        (1,),
+    )
     mixed = SiteCodecs.parse(["resid_post=rp8", "neurons=topk8"])
     assert (mixed.spec().codec, mixed.codings["neurons"], mixed.codings["resid_post"].k) == (
         "raw",
