@@ -16,6 +16,12 @@ class Defaults(griffe.Extension):
             if isinstance(parameter.default, (griffe.ExprName, griffe.ExprAttribute)):
                 parameter.default = shown(value_of(str(parameter.default), func.module.path))
 
+    def on_class_instance(self, *, cls: griffe.Class, **_kwargs: Any) -> None:
+        """Called for every class as it is read; griffe knows the standard library's `dataclass` alone, by its path."""
+        made = cls.module.members.get("dataclass")
+        if isinstance(made, griffe.Alias) and made.target_path == "steercap.core.hints.dataclass":
+            made.target_path = "dataclasses.dataclass"
+
     def on_class(self, *, cls: griffe.Class, **_kwargs: Any) -> None:
         """Called for every class; a dataclass has its arguments' defaults as values of its attributes."""
         if not any("dataclass" in str(decorator.value) for decorator in cls.decorators):

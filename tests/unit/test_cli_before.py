@@ -263,7 +263,7 @@ SWEEP = "sweep --scales 1 --prompts a.txt --out s -m model --vectors"
         ("collect a.txt -m model --out x --context 0", 1, "context=0; give a whole number, 1 or more"),
         ("collect a.txt -m model --out x --long splt", 1, "long='splt'; give 'split' or 'cut' or 'refuse'"),
         ("collect a.txt -m model --out x --bos windw", 1, "bos='windw'; give 'document' or 'window' or 'none'"),
-        ("collect a.txt -m model --out x --long split --max-tokens 5", 1, "long='split' with params="),
+        ("collect a.txt -m model --out x --long split --max-tokens 5", 1, "long='split' with sampling_params="),
         ("collect a.txt -m model --out x --attention 2 --statistics-every 1", 1, "positions, which have no mean"),
         (f"{PROBE} deep.safetensors --layers 1 --probe-layer 2", 1, "resid_post[2], which is not collected"),
         (f"{PROBE} wide.safetensors --layers 1 --probe-layer 1", 1, "--probe: the vectors have width 16"),

@@ -446,7 +446,7 @@ FURTHER: dict[str, Callable[[Any], Any]] = {
             "relative",
             "negated",
             "samples",
-            "sampling",
+            "sampling_params",
         )
     },
 }

@@ -934,7 +934,7 @@ class Endless:
             self.cancelled.set()
             raise
 
-    unembed = token_ids = encode
+    unembed = tokenize = encode
 
 
 @pytest.mark.parametrize(
