@@ -73,13 +73,13 @@ FUNCTIONS: Final = {
     "read_answers": "steercap.lab.personas.read_answers",
     "run_persona": "steercap.lab.personas.run_persona",
     "run_roles": "steercap.lab.personas.roles.run_roles",
-    "run_rollouts": "steercap.lab.studies.rollouts.run_rollouts",
+    "run_rollouts": "steercap.lab.studies.run_rollouts",
     "run_roles_share": "steercap.lab.personas.roles.run_roles_share",
     "run_sweep": "steercap.lab.studies.sweeps.run_sweep",
     "save_run": "steercap.captures.saving.save_run",
     "shuffled": "steercap.lab.studies.evaluation.shuffled",
     "token_projections": "steercap.lab.personas.roles.token_projections",
-    "try_layers": "steercap.lab.studies.trying.try_layers",
+    "try_layers": "steercap.lab.studies.try_layers",
 }
 #: Docstrings of the modules.
 MODULES: Final = {

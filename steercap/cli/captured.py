@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -176,6 +176,10 @@ async def capture_to(
     return [found[number] for number in sorted(found)]
 
 
+#: Arguments that a folder's manifest names only where they are given.
+_FURTHER: Final = ("attention", "at", "before_edits", "sae")
+
+
 def arguments_of_call(prompts: list[Prompt], params: dict[str, Any], spec: CaptureSpec) -> dict[str, Any]:
     """Return the inputs of captures that are known before the model is open, to compare with a folder's manifest.
 
@@ -185,12 +189,8 @@ def arguments_of_call(prompts: list[Prompt], params: dict[str, Any], spec: Captu
     """
     known = [prompt.content if prompt.special is None else [prompt.content, prompt.special] for prompt in prompts]
     contents = msgspec.json.encode(known)
-    further = {
-        "attention": spec.attention,
-        "at": spec.at,
-        "before_edits": spec.before_edits or None,
-        "sae": [sae.encoder.digest().hex() for sae in spec.saes] or None,
-    }
+    saes = [sae.encoder.digest().hex() for sae in spec.saes] or None
+    further = dict(zip(_FURTHER, (spec.attention, spec.at, spec.before_edits or None, saes), strict=True))
     return {
         "prompts": hashlib.sha256(contents).hexdigest(),
         "sampling": params,
@@ -243,5 +243,11 @@ def check_goes_on(out: Path, arguments: dict[str, Any]) -> bool:
     if not (out / FILE).exists():
         return False
     plain = msgspec.json.decode(msgspec.json.encode(arguments))
-    CAPTURES.check_same(out, lambda found: msgspec.structs.replace(found, asked={**found.asked, **plain}))
+    left_out = {*_FURTHER} - {*plain}
+
+    def asked(found: Any) -> Any:
+        kept = {name: value for name, value in found.asked.items() if name not in left_out}
+        return msgspec.structs.replace(found, asked={**kept, **plain})
+
+    CAPTURES.check_same(out, asked)
     return True

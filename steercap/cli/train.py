@@ -267,6 +267,8 @@ def register(app: typer.Typer) -> None:
         check_options(examples, {"name": name, "held_out": held_out, "lr": lr}, vars(folder))
         if (known := ModelOptions(model).look_up().layers) and layers is not None:
             resolve_layers(layers_of(layers), known)
+        if steps.gate_width is not None and edit in set(TrainableKind):
+            raise typer.BadParameter(f"--edit {edit} has no gate; leave it out", param_hint="--gate-width")
         said = {
             **steps.said(),
             "edit": edit_of(edit, layers, rank=rank, norm=norm, relative=relative, site=site, tokens=tokens),

@@ -37,6 +37,8 @@ ATTRIBUTES: Final[Mapping[str, str]] = {
 }
 #: Names of other libraries' arguments, the corresponding argument here, and the advice, formatted with `name`.
 ARGUMENTS: Final[Sequence[tuple[str, str, str]]] = (
+    ("n n_samples num_samples", "samples", "give samples="),
+    ("vector vectors direction steering_vector", "do", "give probe="),  # of a Monitor
     ("prompt text texts input inputs input_ids prompt_token_ids messages", "prompts", "give prompts="),
     ("prompts prompt text texts conversation conversations", "messages", "give messages="),
     ("layer layers layer_ids", "capture_layers", "give capture_layers="),

@@ -132,7 +132,7 @@ def read_name(name: str) -> Name:
     if within in TRANSFORMER_LENS:
         return Name(TRANSFORMER_LENS[within], None if layer == EVERY else _number(layer, name))
     if not is_module(name):
-        if tensor := _OF_TENSOR.fullmatch(name):
+        if (tensor := _OF_TENSOR.fullmatch(name)) and tensor[1] in {*FORK_HOOKS.values(), *TRANSFORMER_LENS.values()}:
             raise UnknownName(f"{shown(name)} is a name of tensors in files; did you mean '{tensor[1]}[{tensor[2]}]'?")
         return Name(FORK_HOOKS.get(name, name))
     layers = _LAYER.findall(name)

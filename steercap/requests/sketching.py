@@ -206,9 +206,8 @@ def joint_capture(
     if own is None:
         return spec, tuple(wanted), tuple(engine.armed[point] for point in wanted)
     points, indices = engine.compiler.captured(own)
-    same = {
-        name: getattr(spec, name) for name in ("layers", "sites", "codec", "k", "seed", "gather", "allow_nonfinite")
-    }
+    names = ("layers", "sites", "codec", "codec_k", "codec_seed", "gather", "allow_nonfinite")
+    same = {name: getattr(spec, name) for name in names}
     raw = own.attention is None and engine.compiler.coding(own) == engine.compiler.coding(
         spec
     )  # which may follow from settings

@@ -998,7 +998,7 @@ def run_rollouts(
         JudgeFailed: the judge cannot be reached; judgements until then stay in the folder.
         The errors of `SteerModel.generate`; answers until then stay in the folder.
     """
-    from steercap.lab.studies.rollouts import run_rollouts as there
+    from steercap.lab.studies import run_rollouts as there
 
     return forward(
         there, model, sets, out=out, judge=judge, sets_at_once=sets_at_once, concurrency=concurrency, progress=progress
@@ -1196,6 +1196,6 @@ def try_layers(
         LayerOutOfRange: the direction has no vector at a layer.
         The errors of `SteerModel.generate`.
     """
-    from steercap.lab.studies.trying import try_layers as there
+    from steercap.lab.studies import try_layers as there
 
     return forward(there, model, directions, prompts, name=name, layers=layers, scale=scale, max_tokens=max_tokens)

@@ -159,7 +159,7 @@ scope = {
 }
 edits = st.one_of(
     st.builds(Add, vectors(), number, relative=st.booleans(), **scope),
-    st.builds(AddIf, vectors(), vectors(), number, number, **scope),
+    st.builds(AddIf, vectors(), vectors(), threshold=number, scale=number, **scope),
     st.builds(Ablate, vectors(), **scope),
     st.builds(Cap, vectors(), low=st.none(), high=number, **scope),
     st.builds(SetProjection, vectors(), number, **scope),

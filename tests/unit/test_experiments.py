@@ -705,7 +705,7 @@ def handle_of(rows, directions=(), marks=None) -> CaptureHandle:
         request_id="",
         model="",
         text="",
-        prompt_token_ids=(4, 5),
+        prompt_token_ids=(4, 8, 5, 8),
         output_token_ids=(6, 7),
         points=points,
         num_layers=2,
