@@ -267,11 +267,14 @@ def test_an_interpreter_ends_although_a_loop_still_runs() -> None:
 
 
 def test_nothing_waits_by_a_clock_that_can_be_set() -> None:
-    """Whoever sets the machine's time must not end a wait, or keep one from its end: only the age of a file uses it."""
+    """Whoever sets the machine's time must not end a wait, or keep one from its end.
+
+    It is used for the age of a file, and for the time at which a recorded request ended.
+    """
     root = Path(steercap.__file__).parent
     found = {
         str(path.relative_to(root))
         for path in root.rglob("*.py")
         if re.search(r"\btime\.time(_ns)?\(|\bdatetime\b|from time import", path.read_text())
     }
-    assert found == {"cli/up.py", "files/base.py", "server/library.py"}
+    assert found == {"cli/up.py", "files/base.py", "server/library.py", "server/recording.py"}
