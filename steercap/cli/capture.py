@@ -46,7 +46,7 @@ Places: TypeAlias = Annotated[
 ]
 Saes: TypeAlias = Annotated[
     list[Path] | None,
-    typer.Option(exists=True, help="Keep the strongest features of this SAE, a folder, instead of rows; repeatable."),
+    typer.Option(exists=True, help="SAE whose strongest features are kept instead of rows, a folder; repeatable."),
 ]
 #: Maximum number of prompts whose heat maps are shown; the files have the rows of all prompts.
 HEATMAPS: Final = 8

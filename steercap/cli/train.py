@@ -235,7 +235,9 @@ def register(app: typer.Typer) -> None:
         ] = None,
         relative: Annotated[
             bool | None,
-            typer.Option("--relative", help="Scale --edit add by each row's norm; needs a --norm above 0."),
+            typer.Option(
+                "--relative", help="Scales of --edit add are fractions of each row's norm; needs a --norm above 0."
+            ),
         ] = None,
         site: Annotated[str | None, typer.Option(help="Site to edit (default resid_post).")] = None,
         tokens: Annotated[str | None, typer.Option(help="Tokens to edit (default all).")] = None,

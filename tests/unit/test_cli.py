@@ -125,7 +125,7 @@ def test_examples_are_calls_that_the_command_takes(monkeypatch) -> None:
 
 
 #: Options whose help begins differently by what they are of, and those that take another form where they are many.
-BEGINS = {"--out": {"File", "Folder"}}
+BEGINS = {"--at": {"Points", "Value"}, "--out": {"File", "Folder"}}
 FORMS = {
     "--at": {"TEXT", "X"},  # points; of evaluate a value, as its YAML has it
     "--codec": {"CODEC,k=N", "TEXT"},
