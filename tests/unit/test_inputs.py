@@ -472,7 +472,7 @@ def test_several_wrong_values_at_once_are_refused_too(edit, junk, captured) -> N
     """Of edits and captures alike: accepted or an error of steercap's, and nothing else."""
     kind, base, parameters = edit
     names = (
-        ["layers", "sites", "tokens", "reduce", "codec", "k", "seed", "before_edits"]
+        ["layers", "sites", "tokens", "reduce", "codec", "codec_k", "codec_seed", "before_edits"]
         if captured
         else [*parameters, "layers", "site", "tokens"]
     )
