@@ -94,7 +94,7 @@ def pooling_json(given: Any) -> dict[str, Any]:
     Raises:
         InvalidRequest: `given` is of another type, or a value cannot be written as JSON.
     """
-    asked = {name: _plain(value) for name, value in _fields(given, "pooling", "PoolingParams").items()}
+    asked = {name: _plain(value) for name, value in _fields(given, "pooling_params", "PoolingParams").items()}
     for name, value in asked.items():
         try:
             msgspec.json.encode({name: value})

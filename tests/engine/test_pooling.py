@@ -282,7 +282,7 @@ async def test_what_a_pooling_model_cannot_do_is_refused(qwen) -> None:
         await model.encode("Hello", {"dimension": 8})
     with pytest.raises(refused, match="Matryoshka"):
         await model.encode("Hello", {"dimensions": 8})
-    with pytest.raises(refused, match="pooling has 1 entries for 2 prompts"):
+    with pytest.raises(refused, match="pooling_params has 1 entries for 2 prompts"):
         await model.encode(["Hello", "there"], [{}])
     with pytest.raises(errors.InvalidPrompt, match="maximum context length is 256 tokens"):
         await model.encode(random_prompt(257, seed=1))
