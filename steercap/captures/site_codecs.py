@@ -260,12 +260,11 @@ def _coding(text: str, whole: str) -> Coding:
                 f"{whole!r}: {shown(one)} is not a parameter of a codec; {choices(parameter, _PARAMETERS)}, such as "
                 "k=512"
             )
-        if parameter in numbers:
+        if f"codec_{parameter}" in numbers:
             raise InvalidSpec(f"{whole!r} gives {parameter} twice; give it once")
-        numbers[parameter] = int(number)
-    bounded: dict[str, Any] = {f"codec_{parameter}": number for parameter, number in numbers.items()}
-    CaptureSpec(codec=name, **bounded)  # bounds of the numbers
-    return codec_of(name, numbers.get("k"), numbers.get("seed"))
+        numbers[f"codec_{parameter}"] = int(number)
+    spec = CaptureSpec(codec=name, **numbers)  # checks their bounds
+    return codec_of(name, spec.codec_k, spec.codec_seed)
 
 
 def read_settings(path: str | Path) -> SiteCodecsFile:

@@ -355,7 +355,7 @@ def register(app: typer.Typer) -> None:
             "concurrency": concurrency,
             "verify": verify,
         }
-        CollectArguments(**arguments)
+        CollectArguments(**arguments)  # what collect() would refuse is refused before an engine starts
         if how.context is not None and (room := model.room()):
             check_room(how.context, max(1, room - (answers.max_tokens or 1)))
         actors = spread.actors()

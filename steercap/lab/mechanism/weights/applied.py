@@ -114,9 +114,8 @@ class AttentionBlock:
         if not isinstance(z, torch.Tensor) or tuple(z.shape[1:]) != wanted or not z.is_floating_point():
             had = tuple(z.shape) if isinstance(z, torch.Tensor) else shown(z)
             raise InvalidSpec(f"z={had}; give rows at the site z, [rows, {wanted[0]}, {wanted[1]}] of floats")
-        coding = codec_of(
-            "rp8", CaptureSpec(codec="rp8", codec_k=k).codec_k, CaptureSpec(codec="rp8", codec_seed=seed).codec_seed
-        )
+        spec = CaptureSpec(codec="rp8", codec_k=k, codec_seed=seed)
+        coding = codec_of("rp8", spec.codec_k, spec.codec_seed)
         drawn = signs(coding.k, len(self.output[0]), coding.seed) * coding.k**-0.5
         with exact_products():
             through = (drawn @ self.output[0]).unflatten(1, wanted)
