@@ -30,6 +30,8 @@ from uuid import uuid4
 MARK: Final = "STEERCAP_ENGINE"
 #: Maximum wait in seconds for killed processes to vanish; a driver that frees much device memory takes a few.
 PATIENCE: Final = 10.0
+#: Maximum wait in seconds for a process inside `execve`, whose environment cannot be read, to have one.
+_EXEC_SECONDS: Final = 1.0
 #: Maximum length of the path of a folder for Unix sockets: 107 bytes, less a UUID.
 LONGEST_FOLDER: Final = 107 - 37
 _SHARED: Final = "/dev/shm/"  # noqa: S108 -- where Linux keeps shared memory
@@ -189,7 +191,7 @@ def _processes(mark: str, roots: Mapping[int, str]) -> set[int]:
         if status is None:
             continue
         parents[pid] = int(status[1])
-        if needle in _read(f"/proc/{pid}/environ").split(b"\0"):
+        if needle in _environ(pid).split(b"\0"):
             found.add(pid)
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
@@ -199,6 +201,22 @@ def _processes(mark: str, roots: Mapping[int, str]) -> set[int]:
 def pids() -> Iterator[int]:
     """Return the ids of all processes of the machine."""
     return (int(name) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208
+
+
+def _environ(pid: int) -> bytes:
+    """Return the environment of a process as it started, variables ended by zero bytes; empty if it cannot be read.
+
+    Inside `execve` a process shows neither environment nor arguments, and its parent has gone on since: on a loaded
+    machine for many milliseconds. Who reads then waits, so as not to overlook it.
+    """
+    deadline = time.monotonic() + _EXEC_SECONDS
+    while not (found := _read(f"/proc/{pid}/environ")):
+        status = _status(pid)
+        has_memory = status is not None and int(status[20])  # a thread of the kernel has none
+        if not has_memory or _read(f"/proc/{pid}/cmdline") or time.monotonic() > deadline:
+            return _read(f"/proc/{pid}/environ")  # again, as the arguments may have come just before it
+        time.sleep(0.001)
+    return found
 
 
 def _status(pid: int) -> list[str] | None:

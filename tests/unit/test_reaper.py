@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from steercap.adapters import reaper
 from steercap.adapters.reaper import MARK, Reaper
 
 #: Two process ids and a path.
@@ -150,6 +151,17 @@ def test_an_engine_ends_with_its_client(way, number) -> None:
         assert not memory.exists()
         assert not folder.exists()
         assert "all" in way or gone([other], 0) == [other]
+
+
+def test_a_process_inside_execve_is_not_overlooked(monkeypatch) -> None:
+    """`Popen` returns before the kernel has written the child's environment: in a quarter of cases, or most."""
+    for at in range(100):
+        mark = f"{os.getpid()}-execve-{at}"
+        with subprocess.Popen(["sleep", "600"], env={**os.environ, MARK: mark}, start_new_session=True) as child:
+            monkeypatch.setattr(reaper, "pids", lambda pid=child.pid: iter([pid]))  # as if it were the first of all
+            found = reaper._processes(mark, {})
+            child.kill()
+        assert found == {child.pid}
 
 
 @pytest.mark.parametrize("way", [(), ("note", "dead")])
