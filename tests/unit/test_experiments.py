@@ -494,6 +494,17 @@ def results(**changed) -> SweepResults:
     )
 
 
+def test_equal_prompts_are_one_prompt() -> None:
+    """Four copies of a prompt are no four prompts: the standard error is that over different prompts, by NumPy."""
+    one = sweep(prompts=["a", "b", "c"] * 4, random=0)
+    records = [record(one, request.number) for request in one.requests()]
+    values = [[2.0, 3, 7][row.prompt_index % 3] for row in records]
+    for line in SweepResults(one, records, {"length": values}, {"length": Length()}).summary():
+        found = line.means["length"]
+        assert (found.value, found.count) == (pytest.approx(4), 12)
+        assert found.error == pytest.approx(np.std([2.0, 3, 7], ddof=1) / math.sqrt(3))
+
+
 def test_vectors_whose_names_differ_in_marks_alone_have_pictures_of_their_own(tmp_path) -> None:
     """As names of files all three are a_b, which is the first's; the last has a name that the second was given."""
     found = results(vectors={name: vectors(1, 3) for name in ("a-b", "a b", "a_b_2")}, scales=(1,), random=0)
