@@ -696,6 +696,12 @@ def test_a_summary_has_a_line_for_each_method_and_dose() -> None:
     assert lines["mine", 2].means["neutral"].clusters == 2
 
 
+def test_a_task_with_another_formula_has_values_of_its_own() -> None:
+    """A subclass is told apart by its name, as stored values are recognised by the repr."""
+    for kind in (Passages, Choices):
+        assert repr(type("Mine", (kind,), {})(first=2)) == "Mine" + repr(kind(first=2)).removeprefix(kind.__name__)
+
+
 def test_equal_questions_and_items_are_one() -> None:
     """Asked three times each, they have the means, intervals, p and costs of being asked once."""
     once = results()

@@ -58,7 +58,7 @@ from steercap.lab.training.batches import EncodedExamples, Picked, Steps, collat
 from steercap.lab.training.examples import ExampleTokens, split, tokens_of
 from steercap.lab.training.folder import FOLDER, TrainingDefinition
 from steercap.lab.training.formula import Doses, changed, gate, stacked
-from steercap.lab.training.objectives import BiPO, Distillation, RePS
+from steercap.lab.training.objectives import BiPO, Distillation, Likelihood, RePS, objective_of
 from steercap.lab.training.settings import Penalties, TrainingSettings
 from steercap.lab.training.steered import SteeredTraits
 from steercap.lab.training.trainable import TrainableSpec
@@ -963,6 +963,16 @@ def test_vllm_is_not_imported() -> None:
         "import sys, steercap.lab.training.training; print(sorted(n for n in sys.modules if n.split('.')[0] == 'vllm'))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_an_objective_without_a_repr_of_its_own_is_refused() -> None:
+    """The address in it is another's later, whose folder would be taken for that of this one."""
+
+    class Plain(Likelihood):
+        __repr__ = object.__repr__
+
+    with pytest.raises(InvalidSetting, match="make Plain a frozen dataclass"):
+        objective_of(Plain())
 
 
 def test_every_objective_is_told_apart_by_its_settings() -> None:
