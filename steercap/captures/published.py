@@ -155,15 +155,8 @@ class PublishedRows:
         path = Path(path)
         check_extension(path, ".npz")
         with write_whole(path) as scratch:
-            self.write_to(scratch)
+            _write(self, scratch)
         return path
-
-    def write_to(self, scratch: Path) -> None:
-        """Write the content of an `.npz` to a path, whatever its name."""
-        numbers = {name: getattr(self, name).float().flatten().numpy() for name in ("scale", "zero")}
-        meta = np.array(msgspec.json.encode(PublishedMeta(self.mode, self.dim)).decode())
-        with scratch.open("wb") as file:
-            np.savez(file, allow_pickle=False, q=self.q.numpy(), meta=meta, **numbers)
 
 
 class PublishedFile(NamedTuple):
@@ -222,11 +215,18 @@ def save_published(handle: CaptureHandle, folder: str | Path, *, seq: int = 0) -
     paths = [Path(folder) / f"seq{number}_layer{layer}_rank{rank}.npz" for layer, rank in published]
     with ExitStack() as whole:
         for path, rows in zip(paths, published.values(), strict=True):
-            rows.write_to(whole.enter_context(write_whole(path)))
+            _write(rows, whole.enter_context(write_whole(path)))
         # Before the new ones have their names: layers, or ranks, of two captures would be read as one after a kill.
         for path in [path for layer in parts for path in Path(folder).glob(f"seq{number}_layer{layer}_rank*.npz")]:
             path.unlink()
     return paths
+
+
+def _write(rows: PublishedRows, path: Path) -> None:
+    numbers = {name: getattr(rows, name).float().flatten().numpy() for name in ("scale", "zero")}
+    meta = np.array(msgspec.json.encode(PublishedMeta(rows.mode, rows.dim)).decode())
+    with path.open("wb") as file:
+        np.savez(file, allow_pickle=False, q=rows.q.numpy(), meta=meta, **numbers)
 
 
 def _by_rank(rows: Any) -> list[tuple[int, torch.Tensor | CodedRows]]:
