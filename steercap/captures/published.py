@@ -8,6 +8,7 @@ number: a writer that clips it to 0 to 255 saturates rows of one sign, whose ele
 from __future__ import annotations
 
 import re
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -153,10 +154,8 @@ class PublishedRows:
         """
         path = Path(path)
         check_extension(path, ".npz")
-        numbers = {name: getattr(self, name).float().flatten().numpy() for name in ("scale", "zero")}
-        meta = np.array(msgspec.json.encode(PublishedMeta(self.mode, self.dim)).decode())
-        with write_whole(path) as scratch, scratch.open("wb") as file:
-            np.savez(file, allow_pickle=False, q=self.q.numpy(), meta=meta, **numbers)
+        with write_whole(path) as scratch:
+            _write(self, scratch)
         return path
 
 
@@ -197,7 +196,7 @@ def save_published(handle: CaptureHandle, folder: str | Path, *, seq: int = 0) -
 
     Args:
         handle: a fetched handle.
-        folder: the folder; files of this sequence and these layers are removed first.
+        folder: the folder; files of this sequence and these layers are replaced once all new ones are written.
         seq: number of the sequence in the file names.
 
     Raises:
@@ -213,13 +212,21 @@ def save_published(handle: CaptureHandle, folder: str | Path, *, seq: int = 0) -
         )
     parts = {point.layer: _by_rank(rows) for point, rows in handle.as_saved().rows.items()}
     published = {(layer, rank): PublishedRows.of(rows) for layer, ranks in parts.items() for rank, rows in ranks}
-    # First of all, or a killed process would leave layers, or ranks, of two captures that are read as one.
-    for path in [path for layer in parts for path in Path(folder).glob(f"seq{number}_layer{layer}_rank*.npz")]:
-        path.unlink()
-    return [
-        rows.save(Path(folder) / f"seq{number}_layer{layer}_rank{rank}.npz")
-        for (layer, rank), rows in published.items()
-    ]
+    paths = [Path(folder) / f"seq{number}_layer{layer}_rank{rank}.npz" for layer, rank in published]
+    with ExitStack() as whole:
+        for path, rows in zip(paths, published.values(), strict=True):
+            _write(rows, whole.enter_context(write_whole(path)))
+        # Before the new ones have their names: layers, or ranks, of two captures would be read as one after a kill.
+        for path in [path for layer in parts for path in Path(folder).glob(f"seq{number}_layer{layer}_rank*.npz")]:
+            path.unlink()
+    return paths
+
+
+def _write(rows: PublishedRows, path: Path) -> None:
+    numbers = {name: getattr(rows, name).float().flatten().numpy() for name in ("scale", "zero")}
+    meta = np.array(msgspec.json.encode(PublishedMeta(rows.mode, rows.dim)).decode())
+    with path.open("wb") as file:
+        np.savez(file, allow_pickle=False, q=rows.q.numpy(), meta=meta, **numbers)
 
 
 def _by_rank(rows: Any) -> list[tuple[int, torch.Tensor | CodedRows]]:

@@ -464,8 +464,8 @@ def evaluate(
         MissingExtra: the extra "evaluation" is not installed.
         RunDiffers: the folder has answers to other questions, of another model, or with other sampling.
         InvalidRequest: another call writes to the folder.
-        InvalidSpec: two measures or tasks have one label, an edit cannot apply to a text of a task, or several samples
-            at `top_k` 1 would all be the same text, in a new folder.
+        InvalidSpec: two measures or tasks have one label, one has no repr of its own, an edit cannot apply to a text of
+            a task, or several samples at `top_k` 1 would all be the same text, in a new folder.
         The errors of `SteerModel.generate`; with a task, before any answer if an edit does not fit the engine.
     """
     from steercap.lab.studies.evaluation import evaluate as there

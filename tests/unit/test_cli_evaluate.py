@@ -170,7 +170,7 @@ def results(here: Path) -> tuple[EvaluationResults, EvaluationFile]:
     for condition in neutral:
         if condition.method in {"none", "prompt"}:
             neutral[condition] = [2.0, 3.0]
-    measures, tasks = {"length": Length()}, {"neutral": Passages()}
+    measures, tasks = {"length": Length()}, {"neutral": Passages(first=2)}
     return EvaluationResults(one, answers, {"length": lengths}, {"neutral": neutral}, measures, tasks), settings
 
 

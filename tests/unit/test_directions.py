@@ -132,6 +132,9 @@ def test_layers_are_named_as_everywhere(layers, names) -> None:
             directions_of("x", given, wrong, held_out=0)
         with pytest.raises(InvalidSpec, match="for rows of 1 layers; give one each"):
             separability(found["x"], unseen, wrong)
+    both = Contrast(*(torch.randn(8, 2, 4) for _ in range(2)), range(8), range(8))
+    with pytest.raises(InvalidSpec, match=r"layers=\[7, 7\] for rows of 2 layers; give one each, all different"):
+        directions_of("x", both, [7, 7], held_out=0)  # the rows of one would be taken for both
     with pytest.raises(InvalidSpec, match="layers='one'; give 'all', an index"):
         directions_of("x", given, "one", held_out=0)
 

@@ -296,6 +296,7 @@ def test_a_method_adds_vectors_where_it_is_told() -> None:
         ({"name": "a", "steering": vectors(1), "doses": [1, 1]}, "each once"),
         ({"name": "a", "steering": vectors(1), "doses": ["1"]}, "finite numbers"),
         ({"name": "a", "steering": vectors(1), "layers": [2]}, r"give some of \[1\]"),
+        ({"name": "a", "steering": vectors(1, 2), "layers": [2, 2]}, "each once"),  # it would be added twice
         ({"name": "a", "steering": Cap(vectors(1)[1], layer=1, high=1), "doses": [1, 2]}, "nothing in it has a scale"),
         ({"name": "a", "steering": Add(vectors(1)[1], layer=1), "layers": [1]}, "edits have their own"),
         ({"name": "a", "steering": "strong"}, "give a SteeringSpec"),
@@ -661,7 +662,12 @@ def results(**scores) -> EvaluationResults:
     }
     measures = {"score": Matches("score", "x"), "length": Length()}
     return EvaluationResults(
-        one, answers, {"score": values, "length": lengths}, {"neutral": neutral}, measures, {"neutral": Passages()}
+        one,
+        answers,
+        {"score": values, "length": lengths},
+        {"neutral": neutral},
+        measures,
+        {"neutral": Passages(first=2)},
     )
 
 
@@ -688,6 +694,38 @@ def test_a_summary_has_a_line_for_each_method_and_dose() -> None:
     assert lines["random, as mine", 2].means["score"].clusters == 4
     assert lines["mine", 2].means["neutral"].value == pytest.approx(math.e**3)
     assert lines["mine", 2].means["neutral"].clusters == 2
+
+
+def test_a_task_with_another_formula_has_values_of_its_own() -> None:
+    """A subclass is told apart by its name, as stored values are recognised by the repr."""
+    for kind in (Passages, Choices):
+        assert repr(type("Mine", (kind,), {})(first=2)) == "Mine" + repr(kind(first=2)).removeprefix(kind.__name__)
+
+
+def test_equal_questions_and_items_are_one() -> None:
+    """Asked three times each, they have the means, intervals, p and costs of being asked once."""
+    once = results()
+    count = len(once.evaluation.questions)
+    thrice = EvaluationResults(
+        dataclasses.replace(once.evaluation, questions=[*once.evaluation.questions] * 3),
+        [msgspec.structs.replace(one, question=one.question + count * at) for at in range(3) for one in once.answers],
+        {label: [*values] * 3 for label, values in once.values.items()},
+        {"neutral": {at: [*values] * 3 for at, values in once.readings["neutral"].items()}},
+        once.measures,
+        {"neutral": Repeated()},
+    )
+    assert thrice.summary() == once.summary()
+    assert thrice.compare("score") == once.compare("score")
+    assert thrice.matched() == once.matched()
+    assert thrice.drift("score") == once.drift("score")
+
+
+class Repeated(Passages):
+    """Two passages, three times each."""
+
+    @property
+    def items(self) -> list[Item]:
+        return [Item("a", "", ("b",)), Item("c", "", ("d",))] * 3
 
 
 def test_methods_are_compared_where_they_cost_the_same() -> None:
@@ -809,7 +847,7 @@ def test_without_its_edits_a_method_with_a_prompt_is_not_no_steering() -> None:
         {"score": [gain[each.method] for each in answers]},
         {"neutral": neutral},
         {"score": Matches("score", "x")},
-        {"neutral": Passages()},
+        {"neutral": Passages(first=2)},
     )
     lines = {line.method: line for line in found.matched(at=math.e**3.5)}
     assert (lines["both"].how, lines["both"].dose) == ("interpolated", pytest.approx(1.5))
@@ -838,7 +876,7 @@ def test_a_picture_follows_the_doses_that_the_numbers_follow() -> None:
     neutral = {each: [float(cost.get((each.method, each.dose), 1))] * 2 for each in one.conditions()}
     answers = [answer("x", method=each.method, dose=each.dose) for each in one.conditions()]
     found = EvaluationResults(
-        one, answers, {"length": [5.0] * 7}, {"neutral": neutral}, {"length": Length()}, {"neutral": Passages()}
+        one, answers, {"length": [5.0] * 7}, {"neutral": neutral}, {"length": Length()}, {"neutral": Passages(first=2)}
     )
     axes = _figure({"": found}, {"": ["length"]}, "neutral", None).axes[0]
     drawn = [

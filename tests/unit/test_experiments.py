@@ -181,6 +181,33 @@ class Named(Measure):
         return [0.0] * len(records)
 
 
+class Nameless(Measure):
+    """A measure with a setting, and no repr that holds it."""
+
+    label = "nameless"
+
+    def __init__(self, least: int) -> None:
+        self.least = least
+
+    async def measure(self, model, records) -> list[float]:  # noqa: ARG002 -- not asked
+        return [float(len(record.text) >= self.least) for record in records]
+
+
+@dataclass(frozen=True)
+class Weighed(Named):
+    """A measure with a setting that has no repr of its own."""
+
+    weigh: object = None
+
+
+@pytest.mark.parametrize("measure", [Nameless(1), Weighed("x", Nameless(1)), Weighed("x", lambda: None)])
+def test_a_measure_without_a_repr_of_its_own_is_refused(measure) -> None:
+    """The address in it is another measure's later, whose stored values would be taken for those of this one."""
+    with pytest.raises(InvalidSpec, match="told apart by an address"):
+        measures_of([measure], COLUMNS)
+    assert measures_of([Weighed("x", 3)], COLUMNS)
+
+
 @pytest.mark.parametrize("column", Record.__struct_fields__)
 def test_a_measure_is_no_column_that_every_table_has(column) -> None:
     """Its numbers would overwrite the answers' text or their scale, so it is refused before anything is asked."""
@@ -492,6 +519,17 @@ def results(**changed) -> SweepResults:
         {"length": noisy, "perplexity": [math.exp(abs(value) / 10) for value in noisy]},
         {"length": Length(), "perplexity": Perplexity()},
     )
+
+
+def test_equal_prompts_are_one_prompt() -> None:
+    """Four copies of a prompt are no four prompts: the standard error is that over different prompts, by NumPy."""
+    one = sweep(prompts=["a", "b", "c"] * 4, random=0)
+    records = [record(one, request.number) for request in one.requests()]
+    values = [[2.0, 3, 7][row.prompt_index % 3] for row in records]
+    for line in SweepResults(one, records, {"length": values}, {"length": Length()}).summary():
+        found = line.means["length"]
+        assert (found.value, found.count) == (pytest.approx(4), 12)
+        assert found.error == pytest.approx(np.std([2.0, 3, 7], ddof=1) / math.sqrt(3))
 
 
 def test_vectors_whose_names_differ_in_marks_alone_have_pictures_of_their_own(tmp_path) -> None:

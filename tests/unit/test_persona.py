@@ -255,6 +255,15 @@ def reply(text: str, tops: dict[str, float] | None = None) -> dict:
         ("_85_", None, 85.0),
         ("Score\N{EM DASH}85", None, 85.0),
         ("85.The answer is formal", None, 85.0),
+        ("Eighty out of 100", None, None),  # the maximum, not the score
+        ("Seven/10", None, None),
+        ("Out of 100, a high one", None, None),
+        ("8 out of ten", {"8": 0.6, "10": 0.4}, None),
+        ("4 stars", {"4": 0.6, "10": 0.4}, None),
+        ("a score of 85", None, 85.0),
+        ("<think>\n2 sentences, all formal.\n</think>\n\n85", None, 85.0),
+        ("It has 2 sentences.</think>85", None, 85.0),  # where the chat template begins the thoughts
+        ("<think>It has 2 sentences.</think>High", None, None),
         ("\u5f9785\u5206", None, 85.0),  # points, in Chinese
     ],
 )
@@ -310,6 +319,8 @@ def test_candidates_of_a_part_of_the_number_do_not_count(text, first, score) -> 
         ("85 on the scale of 0-100", 85.0),
         ("85, since the answer", 85.0),
         ("85\n", 85.0),
+        ("**Score:** 85. The answer is", 85.0),
+        ("I give it a score of 85 because", 85.0),
     ],
 )
 def test_a_number_that_the_limit_may_have_cut_is_no_score(text, score) -> None:
@@ -317,6 +328,22 @@ def test_a_number_that_the_limit_may_have_cut_is_no_score(text, score) -> None:
     choice = reply(text)["choices"][0]
     assert judgement(choice | {"finish_reason": "length"}).score == score
     assert judgement(choice | {"finish_reason": "stop"}).score is not None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think>\nThe answer has 2 sentences and",
+        "The answer gives 3 examples of formal",
+        "1. **Read the answer**: it is",
+        "On a scale of 100, the answer is",
+    ],
+)
+def test_a_number_before_the_score_is_no_score(text) -> None:
+    """The limit cut the reply before its score: what it counted first is of something else."""
+    choice = reply(text, {"1": 0.7, "10": 0.3})["choices"][0] | {"finish_reason": "length"}
+    choice["logprobs"]["content"][0]["token"] = text[0]
+    assert judgement(choice).score is None
 
 
 def test_what_a_judge_says_in_place_of_an_answer_is_no_judgement() -> None:

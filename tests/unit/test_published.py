@@ -170,8 +170,8 @@ def test_ranks_have_files_of_their_own(kept, tmp_path) -> None:
         published_files(tmp_path)
 
 
-def test_a_capture_that_is_written_in_part_leaves_nothing_of_the_one_before(tmp_path) -> None:
-    """Its layers would be read beside the new ones, as if they were of one capture."""
+def test_a_capture_that_cannot_be_written_whole_leaves_the_one_before(tmp_path) -> None:
+    """No layer of it, which would be read beside the others as if they were of one capture, and no file is lost."""
     points, labels = (Point(0, "z"), Point(1, "z")), np.arange(3)
     rows = Captures({points[0]: torch.randn(3, 4), points[1]: torch.randn(3, 40_000)}, 4)
     handle = CaptureHandle(
@@ -185,9 +185,11 @@ def test_a_capture_that_is_written_in_part_leaves_nothing_of_the_one_before(tmp_
         lifecycle=Lifecycle("r", found=Found(rows, Receipt(points, labels, labels, 6, None))),
     )
     save_published(handle, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with files_of_at_most(20_000), pytest.raises(OSError, match="large"):
         save_published(handle, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["seq0_layer0_rank0.npz"]
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert len(before) == 2
 
 
 def joined(parts) -> CodedRows:

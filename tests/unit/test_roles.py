@@ -103,6 +103,8 @@ def test_drift_cases_have_seeds_of_their_own() -> None:
     drawn = [[case.seed for case in drift_cases(["who are you?"], samples=2, seed=seed)] for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1]
     assert len({*drawn[0], *drawn[2]}) == 4
+    twice = drift_cases(["who are you?", "why?", "who are you?"])  # drawn apart, and resampled together
+    assert ([case.question for case in twice], len({case.seed for case in twice})) == ([0, 1, 0], 3)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ from steercap.files.folder import locked
 from steercap.lab.measures.scores.judge import Judge
 from steercap.lab.studies.evaluation import Evaluation, Method
 from steercap.lab.studies.evaluation.methods import SCALES
+from steercap.lab.studies.rollout_tables import Verdict, save_tables
 from steercap.lab.studies.rollouts import RolloutSet, rollout_methods, run_rollouts
 from steercap.steering import LayerVectors
 from steercap.steering.formats import save_levels, save_steering_vector
@@ -305,6 +306,20 @@ async def test_tables_of_a_data_set_are_those_of_the_oracle(tmp_path) -> None:
     assert norms["trained_scale_-100"]["3"] == pytest.approx(100)
     assert norms["activation_scale_learned"]["3"] == pytest.approx(47.4758)
     assert sum(one.refusals for one in found.judge.values()) == sum(row["refused"] for row in judged) > 0
+
+
+def test_equal_questions_are_one_in_a_summary(tmp_path) -> None:
+    """The interval of four copies of three questions is that of the three."""
+    summaries = []
+    for copies in (1, 4):
+        one = Evaluation(methods=[Method(name="none")], questions=["a?", "b?", "c?"] * copies)
+        answers = [SimpleNamespace(method="none", dose=1.0, question=at) for at in range(len(one.questions))]
+        verdicts = [Verdict(score, refused=False) for _ in range(copies) for score in (10.0, 30.0, 80.0)]
+        given = SimpleNamespace(evaluation=one, answers=answers)
+        summaries.append(save_tables(tmp_path, "judge", given, {("none", 1.0): "none"}, verdicts)["none"])
+    once, more = summaries
+    assert (more.question_mean, more.low, more.high) == (once.question_mean, once.low, once.high)
+    assert (more.count, once.count) == (12, 3)
 
 
 async def test_any_data_sets_add_up(tmp_path) -> None:

@@ -7,11 +7,13 @@ import json
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from cli_calls import call
+from full_disk import files_of_at_most
 from shards import definition_of, folder_of, shard_of
 
 from steercap import SAE
@@ -108,12 +110,23 @@ def test_what_is_saved_is_read(point, tmp_path) -> None:
 
 
 def test_a_kill_between_the_files_leaves_no_mixture(tmp_path, monkeypatch) -> None:
-    """An earlier configuration does not stay beside later weights."""
+    """An earlier configuration does not stay beside later weights; a full disk leaves the earlier SAE."""
     small, large = (train_sae(batches(sparse_rows(), 1), POINT, features=FEATURES, k=k).sae() for k in (K, 2 * K))
     save_sae(small, tmp_path)
-    monkeypatch.setattr("steercap.lab.training.sae.json.dumps", lambda *_args, **_options: 1 / 0)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with files_of_at_most(len(before["sae_weights.safetensors"]) // 2), pytest.raises(OSError, match="large"):
+        save_sae(large, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    rename, named = Path.replace, []
+
+    def killed(path: Path, to: Path) -> Path:
+        named.append(Path(to).name)
+        return rename(path, to) if len(named) < 2 else 1 / 0
+
+    monkeypatch.setattr(Path, "replace", killed)
     with pytest.raises(ZeroDivisionError):
         save_sae(large, tmp_path)
+    assert named == ["sae_weights.safetensors", "cfg.json"]
     with pytest.raises(InvalidFile):
         SAE.load(tmp_path)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,7 +58,7 @@ from steercap.lab.training.batches import EncodedExamples, Picked, Steps, collat
 from steercap.lab.training.examples import ExampleTokens, split, tokens_of
 from steercap.lab.training.folder import FOLDER, TrainingDefinition
 from steercap.lab.training.formula import Doses, changed, gate, stacked
-from steercap.lab.training.objectives import BiPO, RePS
+from steercap.lab.training.objectives import BiPO, Distillation, Likelihood, RePS, objective_of
 from steercap.lab.training.settings import Penalties, TrainingSettings
 from steercap.lab.training.steered import SteeredTraits
 from steercap.lab.training.trainable import TrainableSpec
@@ -644,6 +646,26 @@ def test_equal_numbers_are_the_same_settings(tmp_path) -> None:
     )
 
 
+def test_equal_numbers_are_the_same_objective(tmp_path) -> None:
+    """Of an objective, optimiser and scheduler too, whose texts stay as they are given; other numbers are others."""
+
+    def made(number: Any, rate: Any = 1.0) -> TrainingDefinition:
+        optimizer = functools.partial(torch.optim.SGD, lr=rate, momentum=1e-05)
+        objectives = [BiPO(beta=number), RePS(factors=(number, 2.0)), Distillation(temperature=number)]
+        said = TrainingSettings(optimizer=optimizer).described()
+        return TrainingDefinition({}, "; ".join(map(repr, objectives)), said, {}, {}, {}, 1)
+
+    same = (1, 1.0, np.float64(1), np.float32(1), np.int64(1))
+    for at, (number, rate) in enumerate(itertools.product(same, same)):
+        FOLDER.write(tmp_path / str(at), made(number, rate))
+        assert f"beta={number!r}" in FOLDER.read(tmp_path / str(at)).objective
+        assert FOLDER.open(tmp_path / str(at), made(1.0)) is not None
+        assert FOLDER.open(tmp_path / str(at), made(1)) is not None
+        for other in (made(1.5), made(2), made(-1), made(1, 2), made(1, 0.1)):
+            with pytest.raises(RunDiffers, match="was"):
+                FOLDER.open(tmp_path / str(at), other)
+
+
 @pytest.mark.filterwarnings("ignore:x. no step lowered:UserWarning")
 @pytest.mark.parametrize(
     ("one", "other"),
@@ -941,6 +963,16 @@ def test_vllm_is_not_imported() -> None:
         "import sys, steercap.lab.training.training; print(sorted(n for n in sys.modules if n.split('.')[0] == 'vllm'))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_an_objective_without_a_repr_of_its_own_is_refused() -> None:
+    """The address in it is another's later, whose folder would be taken for that of this one."""
+
+    class Plain(Likelihood):
+        __repr__ = object.__repr__
+
+    with pytest.raises(InvalidSetting, match="make Plain a frozen dataclass"):
+        objective_of(Plain())
 
 
 def test_every_objective_is_told_apart_by_its_settings() -> None:

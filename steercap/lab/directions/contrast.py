@@ -196,10 +196,11 @@ def directions_of(
 
 
 def _layers_of(contrast: Contrast, layers: Layers, known: Iterable[int]) -> list[int]:
-    """Return layers along the rows' second axis, `known` for "all"; raise InvalidSpec if their number is another."""
+    """Return layers along the rows' second axis, `known` for "all"; raise InvalidSpec if they do not fit."""
     found = layers_among(layers, known)
-    if len(found) != contrast.positive.shape[1]:
-        raise InvalidSpec(f"layers={shown(layers)} for rows of {contrast.positive.shape[1]} layers; give one each")
+    if len(found) != contrast.positive.shape[1] or len(set(found)) < len(found):
+        number = contrast.positive.shape[1]
+        raise InvalidSpec(f"layers={shown(layers)} for rows of {number} layers; give one each, all different")
     return found
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -57,6 +57,11 @@ class Difference(msgspec.Struct, frozen=True):
     high: float
     p: float
     clusters: int
+
+
+def clusters_of(items: Sequence[Any]) -> list[int]:
+    """Return for each item, such as a question, the index of the first that equals it: equal ones are one cluster."""
+    return [items.index(item) for item in items]
 
 
 def cluster_means(values: Sequence[Sequence[float]], *, log: bool = False) -> Floats:

@@ -15,6 +15,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -112,7 +113,12 @@ def save_pt(path: Path, content: Mapping[str, Any]) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    with write_whole(path) as scratch, scratch.open("wb") as file:
+    with write_whole(path) as scratch:
+        _save_to(scratch, content)
+
+
+def _save_to(path: Path, content: Mapping[str, Any]) -> None:
+    with path.open("wb") as file:
         torch.save(dict(content), file)
 
 
@@ -234,20 +240,21 @@ class AnswersFolder:
     def _save_levels(self, files: PersonaFiles, rows: Mapping[str, torch.Tensor]) -> PersonaReceipt:
         """Compute a persona's levels from its rows, write them and the receipt, and return the receipt.
 
-        Old levels are removed first and new ones written last, so that a killed process leaves no levels beside the
-        receipt of others; missing levels are computed again by `renew`.
+        Once all is written, old levels are removed first and new ones named last, so that a killed process leaves no
+        levels beside the receipt of others; missing levels are computed again by `renew`.
         """
         plan = plan_levels(self.kind, files.keys, files.scores or {}, minimum=self.minimum)
         means = means_of(plan, rows.items()) if plan.weights else {}
-        self.vectors(files.name).unlink(missing_ok=True)
         levels = {level: len(weights) for level, weights in plan.weights.items()}
         left_out = {level: dict(counts) for level, counts in plan.left_out.items() if counts}
         said = (levels, left_out, dict(plan.unused))
         receipt = PersonaReceipt(files.digest, files.scores_digest, self.minimum, len(files.keys), *said)
-        with write_whole(self._receipt(files.name)) as scratch:
+        with ExitStack() as whole:
+            if means:
+                _save_to(whole.enter_context(write_whole(self.vectors(files.name))), means)
+            scratch = whole.enter_context(write_whole(self._receipt(files.name)))
             scratch.write_bytes(msgspec.json.format(msgspec.json.encode(receipt), indent=2))
-        if means:
-            save_pt(self.vectors(files.name), means)
+            self.vectors(files.name).unlink(missing_ok=True)
         return receipt
 
     def save_default(self, files: Sequence[PersonaFiles]) -> int:

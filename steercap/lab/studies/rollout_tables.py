@@ -13,7 +13,7 @@ import torch
 
 from steercap.files.base import write_whole
 from steercap.files.tables import read_table, write_table
-from steercap.lab.measures.statistics import cluster_means, estimate
+from steercap.lab.measures.statistics import cluster_means, clusters_of, estimate
 from steercap.lab.studies import JudgeRow
 from steercap.lab.studies.evaluation.results import EvaluationResults
 from steercap.steering.edits.add import Add
@@ -147,8 +147,8 @@ def save_tables(
     for answer, verdict in zip(results.answers, verdicts, strict=True):
         group = groups.setdefault(names[answer.method, answer.dose], {})
         group.setdefault(answer.question, []).append(verdict)
-    specs = specs_of(results, names)
-    found = {variant: _variant(list(group.values()), specs[variant]) for variant, group in groups.items()}
+    specs, clusters = specs_of(results, names), clusters_of(results.evaluation.questions)
+    found = {variant: _variant(group, clusters, specs[variant]) for variant, group in groups.items()}
     questions = ["\n".join(turns) for turns in results.evaluation.questions]
     rows = [
         QuestionScore(dataset=folder.name, variant=variant, question_index=at, question=questions[at], **_stats(own))
@@ -199,9 +199,14 @@ def specs_of(results: EvaluationResults, names: Names) -> dict[str, SteeringSpec
     return {names[one.method, one.dose]: results.evaluation.spec(one) for one in results.evaluation.conditions()}
 
 
-def _variant(questions: Sequence[Sequence[Verdict]], spec: SteeringSpec | None) -> VariantScore:
-    found = estimate(cluster_means([_known(own) for own in questions]))
-    stats = _stats([verdict for own in questions for verdict in own])
+def _variant(
+    questions: Mapping[int, Sequence[Verdict]], clusters: Sequence[int], spec: SteeringSpec | None
+) -> VariantScore:
+    each: list[list[float]] = [[] for _ in clusters]
+    for at, own in questions.items():
+        each[clusters[at]] += _known(own)
+    found = estimate(cluster_means(each))
+    stats = _stats([verdict for own in questions.values() for verdict in own])
     mean, low, high = map(_number, (found.value, found.low, found.high))
     return VariantScore(question_mean=mean, low=low, high=high, norms=_norms(spec), **stats)
 

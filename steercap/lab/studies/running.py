@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
@@ -26,6 +27,8 @@ Condition = TypeVar("Condition")
 CONCURRENCY: Final = 512
 #: Number of answers that are measured, and whose values are then stored, at a time.
 MEASURED: Final = 256
+#: Address in the repr of an object without one of its own: another object has it later.
+ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+>", re.IGNORECASE)
 
 
 def steered(
@@ -155,7 +158,7 @@ def chosen(given: Iterable[Any], known: Mapping[str, type[Any]], kind: type[Any]
     Raises:
         UnknownName: no class has a given name.
         InvalidSpec: they are not several; an entry is neither, or the name of a class that needs arguments; or two have
-            one label.
+            one label, or the text by which one's stored values are recognised holds an address.
     """
     noun, found = kind.__name__.lower(), dict[str, Any]()
     several = parts_of(given, f"{noun}s")
@@ -165,6 +168,12 @@ def chosen(given: Iterable[Any], known: Mapping[str, type[Any]], kind: type[Any]
         made = _make_member(one, known[one], noun) if isinstance(one, str) else one
         if not isinstance(made, kind):
             raise InvalidSpec(f"{shown(one)} is not a {noun}; give a name from {list(known)}, or a {kind.__name__}")
+        if ADDRESS.search(made.key if isinstance(made, Measure) else repr(made)):
+            raise InvalidSpec(
+                f"{noun} {made.label!r}: {shown(made)} is told apart by an address of this process, so that values of "
+                f"one with other arguments would be taken for its own; make {type(made).__name__} a frozen dataclass "
+                f"of plain values, or give it a __repr__ with all that its values depend on"
+            )
         if made.label in found:
             raise InvalidSpec(f"two {noun}s have the label {made.label!r}; leave one out")
         found[made.label] = made

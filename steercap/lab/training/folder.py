@@ -17,7 +17,7 @@ import torch
 from steercap.errors import InvalidFile, InvalidSpec
 from steercap.files import native
 from steercap.files.base import write_whole
-from steercap.files.folder import FolderKind
+from steercap.files.folder import FolderKind, differences
 from steercap.files.native import FileKind
 from steercap.steering.directions import DirectionSet, Provenance
 from steercap.steering.edits.add import Add
@@ -28,7 +28,10 @@ STATE: Final = "state.safetensors"
 #: Names of settings that are real numbers.
 _REAL: Final = frozenset({"norm_penalty", "sparsity_penalty", "max_grad_norm", "gate_width"})
 #: Text of a number of NumPy's, whose own text is its group.
-_NUMPY: Final = re.compile(r"np\.\w+\((.*)\)\Z")
+_NUMPY: Final = re.compile(r"\Anp\.\w+\((.*)\)\Z")
+#: Such a text within another, and a whole number within a text.
+_NUMPY_WITHIN: Final = re.compile(r"np\.\w+\(([^()]*)\)")
+_WHOLE: Final = re.compile(r"(?<![\w.+-])-?\d+(?![\w.])")
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,8 @@ class TrainingDefinition(msgspec.Struct, frozen=True):
         held_out: SHA-256 of each trait's held-out tokens, by its name.
         world: number of processes that share the examples of a step.
 
-    Equal numbers in `settings` have one text, whatever their type: 1 and NumPy's 1.0 are "1.0" of a real setting.
+    Equal numbers in `settings` have one text, whatever their type: 1 and NumPy's 1.0 are "1.0" of a real setting. Those
+    within the texts of the objective, optimiser and scheduler are as given, and are compared as numbers.
     """
 
     model: dict[str, str]
@@ -153,8 +157,22 @@ class TrainingDefinition(msgspec.Struct, frozen=True):
         msgspec.structs.force_setattr(self, "settings", found)
 
 
+def _differing(stored: TrainingDefinition, expected: TrainingDefinition) -> list[str]:
+    """Return the differences; numbers within a text, such as an objective's, are compared as numbers: 1 is 1.0."""
+    return differences(*(_in_real_numbers(one) for one in (stored, expected)))
+
+
+def _in_real_numbers(one: TrainingDefinition) -> TrainingDefinition:
+    texts = {name: one.settings[name] for name in ("optimizer", "scheduler") if name in one.settings}
+    told = {
+        name: _WHOLE.sub(r"\g<0>.0", _NUMPY_WITHIN.sub(r"\1", text))
+        for name, text in {"objective": one.objective, **texts}.items()
+    }
+    return msgspec.structs.replace(one, objective=told.pop("objective"), settings={**one.settings, **told})
+
+
 #: Kind of folder that holds a training run: its definition's file and type.
-FOLDER: Final = FolderKind("training.json", TrainingDefinition, "training")
+FOLDER: Final = FolderKind("training.json", TrainingDefinition, "training", _differing)
 
 
 @dataclass(frozen=True, eq=False)

@@ -201,12 +201,15 @@ def objective_of(given: str | Objective) -> Objective:
 
     Raises:
         UnknownName: there is no such objective.
-        InvalidSetting: the value is neither a name nor an objective.
+        InvalidSetting: the value is neither a name nor an objective, or is an objective whose repr holds an address: a
+            folder could not tell it from another.
     """
     if isinstance(given, str):
         return OBJECTIVES[given]
     if not isinstance(given, Objective):
         raise InvalidSetting(f"objective={shown(given)}; give an objective, or a name: {', '.join(OBJECTIVES)}")
+    if " at 0x" in repr(given):
+        raise InvalidSetting(f"objective={given!r}; make {type(given).__name__} a frozen dataclass of plain values")
     return given
 
 

@@ -306,11 +306,11 @@ def save_sae(sae: SAE, folder: str | Path) -> Path:
     }
     to = Path(folder)
     to.mkdir(parents=True, exist_ok=True)
-    (to / "cfg.json").unlink(missing_ok=True)  # an earlier SAE's must not stand beside these weights
-    with write_whole(to / "sae_weights.safetensors") as scratch:
-        scratch.write_bytes(to_bytes({name: tensor.contiguous() for name, tensor in tensors.items()}))
-    with write_whole(to / "cfg.json") as scratch:
-        scratch.write_text(json.dumps(said, indent=1))
+    with write_whole(to / "cfg.json") as configuration:  # it gets its name after the weights have theirs
+        configuration.write_text(json.dumps(said, indent=1))
+        with write_whole(to / "sae_weights.safetensors") as weights:
+            weights.write_bytes(to_bytes({name: tensor.contiguous() for name, tensor in tensors.items()}))
+            (to / "cfg.json").unlink(missing_ok=True)  # an earlier SAE's must not stand beside these weights
     return to
 
 

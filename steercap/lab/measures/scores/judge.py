@@ -36,10 +36,21 @@ SCALE: Final = re.compile(r"(?<![\d.,\-])0\s*(?:-|–|—|\bto\b)\s*100(?![\d.,]
 OF_WHAT: Final = re.compile(r"(?<=\d)\s*(?:/|(?:out )?of)\s*100(?![\d.,]*\d)", re.IGNORECASE)
 #: Beginning of a range after its first number, or of the maximum after a score.
 _UNTIL: Final = r"[/\-\u2010-\u2015\u2212]|\bto\b|(?:\bout )?\bof\b"
+#: Another scale after its first number, in words: "8 out of ten", "4 stars".
+_OTHER: Final = r"\s*(?:(?:/|\b(?:out )?of\b)\s*[a-z]|stars?\b)"
 #: Whole number at the beginning of a reply that is not part of a word, a longer number, another scale or a range.
 NUMBER: Final = re.compile(
-    rf"\s*([0-9]{{1,3}})(?!\d|\.\d|,\s*\d|(?!(?:pts?|points?|percent)\b)[a-z]|\s*(?:{_UNTIL})\s*\d)", re.IGNORECASE
+    rf"\s*([0-9]{{1,3}})(?!\d|\.\d|,\s*\d|(?!(?:pts?|points?|percent)\b)[a-z]|\s*(?:{_UNTIL})\s*\d|{_OTHER})",
+    re.IGNORECASE,
 )
+#: Text before a number that is a maximum: "eighty out of 100"; not that of "a score of 80".
+MAXIMUM: Final = re.compile(r"(?:/|(?:\A|(?<!score)(?<!rating)(?<!grade)(?<!value)\s)of\b)\s*\Z", re.IGNORECASE)
+#: Text before a number that is named as the score: that of a reply which was cut off may be of anything else.
+NAMED: Final = re.compile(r"(?:\A|\b(?:score|rating)\W*(?:(?:is|of|would be)\b\W*)?)\W*\Z", re.IGNORECASE)
+#: First mark of a numbered list, at the beginning of a reply that was cut off.
+LISTED: Final = re.compile(r"\W*1[.)]\s")
+#: Thoughts of a judge, which are no part of its reply; their beginning may be in the chat template, their end cut off.
+THOUGHTS: Final = re.compile(r"\A.*</think(?:ing)?>|<think(?:ing)?>.*\Z", re.IGNORECASE | re.DOTALL)
 #: End of a reply that was cut off where its number, or a range or the maximum after it, may have gone on.
 CUT: Final = re.compile(rf"\d(?:[.,]|\s*(?:{_UNTIL}|\bout\b)\s*)?\Z", re.IGNORECASE)
 #: Number with its sign; the word that it ends, as in "CO2"; and the one that it begins, as in "1st".
@@ -73,8 +84,9 @@ class Judge(Scorer):
     Source: Chen et al., Persona Vectors. Probabilities count only if the reply begins with a whole number in one token.
     If not ("8" and "5" are two tokens of 85), or if the server gives no probabilities, the score is the one number in
     the reply, alone or before "/100", "%", "out of 100"; the scale itself ("0-100", "0 to 100") does not count. None if
-    there is no number, several ("8/10"), one outside 0 to 100, in a word ("CO2") or that may have been cut off, or the
-    reply is REFUSAL, as a rubric may ask for.
+    there is no number, several ("8/10"), one outside 0 to 100, in a word ("CO2"), of another scale ("8 out of ten") or
+    that may have been cut off, or the reply is REFUSAL, as a rubric may ask for. If the reply was cut off, a number
+    counts only at its beginning, after "score" or "rating", or before "/100". Text in <think> tags is no reply.
 
     Args:
         base_url: URL of the endpoint, such as "https://api.openai.com/v1".
@@ -200,27 +212,33 @@ def judgement(choice: Mapping[str, Any]) -> Judgement:
     reply = content_text(choice["message"])
     if not reply:
         return Judgement(None, refused=False, reply=str(choice["message"].get("refusal") or ""))
-    if REFUSES.match(reply):
+    said, cut = THOUGHTS.sub("", reply), choice.get("finish_reason") == "length"
+    if REFUSES.match(said):
         return Judgement(None, refused=True, reply=reply)
     first = ((choice.get("logprobs") or {}).get("content") or [{}])[0]
-    begins = NUMBER.match(_without_scale(reply))
+    begins = None if cut and LISTED.match(said) else NUMBER.match(_without_scale(said))
     whole = begins is not None and begins[1] == str(first.get("token")).strip()
     score = _expected(first.get("top_logprobs") or []) if whole else None
-    if score is None and not (choice.get("finish_reason") == "length" and CUT.search(_without_scale(reply))):
-        score = _only_number(reply)
-    return Judgement(score, refused=False, reply=reply)
+    return Judgement(_only_number(said, cut=cut) if score is None else score, refused=False, reply=reply)
 
 
 def _without_scale(text: str) -> str:
     return OF_WHAT.sub(" ", SCALE.sub(" ", text))
 
 
-def _only_number(text: str) -> float | None:
-    """Return the only number in a reply, if it is from 0 to 100; else None."""
-    numbers = FIGURES.findall(_without_scale(text))
-    if len(numbers) != 1:
+def _only_number(text: str, *, cut: bool) -> float | None:
+    """Return the only number in a reply, if it is a score from 0 to 100; else None. `cut`: True if more was to come."""
+    plain = _without_scale(text)
+    numbers = list(FIGURES.finditer(plain))
+    if len(numbers) != 1 or (cut and CUT.search(plain)):
         return None
-    (before, number, after), (names, units) = numbers[0], JOINED
+    (found,), (names, units) = numbers, JOINED
+    before, number, after = found.groups()
+    if MAXIMUM.search(plain[: found.start(2)]) or re.match(_OTHER, plain[found.end(2) :], re.IGNORECASE):
+        return None
+    named = NAMED.search(plain[: found.start(2)]) and not LISTED.match(text)
+    if cut and not named and not OF_WHAT.search(SCALE.sub(" ", text)):
+        return None
     whole = before.strip("_").lower() in {"", *names} and after.lower() in {"", *units}
     return float(number) if whole and re.fullmatch(r"\d+(?:\.\d+)?", number) and float(number) <= 100 else None
 

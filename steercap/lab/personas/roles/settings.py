@@ -11,6 +11,7 @@ import msgspec
 from steercap.core.values import shown
 from steercap.errors import InvalidSetting
 from steercap.lab.measures.scores import make_scorer
+from steercap.lab.measures.statistics import clusters_of
 from steercap.lab.personas.records import RoleRequest, RoleResponse, seed_of
 from steercap.lab.personas.roles.role import ASSISTANT, RoleSet, drift_prompts, trait_of
 from steercap.lab.personas.settings import STORED, check_fields, digest_of
@@ -254,7 +255,7 @@ def drift_cases(prompts: Sequence[str] | None = None, *, samples: int = 1, seed:
     """
     texts = drift_prompts() if prompts is None else prompts
     return [
-        Case("drift", "", place, seed_of(seed, f"drift/{place}/{sample}"), "", text)
-        for place, text in enumerate(texts)
+        Case("drift", "", cluster, seed_of(seed, f"drift/{place}/{sample}"), "", text)
+        for place, (cluster, text) in enumerate(zip(clusters_of(texts), texts, strict=True))
         for sample in range(samples)
     ]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from steercap.core.values import choices, number_of, shown
 from steercap.errors import InvalidSpec
 from steercap.lab.measures import Measure
-from steercap.lab.measures.statistics import Floats, cluster_means
+from steercap.lab.measures.statistics import Floats, cluster_means, clusters_of
 from steercap.lab.studies.evaluation.definition import Evaluation, EvaluationCondition
 from steercap.lab.studies.evaluation.store import Answer
 from steercap.lab.studies.evaluation.tasks import Task
@@ -28,7 +28,9 @@ ROUNDING: Final = 1e-9
 class Columns:
     """Values of an evaluation by column, a measure or task; arguments as for `EvaluationResults`.
 
-    A *line* is a method, or several pooled under one name. Numbers in a column of factors are logarithms.
+    A *line* is a method, or several pooled under one name. Numbers in a column of factors are logarithms. Of equal
+    questions or items, the first has the values of all, and the others have none: repeated, they would count as
+    independent.
     """
 
     evaluation: Evaluation
@@ -94,8 +96,13 @@ class Columns:
             for condition, values in readings.items():
                 line = self.evaluation.method(condition.method).line
                 pooled.setdefault((line, condition.dose), []).append(values)
-            log = self.tasks[label].log
-            found[label] = {at: cluster_means(list(zip(*rows, strict=True)), log=log) for at, rows in pooled.items()}
+            clusters, log = clusters_of(self.tasks[label].items), self.tasks[label].log
+            found[label] = {}
+            for at, rows in pooled.items():
+                items: list[list[float]] = [[] for _ in clusters]
+                for cluster, own in zip(clusters, zip(*rows, strict=True), strict=True):
+                    items[cluster] += own
+                found[label][at] = cluster_means(items, log=log)
         return found
 
     def by_question(self, label: str, turn: int | None = None) -> dict[tuple[str, float], Floats]:
@@ -109,9 +116,10 @@ class Columns:
         found: dict[tuple[str, float], list[list[float]]] = {
             at: [[] for _ in self.evaluation.questions] for at in self.lines
         }
+        clusters = clusters_of(self.evaluation.questions)
         for answer, value in zip(self.answers, self.values[label], strict=True):
             if turn is None or answer.turn == turn:
-                found[lines[answer.method], answer.dose][answer.question].append(value)
+                found[lines[answer.method], answer.dose][clusters[answer.question]].append(value)
         log = self.measures[label].log
         return {at: cluster_means(values, log=log) for at, values in found.items()}
 

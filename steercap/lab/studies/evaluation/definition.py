@@ -94,7 +94,8 @@ class Evaluation:
     Args:
         methods: methods to compare.
         questions: questions, each a text, or several texts of the user's turns, each after the model's own answer to
-            the one before. Use questions from which no vector was made and by which no dose was chosen.
+            the one before; answers to equal ones are those to one question. Use questions from which no vector was
+            made and by which no dose was chosen.
         sampling_params: vLLM sampling parameters except `n` and `seed`, which the evaluation sets.
         samples: number of conversations about each question; the same question, sample and turn have the same seed
             under every method.

@@ -124,10 +124,10 @@ class Method:
     def _added(self, vectors: LayerVectors) -> SteeringSpec:
         layers = list(vectors) if self.layers is None else parts_of(self.layers, "Method: layers")
         indices = None if layers is None else [index_of(layer) for layer in layers]
-        if not indices or any(layer not in vectors for layer in indices):
+        if not indices or any(layer not in vectors for layer in indices) or len(set(indices)) < len(indices):
             raise InvalidSpec(
                 f"Method {self.name!r}: layers={shown(self.layers)}; give some of {list(vectors)}, for which there are "
-                "vectors"
+                "vectors, each once"
             )
         tokens = TokenSelection.parse("generated" if self.tokens is None else self.tokens)
         return SteeringSpec(

@@ -148,7 +148,7 @@ class Passages(Task):
         return math.exp(-float(tokens.mean()))
 
     def __repr__(self) -> str:
-        return f"Passages({[tuple(item) for item in self.items]})"
+        return f"{type(self).__name__}({[tuple(item) for item in self.items]})"
 
 
 class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -225,7 +225,7 @@ class Choices(Task):
         return float(right > max(wrong))
 
     def __repr__(self) -> str:
-        return f"Choices({[tuple(item) for item in self.items]})"
+        return f"{type(self).__name__}({[tuple(item) for item in self.items]})"
 
 
 #: Every task by its name; members are subclasses of `Task`.

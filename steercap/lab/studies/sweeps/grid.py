@@ -122,7 +122,7 @@ class Sweep:
         negated: try each scale negated too, for operations where that has the opposite effect (`Operation.signed`): not
             for "cap" and "set_projection".
         seed: seed of the random vectors and of the sampling.
-        prompts: str, or conversations of {"role", "content"} dicts.
+        prompts: str, or conversations of {"role", "content"} dicts; answers to equal ones are those to one prompt.
         sampling_params: vLLM sampling parameters except `n` and `seed`, which the sweep sets.
         samples: number of answers to each prompt; the same prompt and sample have the same seed under every condition.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from steercap.errors import InvalidSpec, InvalidVector, PointNotArmed
 from steercap.files.folder import locked
 from steercap.files.tables import save_table, table_of
 from steercap.lab.measures import Measure
-from steercap.lab.measures.statistics import cluster_means
+from steercap.lab.measures.statistics import cluster_means, clusters_of
 from steercap.lab.studies import StudyFolder, check_same
 from steercap.lab.studies.running import CONCURRENCY, ask, fill, measured, measures_of, steered
 from steercap.lab.studies.sweeps.grid import SWEEP, Sweep, SweepCondition, SweepDefinition, SweepRequest
@@ -143,10 +144,15 @@ class SweepResults:
                 f"{missing} was not measured; measured: {list(self.values)}; run_sweep(..., measures=) adds it"
             )
 
+    @cached_property
+    def _clusters(self) -> list[int]:
+        return clusters_of(self.sweep.prompts)
+
     def _mean(self, label: str, places: Sequence[int]) -> Mean:
         by_prompt: dict[int, list[float]] = {}
         for place in places:
-            by_prompt.setdefault(self.records[place].prompt_index, []).append(self.values[label][place])
+            cluster = self._clusters[self.records[place].prompt_index]
+            by_prompt.setdefault(cluster, []).append(self.values[label][place])
         return mean_of(list(by_prompt.values()), log=self.measures[label].log)
 
 
