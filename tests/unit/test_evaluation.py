@@ -295,7 +295,7 @@ def test_a_method_adds_vectors_where_it_is_told() -> None:
         ({"name": "a", "steering": vectors(1), "doses": [0, 1]}, "other than 0"),
         ({"name": "a", "steering": vectors(1), "doses": [1, 1]}, "each once"),
         ({"name": "a", "steering": vectors(1), "doses": ["1"]}, "finite numbers"),
-        ({"name": "a", "steering": vectors(1), "layers": [2]}, r"give some of \[1\]"),
+        ({"name": "a", "steering": vectors(1), "layers": [2]}, r"it has them for layers \[1\]"),
         ({"name": "a", "steering": Cap(vectors(1)[1], layer=1, high=1), "doses": [1, 2]}, "nothing in it has a scale"),
         ({"name": "a", "steering": Add(vectors(1)[1], layer=1), "layers": [1]}, "edits have their own"),
         ({"name": "a", "steering": "strong"}, "give a SteeringSpec"),
