@@ -313,6 +313,7 @@ def evaluation(**given) -> Evaluation:
     asked = {
         "methods": [method, Method(name="prompt", system="Be warm."), *method.random(2)],
         "questions": ["one", ["two", "and then?"]],
+        "sampling_params": {},
     }
     return Evaluation(**{**asked, **given})
 

@@ -94,7 +94,7 @@ class Method:
         assert self.steering is None or isinstance(self.steering, SteeringSpec)
         return None if self.steering is None else dosed(self.steering, dose)
 
-    def random(self, count: int = 1, *, seed: int = 0) -> list[Method]:
+    def random(self, count: int = 5, *, seed: int = 0) -> list[Method]:
         """Return controls: the same edits with random vectors of the same norms, at the same doses.
 
         Args:
@@ -236,7 +236,7 @@ def rollout_methods(
         averaged: difference of means, at the same site and layers; None for none.
         scales: lengths of the added vector, in the units of the residual stream; negative for the opposite direction.
             May be empty.
-        layers: layers to use; all by default.
+        layers: layers to use; by default those of the trained vector.
         tokens: tokens to steer.
 
     Raises:
@@ -248,7 +248,7 @@ def rollout_methods(
     vectors = {"trained": trained} | ({} if averaged is None else {"activation": averaged})
     if not all(isinstance(own, LayerVectors) for own in vectors.values()):
         raise InvalidSpec(f"rollout_methods: trained={shown(trained)}, averaged={shown(averaged)}; give LayerVectors")
-    chosen = {name: own if layers is None else own.at_layers(layers) for name, own in vectors.items()}
+    chosen = {name: own.at_layers(list(trained) if layers is None else layers) for name, own in vectors.items()}
     shapes = {name: (own.site, list(own), own.width) for name, own in chosen.items()}
     if shapes.get("activation", shapes["trained"]) != shapes["trained"]:
         raise InvalidSpec(f"rollout_methods: site, layers and width are {shapes}; give vectors of the same")
