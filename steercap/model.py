@@ -31,15 +31,13 @@ from steercap.requests.context import steered
 from steercap.requests.equations import Claim
 from steercap.requests.serving import Serving
 from steercap.requests.stats import Stats, stats_of
-from steercap.steering.spec import SteeringSpec
+from steercap.steering.spec import Steering, SteeringSpec
 
 if TYPE_CHECKING:
     import torch
 
     from steercap.adapters import AsyncLLM
     from steercap.client import RemoteModel
-    from steercap.steering.edits import Edit
-    from steercap.steering.spec import LogitBias
 
 
 #: Advice in the error of an attempted copy.
@@ -237,14 +235,14 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
     # Work
 
     @asynccontextmanager
-    async def steered(self, steering: SteeringSpec | Edit | LogitBias) -> AsyncIterator[SteeringSpec]:
+    async def steered(self, steering: Steering) -> AsyncIterator[SteeringSpec]:
         """Steer every call inside that does not pass `steering=` itself: `async with model.steered(spec): ...`.
 
         When nested, its edits come after the outer spec's. Tasks started inside inherit the steering; other tasks are
         not steered.
 
         Args:
-            steering: a SteeringSpec, one edit, or a LogitBias.
+            steering: a SteeringSpec, an edit, a LogitBias or LayerVectors, as for `generate`.
 
         Yields:
             The spec in force, outer ones included.

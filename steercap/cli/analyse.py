@@ -271,7 +271,7 @@ def register(app: typer.Typer) -> None:
         sae: Annotated[
             Path | None, typer.Option(file_okay=False, help="SAE of this layer and site: its folder.")
         ] = None,
-        top: Annotated[int, typer.Option(min=1, help="Number of tokens, neurons and features listed per vector.")] = 8,
+        top: Annotated[int, typer.Option(min=1, help="Number of tokens, neurons and features listed per vector.")] = 10,
         random: Annotated[int, typer.Option(min=20, help="Number of random vectors to compare heads with.")] = 1000,
         seed: Annotated[int, typer.Option(help="Seed of the random vectors.")] = 0,
         first_row: FirstRow = None,

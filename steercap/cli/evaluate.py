@@ -18,8 +18,8 @@ from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import ModelOptions, ReachOptions
 from steercap.cli.evaluation_file import EvaluationFile, RolloutFile, read_evaluation, read_rollouts
 from steercap.cli.parsing import Concurrency, names_of, sites_of
-from steercap.cli.preflight import Preflight, check_sampling, preflight, reached
-from steercap.cli.sweep_file import measures_in
+from steercap.cli.preflight import Preflight, preflight, reached
+from steercap.cli.sweep_file import measures_in, not_none
 from steercap.cli.tables import rollouts_table, titled
 from steercap.cli.terminal import Terminal
 from steercap.core.extras import require
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 #: Options of both commands, which take precedence over the YAML file.
 MaxTokens: TypeAlias = Annotated[int | None, typer.Option(min=1, help="Maximum tokens to generate (default 64).")]
 Temperature: TypeAlias = Annotated[
-    float | None, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy (default).")
+    float | None, typer.Option(min=0.0, help="Sampling temperature (default 0: greedy).")
 ]
 Samples: TypeAlias = Annotated[
     int | None, typer.Option(min=1, help="Number of answers, or conversations, per question (default 1).")
@@ -52,10 +52,8 @@ async def evaluated(
     from steercap.lab.studies.evaluation import evaluate
 
     with terminal.stages() as progress:
-        measures, tasks, limit = settings.all_measures(), settings.tasks, settings.concurrency
-        return await evaluate(
-            model, evaluation, out=out, measures=measures, tasks=tasks, concurrency=limit, progress=progress
-        )
+        how: dict[str, Any] = {"tasks": settings.tasks, **not_none(settings, "concurrency")}
+        return await evaluate(model, evaluation, out=out, measures=settings.all_measures(), progress=progress, **how)
 
 
 def check(evaluation: Evaluation, settings: EvaluationFile, out: Path, planned: Preflight) -> None:
@@ -161,8 +159,8 @@ async def rolled(model: SteerModel, settings: RolloutFile, out: Path, terminal: 
                 whole.setdefault(kind, set()).add(name)
                 progress(f"data sets, {kind}", len(whole[kind]), len(settings.data_sets))
 
-        judge, limit = settings.make_judge(), settings.concurrency
-        return await run_rollouts(model, settings.sets(), out=out, judge=judge, concurrency=limit, progress=report)
+        how: dict[str, Any] = {"judge": settings.make_judge(), **not_none(settings, "concurrency")}
+        return await run_rollouts(model, settings.sets(), out=out, progress=report, **how)
 
 
 def check_rollouts(settings: RolloutFile, out: Path, model: ModelOptions) -> tuple[str, ...]:
@@ -176,7 +174,6 @@ def check_rollouts(settings: RolloutFile, out: Path, model: ModelOptions) -> tup
     from steercap.lab.studies.rollouts import checked_sets
 
     model.require_there()
-    check_sampling(temperature=settings.temperature, max_tokens=settings.max_tokens)
     require("evaluation")
     encoder_folder()
     sites = dict[str, None]()
@@ -232,9 +229,7 @@ def register(app: typer.Typer) -> None:
             str | None,
             typer.Option(help="Measures of answers, as in sweep (default perplexity, repetition, refusal)."),
         ] = None,
-        tasks: Annotated[
-            str | None, typer.Option(help="Tasks of fixed texts: passages, choices (default both).")
-        ] = None,
+        tasks: Annotated[str | None, typer.Option(help="Tasks of fixed texts (default passages, choices).")] = None,
         max_tokens: MaxTokens = None,
         temperature: Temperature = None,
         samples: Samples = None,
@@ -260,7 +255,6 @@ def register(app: typer.Typer) -> None:
         model.require_there()
         folder_ready(out)
         settings = read_evaluation(config, flags)
-        check_sampling(temperature=settings.temperature, max_tokens=settings.max_tokens)
         evaluation = settings.evaluation()
         sites = sites_in(evaluation)
         check(evaluation, settings, out, preflight(model, sites=sites))

@@ -11,7 +11,7 @@ import msgspec
 from steercap.cli.contents import directions_in, load, only
 from steercap.cli.parsing import loaded, tokens_of
 from steercap.cli.prompts import questions_of
-from steercap.cli.sweep_file import measure_of, settings_of, yaml_keys
+from steercap.cli.sweep_file import measure_of, not_none, sampling_of, settings_of, yaml_keys
 from steercap.core.values import choices
 from steercap.errors import InvalidSpec
 
@@ -47,8 +47,8 @@ class MethodFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     doses: tuple[float, ...] = (1.0,)
     system: str = ""
     random: str = ""
-    count: Annotated[int, msgspec.Meta(ge=1)] = 5
-    seed: int = 0
+    count: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    seed: int | None = None
 
     def check(self, name: str) -> None:
         """Check that no key of the method, called `name`, is without effect.
@@ -82,7 +82,7 @@ class MethodFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         if isinstance(content, SteeringSpec):
             return Method(**given, steering=content, layers=self.layers, tokens=self.tokens)
         vectors = only(directions_in(content, Path(self.file)), self.name)
-        tokens = tokens_of("generated" if self.tokens is None else self.tokens, "tokens")
+        tokens = None if self.tokens is None else tokens_of(self.tokens, "tokens")
         return Method(**given, steering=vectors, layers=self.layers, tokens=tokens)
 
 
@@ -92,7 +92,7 @@ class EvaluationFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     Args:
         methods: methods by name.
         questions: a file with a question per line, or a list; a question of several turns is a list itself.
-        chat, samples, seed: as for `Evaluation`.
+        chat, samples, seed: as for `Evaluation`, with its defaults.
         max_tokens, temperature: sampling parameters.
         concurrency: maximum concurrent requests.
         measures: as for a sweep: names in `MEASURES`, "score:evil", "score:mine.yaml:keywords".
@@ -104,12 +104,12 @@ class EvaluationFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     methods: dict[str, MethodFile]
     questions: str | tuple[str | tuple[str, ...], ...]
-    chat: bool = True
-    samples: int = 1
-    seed: int = 0
-    max_tokens: int = 64
-    temperature: float = 0.0
-    concurrency: Annotated[int, msgspec.Meta(ge=1)] = 512
+    chat: bool | None = None
+    samples: int | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    concurrency: Annotated[int, msgspec.Meta(ge=1)] | None = None
     measures: tuple[str, ...] = ("perplexity", "repetition", "refusal")
     expressions: dict[str, str] = {}
     tasks: tuple[str, ...] = ("passages", "choices")
@@ -136,14 +136,12 @@ class EvaluationFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
                         f"{name!r} is a random control of the unknown method {one.random!r}; "
                         f"{choices(one.random, found)}"
                     )
-                methods += found[one.random].random(one.count, seed=one.seed)
+                methods += found[one.random].random(**not_none(one, "count", "seed"))
         return Evaluation(
             methods=methods,
             questions=questions_of(self.questions),
-            sampling_params={"max_tokens": self.max_tokens, "temperature": self.temperature},
-            samples=self.samples,
-            chat=self.chat,
-            seed=self.seed,
+            sampling_params=sampling_of(self),
+            **not_none(self, "samples", "chat", "seed"),
         )
 
     def all_measures(self) -> list[str | Measure]:
@@ -201,13 +199,13 @@ class RolloutFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     judge: dict[str, Any] = {}
     scales: tuple[float, ...] | None = None
     layers: tuple[int, ...] | None = None
-    tokens: str = "generated"
-    chat: bool = True
-    samples: int = 1
-    seed: int = 0
-    max_tokens: int = 64
-    temperature: float = 0.0
-    concurrency: Annotated[int, msgspec.Meta(ge=1)] = 128
+    tokens: str | None = None
+    chat: bool | None = None
+    samples: int | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    concurrency: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
     def make_judge(self) -> Judge | None:
         """Return the judge; None if `judge` has no arguments.
@@ -226,27 +224,21 @@ class RolloutFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             InvalidFile, InvalidSpec: a file cannot be read, or does not fit.
         """
         from steercap.lab.studies.evaluation import Evaluation
-        from steercap.lab.studies.evaluation.methods import SCALES
         from steercap.lab.studies.rollouts import RolloutSet, rollout_methods
 
         for name in self.data_sets:
             told = {key: value.replace("{name}", name) for key in PATHS if isinstance(value := getattr(self, key), str)}
             trained = vectors_at(Path(told["trained"]), self.level)
             averaged = vectors_at(Path(told["averaged"]), self.level) if self.averaged else None
-            methods = rollout_methods(
-                trained,
-                averaged,
-                scales=SCALES if self.scales is None else self.scales,
-                layers=list(trained) if self.layers is None else self.layers,
-                tokens=tokens_of(self.tokens),
-            )
+            where = not_none(self, "scales", "layers")
+            if self.tokens is not None:
+                where["tokens"] = tokens_of(self.tokens)
+            methods = rollout_methods(trained, averaged, **where)
             evaluation = Evaluation(
                 methods=methods,
                 questions=questions_of(told.get("questions") or self.questions),
-                sampling_params={"max_tokens": self.max_tokens, "temperature": self.temperature},
-                samples=self.samples,
-                chat=self.chat,
-                seed=self.seed,
+                sampling_params=sampling_of(self),
+                **not_none(self, "samples", "chat", "seed"),
             )
             kinds = {kind: questions_of(told[kind]) for kind in ("positive", "negative")}
             yield RolloutSet(name=name, evaluation=evaluation, rubric=self.rubric.replace("{name}", name), **kinds)

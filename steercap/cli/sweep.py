@@ -18,8 +18,8 @@ from steercap.cli.command import command
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import ReachOptions
 from steercap.cli.parsing import Concurrency, FirstRow, names_of, numbers_of
-from steercap.cli.preflight import Preflight, check_sampling, preflight, reached
-from steercap.cli.sweep_file import measure_of, measures_in, read_settings, sweep_of
+from steercap.cli.preflight import Preflight, preflight, reached
+from steercap.cli.sweep_file import measure_of, measures_in, not_none, read_settings, sweep_of
 from steercap.cli.tables import titled
 from steercap.cli.terminal import Terminal
 from steercap.core.extras import require
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 
 async def swept(
-    model: SteerModel, sweep: Sweep, measures: list[str | Measure], out: Path, concurrency: int, terminal: Terminal
+    model: SteerModel, sweep: Sweep, measures: list[str | Measure], out: Path, terminal: Terminal, **how: Any
 ) -> SweepResults:
-    """Run a sweep in the folder `out` with a progress bar, resuming earlier work; return its results.
+    """Run a sweep in the folder `out` with a progress bar, resuming earlier work; `how` is as for `run_sweep`.
 
     Raises:
         The errors of `run_sweep`.
@@ -48,7 +48,7 @@ async def swept(
             if done == total:
                 bar.add_task("measuring", total=None)
 
-        return await run_sweep(model, sweep, out=out, measures=measures, concurrency=concurrency, progress=progress)
+        return await run_sweep(model, sweep, out=out, measures=measures, progress=progress, **how)
 
 
 def check(sweep: Sweep, measures: list[str | Measure], out: Path, planned: Preflight) -> None:
@@ -139,7 +139,7 @@ def register(app: typer.Typer) -> None:
         ] = None,
         max_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum tokens to generate (default 64).")] = None,
         temperature: Annotated[
-            float | None, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy (default).")
+            float | None, typer.Option(min=0.0, help="Sampling temperature (default 0: greedy).")
         ] = None,
         samples: Annotated[int | None, typer.Option(min=1, help="Number of answers per prompt (default 1).")] = None,
         seed: Annotated[int | None, typer.Option(help="Seed of sampling and of random vectors.")] = None,
@@ -175,13 +175,12 @@ def register(app: typer.Typer) -> None:
         model.require_there()
         folder_ready(out)
         settings = read_settings(config, flags)
-        check_sampling(temperature=settings.temperature, max_tokens=settings.max_tokens)
         asked, chosen = sweep_of(settings, flags), [measure_of(measure) for measure in settings.measures]
         site = next(iter(asked.vectors.values())).site
         check(asked, chosen, out, preflight(model, sites=site))
         terminal.say(f"{sum(1 for _ in asked.requests()):,} answers under {len(asked.conditions()):,} conditions")
         async with reached(model, terminal, sites=site) as open_model:
-            results = await swept(open_model, asked, chosen, out, settings.concurrency, terminal)
+            results = await swept(open_model, asked, chosen, out, terminal, **not_none(settings, "concurrency"))
             report(results, out, terminal, plot=plot)
 
 

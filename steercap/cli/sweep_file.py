@@ -13,6 +13,7 @@ import typer
 from steercap.cli.contents import directions_in
 from steercap.cli.parsing import loaded, names_of, tokens_of
 from steercap.cli.persona import is_file, trait_of
+from steercap.cli.preflight import check_sampling
 from steercap.cli.prompts import Prompt, PromptOptions
 from steercap.core.values import nearest
 from steercap.errors import InvalidFile, UnknownName
@@ -34,7 +35,7 @@ class SweepFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         scales: factors by which vectors are multiplied.
         prompts: path of a file of prompts, or texts.
         chat: True to apply the chat template to prompts.
-        operations, relative, random, negated, seed, samples: as for `Sweep`.
+        operations, relative, random, negated, seed, samples: as for `Sweep`, with its defaults.
         tokens: steered tokens, in the form of the option `--tokens`.
         max_tokens, temperature: sampling parameters.
         concurrency: maximum concurrent requests.
@@ -49,16 +50,16 @@ class SweepFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     names: tuple[str, ...] | None = None
     first_row: Literal[0, 1] | None = None
     chat: bool = False
-    operations: tuple[str, ...] = ("add",)
-    tokens: str = "generated"
-    relative: bool = False
-    random: int = 20
-    negated: bool = True
-    seed: int = 0
-    samples: int = 1
-    max_tokens: int = 64
-    temperature: float = 0.0
-    concurrency: Annotated[int, msgspec.Meta(ge=1)] = 512
+    operations: tuple[str, ...] | None = None
+    tokens: str | None = None
+    relative: bool | None = None
+    random: int | None = None
+    negated: bool | None = None
+    seed: int | None = None
+    samples: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    concurrency: Annotated[int, msgspec.Meta(ge=1)] | None = None
     measures: tuple[str, ...] = ("repetition",)
 
 
@@ -138,20 +139,35 @@ def sweep_of(settings: SweepFile, flags: Mapping[str, Any] | None = None) -> Swe
         prompts = PromptOptions(file=settings.prompts, chat=settings.chat).read()
     else:
         prompts = PromptOptions(chat=settings.chat).templated([Prompt(text) for text in settings.prompts])
+    further = not_none(settings, "operations", "relative", "random", "negated", "seed", "samples")
+    if settings.tokens is not None:
+        further["tokens"] = tokens_of(settings.tokens, tokens)
     return Sweep(
         vectors=directions if settings.names is None else directions.select(settings.names),
         layers=settings.layers,
         scales=settings.scales,
         prompts=[prompt.content for prompt in prompts],
-        operations=settings.operations,
-        tokens=tokens_of(settings.tokens, tokens),
-        relative=settings.relative,
-        random=settings.random,
-        negated=settings.negated,
-        seed=settings.seed,
-        sampling_params={"max_tokens": settings.max_tokens, "temperature": settings.temperature},
-        samples=settings.samples,
+        sampling_params=sampling_of(settings),
+        **further,
     )
+
+
+def not_none(settings: msgspec.Struct, *names: str) -> dict[str, Any]:
+    """Return the settings of these names that are not None, by name; the others have the defaults of the library."""
+    return {name: value for name in names if (value := getattr(settings, name)) is not None}
+
+
+def sampling_of(settings: msgspec.Struct) -> dict[str, Any]:
+    """Return the sampling parameters of a study from its settings.
+
+    Raises:
+        typer.BadParameter: one is out of range.
+    """
+    from steercap.lab.studies import SAMPLING
+
+    found = {**SAMPLING, **not_none(settings, "max_tokens", "temperature")}
+    check_sampling(**found)
+    return found
 
 
 def measures_in(text: str) -> tuple[str, ...]:

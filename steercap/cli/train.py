@@ -287,8 +287,8 @@ def register(app: typer.Typer) -> None:
                 swept = train_datasets(located(model), datasets, **more, **said)
             else:
                 given = examples_in(examples, out.name if name is None else name)
-                share = 0.2 if held_out is None else held_out
-                found = train_many(located(model), given, held_out=share, lr=lr, **said)
+                share: dict[str, Any] = {} if held_out is None else {"held_out": held_out}
+                found = train_many(located(model), given, lr=lr, **share, **said)
         if examples.is_dir():
             report_datasets(swept, terminal)
         else:

@@ -221,8 +221,7 @@ def _register_extract(app: typer.Typer) -> None:
 
         if not prompts:
             refuse("there is no --try PROMPT", {"--try-scale": scale})
-        multiplier = 2.0 if scale is None else scale
-        if not 0 < multiplier < math.inf or not all(prompts or ["none"]):
+        if not 0 < (1.0 if scale is None else scale) < math.inf or not all(prompts or ["none"]):
             raise typer.BadParameter("give prompts that are not empty, and a multiplier above 0", param_hint="--try")
         model.require_there()
         file_ready(out, extensions=[".safetensors"], hint=CONVERTED)
@@ -238,12 +237,12 @@ def _register_extract(app: typer.Typer) -> None:
             found = await extract_from(
                 open_model, texts, terminal, name=said, site=site, add_special_tokens=special_tokens, **split, **where
             )
-            trial = partial(tried_at, open_model, found, prompts, multiplier, terminal) if prompts else None
+            trial = partial(tried_at, open_model, found, prompts, scale, terminal) if prompts else None
             await report(found, said, out, terminal, trial, model.flags())
 
 
 async def tried_at(
-    model: SteerModel, directions: DirectionSet, prompts: list[str], scale: float, terminal: Terminal
+    model: SteerModel, directions: DirectionSet, prompts: list[str], scale: float | None, terminal: Terminal
 ) -> TriedLayers:
     """Steer replies to prompts along a direction at a few layers; see `steercap.lab.studies.trying.try_layers`.
 
@@ -252,8 +251,9 @@ async def tried_at(
     """
     from steercap.lab.studies.trying import try_layers
 
+    how: dict[str, Any] = {} if scale is None else {"scale": scale}
     with terminal.status("steering a few layers both ways"):
-        return await try_layers(model, directions, prompts, scale=scale)
+        return await try_layers(model, directions, prompts, **how)
 
 
 async def report(

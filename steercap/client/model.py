@@ -24,15 +24,13 @@ from steercap.errors import ModelClosed
 from steercap.requests.calls import Calls
 from steercap.requests.context import steered
 from steercap.requests.stats import Stats
-from steercap.steering.spec import SteeringSpec
+from steercap.steering.spec import Steering, SteeringSpec
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
     from steercap.steering.directions import DirectionSet
-    from steercap.steering.edits import Edit
     from steercap.steering.layers import LayerVectors
-    from steercap.steering.spec import LogitBias
 
 #: Advice in the error of an attempted copy.
 INSTEAD: Final = "a connection has one owner; connect once more to the same server"
@@ -120,13 +118,13 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
     # Work
 
     @asynccontextmanager
-    async def steered(self, steering: SteeringSpec | Edit | LogitBias) -> AsyncIterator[SteeringSpec]:
+    async def steered(self, steering: Steering) -> AsyncIterator[SteeringSpec]:
         """Steer every call inside that does not pass `steering=` itself: `async with model.steered(spec): ...`.
 
         When nested, its edits come after the outer spec's. The first call inside checks that the spec fits the model.
 
         Args:
-            steering: a SteeringSpec, one edit, or a LogitBias.
+            steering: a SteeringSpec, an edit, a LogitBias or LayerVectors, as for `generate`.
 
         Yields:
             The spec in force, outer ones included.

@@ -458,7 +458,10 @@ def per_prompt(value: Any, count: int, name: str) -> list[Any]:
     if not isinstance(value, (list, tuple)):
         return [value] * count
     if len(value) != count:
-        raise InvalidRequest(f"{name} has {len(value)} entries for {count} prompts; give one for all, or one each")
+        several = "; several edits of one prompt are a SteeringSpec([...])" if name == "steering" else ""
+        raise InvalidRequest(
+            f"{name} has {len(value)} entries for {count} prompts; give one for all, or one each{several}"
+        )
     return list(value)
 
 

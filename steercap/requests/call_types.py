@@ -14,16 +14,14 @@ from steercap.core.receipt import SteeringReceipt
 from steercap.errors import InvalidRequest
 from steercap.requests.context import FromContext
 from steercap.requests.monitoring import MonitorReport
-from steercap.steering.spec import SteeringSpec
+from steercap.steering.spec import Steering
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as DefaultingTypeVar
 
     from steercap.adapters import PoolingParams, SamplingParams
     from steercap.captures.handle import CaptureHandle
-    from steercap.steering.edits import Edit
     from steercap.steering.monitor import Monitor
-    from steercap.steering.spec import LogitBias
 
     #: Type of the handles of captured rows: awaited ones, or those of `steercap.sync`.
     Handle = DefaultingTypeVar("Handle", default=CaptureHandle)
@@ -47,8 +45,10 @@ Prompt: TypeAlias = str | Mapping[str, Any] | Sequence[int]
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]
 #: Text of a prompt, or with `n > 1`, which no type checker sees, the list of its samples' texts.
 Text: TypeAlias = str | list[str]
-#: Values of `steering=` for one prompt.
-Steering: TypeAlias = "SteeringSpec | Edit | LogitBias | None"
+#: Values of `steering=` for one prompt: with a server also the name of vectors or steering that it has.
+PromptSteering: TypeAlias = "Steering | str | FromContext | None"
+#: The same for a call: for all prompts, or one each.
+CallSteering: TypeAlias = "PromptSteering | Sequence[Steering | str | None]"
 #: vLLM's SamplingParams or a dict of their fields, for all prompts or one each.
 Params: TypeAlias = "SamplingParams | Mapping[str, Any] | Sequence[Any] | None"
 #: vLLM's PoolingParams or a dict of their fields, for all prompts or one each.
@@ -67,7 +67,7 @@ class Several(Protocol[One_co]):
 class Options(TypedDict, total=False):
     """Arguments of every call that do not change the type of its result."""
 
-    steering: Steering | Sequence[Steering] | FromContext
+    steering: CallSteering
     add_special_tokens: bool | None
     lora_request: Any
     priority: int

@@ -11,6 +11,7 @@ from steercap.core.prompts import CallArguments, as_list, checked_special, conve
 from steercap.core.spec import CaptureSpec, Layers
 from steercap.requests.call_types import (
     READ,
+    CallSteering,
     ChatOptions,
     Conversation,
     CoroutineOf,
@@ -20,14 +21,14 @@ from steercap.requests.call_types import (
     Params,
     Pooling,
     Prompt,
+    PromptSteering,
     RunOptions,
     Several,
-    Steering,
     Text,
     copied,
     copied_params,
 )
-from steercap.requests.context import FROM_CONTEXT, FromContext, SketchBackend, Sketched, in_context, sketches_in_force
+from steercap.requests.context import FROM_CONTEXT, SketchBackend, Sketched, in_context, sketches_in_force
 from steercap.requests.stream import Chunk
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ class Calls(Sketched, Generic[Handle]):
         *,
         capture_layers: Layers | None = None,
         capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
-        steering: Steering | Sequence[Steering] | FromContext = FROM_CONTEXT,
+        steering: CallSteering = FROM_CONTEXT,
         add_special_tokens: bool | None = None,
         lora_request: Any = None,
         priority: int = 0,
@@ -161,8 +162,8 @@ class Calls(Sketched, Generic[Handle]):
             sampling_params: vLLM's SamplingParams or a dict of its fields, for all prompts or one each.
             capture_layers: shorthand for `capture=CaptureSpec(layers=capture_layers)`.
             capture: the rows to capture, one spec for all prompts, or one each (None captures nothing).
-            steering: the edits to apply: a SteeringSpec (or one edit) for all prompts, or one each; None edits nothing.
-                By default, the steering of the enclosing `model.steered` applies.
+            steering: a SteeringSpec, an edit, a LogitBias, LayerVectors (each added at its layer) or a server's name;
+                for all prompts or one each. None edits nothing; by default that of the enclosing `model.steered` holds.
             add_special_tokens: True adds the tokenizer's special tokens, such as <bos>, to each text, and False none.
                 None does as vLLM (none for some that see, as Gemma 4), with a warning if the text has them already.
             lora_request: vLLM's LoRARequest, for an engine started with `enable_lora=True`.
@@ -245,7 +246,7 @@ class Calls(Sketched, Generic[Handle]):
         *,
         capture_layers: Layers | None = None,
         capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
-        steering: Steering | Sequence[Steering] | FromContext = FROM_CONTEXT,
+        steering: CallSteering = FROM_CONTEXT,
         add_special_tokens: bool | None = None,
         lora_request: Any = None,
         priority: int = 0,
@@ -313,7 +314,7 @@ class Calls(Sketched, Generic[Handle]):
         *,
         capture_layers: Layers | None = None,
         capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
-        steering: Steering | Sequence[Steering] | FromContext = FROM_CONTEXT,
+        steering: CallSteering = FROM_CONTEXT,
         monitors: Sequence[Monitor] | None = None,
         add_special_tokens: bool | None = None,
         lora_request: Any = None,
@@ -379,7 +380,7 @@ class Calls(Sketched, Generic[Handle]):
         *,
         capture_layers: Layers | None = None,
         capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
-        steering: Steering | Sequence[Steering] | FromContext = FROM_CONTEXT,
+        steering: CallSteering = FROM_CONTEXT,
         add_special_tokens: bool | None = None,
         lora_request: Any = None,
         priority: int = 0,
@@ -468,7 +469,7 @@ class Calls(Sketched, Generic[Handle]):
         *,
         capture_layers: Layers | None = None,
         capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
-        steering: Steering | Sequence[Steering] | FromContext = FROM_CONTEXT,
+        steering: CallSteering = FROM_CONTEXT,
         add_special_tokens: bool | None = None,
         lora_request: Any = None,
         priority: int = 0,
@@ -504,7 +505,7 @@ class Calls(Sketched, Generic[Handle]):
         *,
         capture_layers: Layers | None = None,
         capture: CaptureSpec | None = None,
-        steering: Steering | FromContext = FROM_CONTEXT,
+        steering: PromptSteering = FROM_CONTEXT,
         monitors: Sequence[Monitor] | None = None,
         add_special_tokens: bool | None = None,
         lora_request: Any = None,
@@ -536,7 +537,7 @@ class _SharedArguments(NamedTuple):
 
     capture_layers: Layers | None
     capture: Any
-    steering: Any
+    steering: CallSteering
     add_special_tokens: bool | None
     lora_request: Any
     priority: int

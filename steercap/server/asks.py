@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar, get_args
 
-from steercap.core.display import span
-from steercap.core.spec import CaptureSpec, resolve_layers
+from steercap.core.spec import CaptureSpec
 from steercap.core.values import choices, shown
 from steercap.errors import InvalidSpec
 from steercap.server.call import Delivery, SteercapField
 from steercap.server.library import Library
 from steercap.steering.directions import DirectionSet
 from steercap.steering.edits import EDITS, Edit
-from steercap.steering.edits.inputs import model_of
 from steercap.steering.layers import LayerVectors
 from steercap.steering.monitor import Monitor, monitors_of
 from steercap.steering.spec import LogitBias, SteeringSpec
@@ -157,9 +155,7 @@ def _monitor_of(value: Any, library: Library, owner: str) -> Monitor:
         given.setdefault("model", vectors.model)
         if given.get("layer") is None and len(vectors) == 1:
             given["layer"] = next(iter(vectors))
-        if given.get("layer") not in list(vectors):
-            raise InvalidSpec(f"a monitor with {_lacking(given.get('layer'), {'probe': name}, list(vectors))}")
-        given["probe"] = vectors[given["layer"]]
+        given["probe"] = vectors.named(name)
     return _constructed(Monitor, given)
 
 
@@ -176,7 +172,7 @@ def _edits_of(asked: Any, library: Library, owner: str) -> Sequence[Edit | Logit
         return [_bias_of(asked)]
     if op not in EDITS:
         raise InvalidSpec(f"op={shown(op)}; {choices(op, (*EDITS, LOGIT_BIAS))}")
-    kind = EDITS[op]
+    kind: type[Edit] = EDITS[op]
     known = [one.name for one in dataclasses.fields(kind) if one.init]
     given = dict(_object(asked, f"an edit {op!r}", ("op", *known)))
     given.pop("op", None)
@@ -186,19 +182,8 @@ def _edits_of(asked: Any, library: Library, owner: str) -> Sequence[Edit | Logit
     named = {name: given[name] for name in VECTORS if _is_name(given.get(name))}
     if not named:
         return [_constructed(kind, given)]
-    found = {name: layer_vectors(value, library, owner) for name, value in named.items()}
-    site = next(iter(found.values())).site
-    given.setdefault("site", site)
-    layers, model = _layers_of(given, found, named), given.get("model") or model_of(found, f"an edit {op!r}")
-    for name in ("layer", "layers"):
-        given.pop(name, None)
-    return [
-        _constructed(
-            kind,
-            given | {"model": model, "layer": layer} | {name: vectors[layer] for name, vectors in found.items()},
-        )
-        for layer in layers
-    ]
+    found = {name: layer_vectors(value, library, owner).named(value) for name, value in named.items()}
+    return _constructed(kind.by_layer, given | found).edits
 
 
 def _bias_of(value: Mapping[str, Any]) -> LogitBias:
@@ -210,37 +195,12 @@ def _bias_of(value: Mapping[str, Any]) -> LogitBias:
     return LogitBias(bias, **({"tokens": ranges(given["tokens"])} if "tokens" in given else {}))
 
 
-def _layers_of(given: Mapping[str, Any], found: Mapping[str, LayerVectors], named: Mapping[str, str]) -> list[int]:
-    """Return the layers of an edit with named vectors: those it asks for, or all for which each name has a vector."""
-    common = [layer for layer in next(iter(found.values())) if all(layer in one for one in found.values())]
-    asked = given.get("layer") if given.get("layer") is not None else given.get("layers")
-    if asked is None:
-        return common
-    if given.get("layer") is not None and given.get("layers") is not None:
-        raise InvalidSpec("an edit: give layer for one layer, or layers for several (and not both)")
-    wanted = [asked] if isinstance(asked, int) else asked if isinstance(asked, list) else None
-    if not common:
-        raise InvalidSpec(f"{', '.join(map(repr, named.values()))} have vectors for no layer in common")
-    if wanted is None:
-        wanted = list(resolve_layers(asked, max(common) + 1))
-    if missing := [layer for layer in wanted if layer not in common]:
-        raise InvalidSpec(f"an edit with {_lacking(missing[0], named, common)}")
-    return list(dict.fromkeys(wanted))
-
-
-def _lacking(layer: Any, named: Mapping[str, str], known: list[int]) -> str:
-    """Describe, for an error, that named vectors lack a layer, and which layers they have."""
-    what = " and ".join(f"{field}={name!r}" for field, name in named.items())
-    near = f"; the nearest is {min(known, key=lambda one: abs(one - layer))}" if isinstance(layer, int) else ""
-    return f"{what} and layer={shown(layer)}: there are vectors for layers {span(known)}{near}"
-
-
-def _constructed(kind: type[Made], given: Mapping[str, Any]) -> Made:
+def _constructed(make: Callable[..., Made], given: Mapping[str, Any]) -> Made:
     try:
-        made = kind(**given)
+        return make(**given)
     except TypeError as error:  # something that it needs is missing
-        raise InvalidSpec(f"{kind.__name__}: {str(error).partition(' ')[2]}") from error
-    return made
+        what, _, why = str(error).partition(".__init__() ")
+        raise InvalidSpec(f"{what}: {why}") from error
 
 
 def layer_vectors(name: str, library: Library, owner: str) -> LayerVectors:

@@ -18,10 +18,9 @@ from steercap.core.spec import Point, name_of_site, resolve_layers
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import index_of, number_of, shown, truth_of
 from steercap.errors import InvalidSpec, InvalidVector
-from steercap.steering.edits import Edit
 from steercap.steering.edits.inputs import Vector, at_layer, float32_copy, model_of
 from steercap.steering.lowering import CompiledProjection, read_by
-from steercap.steering.spec import SteeringSpec, spec_of
+from steercap.steering.spec import Steering, SteeringSpec, spec_of
 
 #: Action of a monitor when it fires.
 Do = Literal["annotate", "stop", "steer"]
@@ -72,7 +71,7 @@ class Monitor:
     tokens: Tokens | TokenSelection = "generated"
     do: Do = "annotate"
     name: str = ""
-    steering: SteeringSpec | Edit | None = None
+    steering: Steering | None = None
     model: str = ""
 
     def __post_init__(self) -> None:
@@ -113,7 +112,7 @@ class Monitor:
                 f"Monitor: do={shown(asked)} with steering={shown(self.steering)}; steering= and do='steer' go together"
             )
         if self.steering is not None:
-            object.__setattr__(self, "steering", spec_of(self.steering))
+            object.__setattr__(self, "steering", spec_of(self.steering, "Monitor: steering"))
 
     @property
     def weights(self) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 import torch
 
@@ -16,7 +16,9 @@ from steercap.errors import InvalidEdit, InvalidSpec
 from steercap.files import native
 from steercap.files.native import FileKind
 from steercap.steering.edits import EDITS, Edit
+from steercap.steering.edits.add import Add
 from steercap.steering.edits.inputs import Vector, float32_copy, models_of
+from steercap.steering.layers import LayerVectors
 
 _FLOAT32: Final = torch.finfo(torch.float32)
 
@@ -210,17 +212,42 @@ class SteeringSpec:
                     yield inner, path if self.preserve_norm else keeper
 
 
-def spec_of(steering: Any) -> SteeringSpec:
-    """Return the argument `steering=` as a spec; a single edit or bias becomes a spec of one.
+#: Values of `steering=`: LayerVectors stand for `Add.by_layer(vectors)`, that is, added at each layer and token.
+Steering: TypeAlias = SteeringSpec | Edit | LogitBias | LayerVectors
+
+
+def spec_of(steering: Any, what: str = "steering") -> SteeringSpec:
+    """Return a user's steering as a spec; a single edit or bias becomes a spec of one.
+
+    Args:
+        steering: one of the types of `Steering`.
+        what: name of the argument in messages.
 
     Raises:
         InvalidSpec: it is of another type.
     """
-    if isinstance(steering, (Edit, LogitBias)):
-        return SteeringSpec([steering])
     if isinstance(steering, SteeringSpec):
         return steering
-    raise InvalidSpec(f"steering={shown(steering)}; give a SteeringSpec, an edit, or None for no steering")
+    if isinstance(steering, (Edit, LogitBias)):
+        return SteeringSpec([steering])
+    if isinstance(steering, LayerVectors):
+        return Add.by_layer(steering)
+    hint = next((hint for kinds, hint in _HINTS if isinstance(steering, kinds)), "")
+    raise InvalidSpec(
+        f"{what}={shown(steering)} is of type {type(steering).__name__}; give a SteeringSpec, an edit, a LogitBias or "
+        f"LayerVectors{hint}"
+    )
+
+
+#: Advice on values of other types; a list is one value for each prompt where a call takes it, so never several edits.
+_HINTS: Final = (
+    ((list, tuple), ", and several edits as SteeringSpec([...])"),
+    (
+        (str, Path),
+        ", which SteeringSpec.load or LayerVectors.load read from a file; only calls to a server take a name",
+    ),
+    ((Mapping,), ", such as one direction of a set, directions['name']"),
+)
 
 
 def _kind() -> FileKind:

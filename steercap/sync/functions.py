@@ -65,9 +65,8 @@ if TYPE_CHECKING:
     from steercap.requests.context import FromContext
     from steercap.steering.calibration import Calibration
     from steercap.steering.directions import DirectionSet
-    from steercap.steering.edits import Edit
     from steercap.steering.layers import LayerVectors
-    from steercap.steering.spec import LogitBias, SteeringSpec
+    from steercap.steering.spec import Steering
     from steercap.sync.bridge import Bridged
     from steercap.sync.model import RemoteModel, SteerModel
 
@@ -140,7 +139,7 @@ def activations(
     bos: Bos = "document",
     chat_template_kwargs: Mapping[str, Any] | None = None,
     sampling_params: Mapping[str, Any] | None = None,
-    steering: SteeringSpec | Edit | LogitBias | FromContext | None = FROM_CONTEXT,
+    steering: Steering | FromContext | None = FROM_CONTEXT,
     concurrency: int | None = None,
     batch_size: int = 4096,
     buffer: int = 1 << 16,
@@ -309,7 +308,7 @@ def collect(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     sampling_params: Mapping[str, Any] | None = None,
     seed: int = 0,
-    steering: SteeringSpec | Edit | LogitBias | FromContext | None = FROM_CONTEXT,
+    steering: Steering | FromContext | None = FROM_CONTEXT,
     shard_bytes: int = 256 << 20,
     documents_per_shard: int | None = None,
     statistics_every: int | None = None,
@@ -344,7 +343,7 @@ def collect(
             message is read as it is; any other with the generation prompt.
         sampling_params: parameters with which the model continues each document; generated tokens' rows are kept too.
         seed: seed of all sampling; each document's own seed is derived from it and the document's number.
-        steering: edits applied during the run, as for `generate`.
+        steering: as for `generate`, the same for all documents.
         shard_bytes: target bytes of rows in a shard; three to nine shards are in memory, the more cores the more.
         documents_per_shard: documents in a shard; by default as many as have `shard_bytes`, judged by the first few.
         statistics_every: statistics are of one row in so many; 0 for none, by default 8 for each point. Targets of
@@ -404,7 +403,7 @@ def collect(
 def compare_steering(
     model: SteerModel,
     axis: AssistantAxis,
-    steering: Mapping[str, SteeringSpec],
+    steering: Mapping[str, Steering],
     cases: Sequence[Case],
     settings: RoleSettings,
     *,
@@ -416,7 +415,8 @@ def compare_steering(
     Args:
         model: an open model.
         axis: axis to project rows on.
-        steering: specs by name of the condition, such as `Capping.spec` and a control along random vectors.
+        steering: by name of the condition, each as for `SteerModel.generate`, such as `Capping.spec` and a control
+            along random vectors.
         cases: cases to answer, with the same seeds under every condition.
         settings: settings of sampling, concurrency and the scorer; its roles include those of the cases.
         layers: layers to project at; None for all layers of the axis.
@@ -426,7 +426,7 @@ def compare_steering(
         A record for each condition, "plain" (no steering) first, and each case, in order.
 
     Raises:
-        InvalidSpec: no cases, `settings.max_tokens` below 2, or a condition called "plain".
+        InvalidSpec: steering of another type, no cases, `settings.max_tokens` below 2, or a condition called "plain".
         InvalidSetting: the scorer needs a field that a role lacks.
         The errors of `SteerModel.run`.
     """

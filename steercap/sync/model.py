@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from steercap.core.spec import CaptureSpec, Layers, Point
     from steercap.engine.memory import MemoryNeed
     from steercap.requests.call_types import (
+        CallSteering,
         ChatOptions,
         Conversation,
         Generation,
@@ -34,12 +35,11 @@ if TYPE_CHECKING:
         Params,
         Pooling,
         Prompt,
+        PromptSteering,
         RunOptions,
         Several,
-        Steering,
         Text,
     )
-    from steercap.requests.context import FromContext
     from steercap.requests.equations import Claim
     from steercap.requests.serving import Serving
     from steercap.requests.stats import Stats
@@ -146,7 +146,7 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
         *,
         capture_layers: Layers | None = None,
         capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
-        steering: Steering | Sequence[Steering] | FromContext = FROM_CONTEXT,
+        steering: CallSteering = FROM_CONTEXT,
         add_special_tokens: bool | None = None,
         lora_request: Any = None,
         priority: int = 0,
@@ -159,8 +159,8 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
             sampling_params: vLLM's SamplingParams or a dict of its fields, for all prompts or one each.
             capture_layers: shorthand for `capture=CaptureSpec(layers=capture_layers)`.
             capture: the rows to capture, one spec for all prompts, or one each (None captures nothing).
-            steering: the edits to apply: a SteeringSpec (or one edit) for all prompts, or one each; None edits nothing.
-                By default, the steering of the enclosing `model.steered` applies.
+            steering: a SteeringSpec, an edit, a LogitBias, LayerVectors (each added at its layer) or a server's name;
+                for all prompts or one each. None edits nothing; by default that of the enclosing `model.steered` holds.
             add_special_tokens: True adds the tokenizer's special tokens, such as <bos>, to each text, and False none.
                 None does as vLLM (none for some that see, as Gemma 4), with a warning if the text has them already.
             lora_request: vLLM's LoRARequest, for an engine started with `enable_lora=True`.
@@ -250,7 +250,7 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
         *,
         capture_layers: Layers | None = None,
         capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
-        steering: Steering | Sequence[Steering] | FromContext = FROM_CONTEXT,
+        steering: CallSteering = FROM_CONTEXT,
         add_special_tokens: bool | None = None,
         lora_request: Any = None,
         priority: int = 0,
@@ -323,7 +323,7 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
         *,
         capture_layers: Layers | None = None,
         capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
-        steering: Steering | Sequence[Steering] | FromContext = FROM_CONTEXT,
+        steering: CallSteering = FROM_CONTEXT,
         monitors: Sequence[Monitor] | None = None,
         add_special_tokens: bool | None = None,
         lora_request: Any = None,
@@ -395,7 +395,7 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
         *,
         capture_layers: Layers | None = None,
         capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
-        steering: Steering | Sequence[Steering] | FromContext = FROM_CONTEXT,
+        steering: CallSteering = FROM_CONTEXT,
         add_special_tokens: bool | None = None,
         lora_request: Any = None,
         priority: int = 0,
@@ -485,7 +485,7 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
         *,
         capture_layers: Layers | None = None,
         capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
-        steering: Steering | Sequence[Steering] | FromContext = FROM_CONTEXT,
+        steering: CallSteering = FROM_CONTEXT,
         add_special_tokens: bool | None = None,
         lora_request: Any = None,
         priority: int = 0,
@@ -529,7 +529,7 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
         *,
         capture_layers: Layers | None = None,
         capture: CaptureSpec | None = None,
-        steering: Steering | FromContext = FROM_CONTEXT,
+        steering: PromptSteering = FROM_CONTEXT,
         monitors: Sequence[Monitor] | None = None,
         add_special_tokens: bool | None = None,
         lora_request: Any = None,
@@ -886,7 +886,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
         *,
         capture_layers: Layers | None = None,
         capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
-        steering: Steering | Sequence[Steering] | FromContext = FROM_CONTEXT,
+        steering: CallSteering = FROM_CONTEXT,
         add_special_tokens: bool | None = None,
         lora_request: Any = None,
         priority: int = 0,
@@ -899,8 +899,8 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
             sampling_params: vLLM's SamplingParams or a dict of its fields, for all prompts or one each.
             capture_layers: shorthand for `capture=CaptureSpec(layers=capture_layers)`.
             capture: the rows to capture, one spec for all prompts, or one each (None captures nothing).
-            steering: the edits to apply: a SteeringSpec (or one edit) for all prompts, or one each; None edits nothing.
-                By default, the steering of the enclosing `model.steered` applies.
+            steering: a SteeringSpec, an edit, a LogitBias, LayerVectors (each added at its layer) or a server's name;
+                for all prompts or one each. None edits nothing; by default that of the enclosing `model.steered` holds.
             add_special_tokens: True adds the tokenizer's special tokens, such as <bos>, to each text, and False none.
                 None does as vLLM (none for some that see, as Gemma 4), with a warning if the text has them already.
             lora_request: vLLM's LoRARequest, for an engine started with `enable_lora=True`.
@@ -990,7 +990,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
         *,
         capture_layers: Layers | None = None,
         capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
-        steering: Steering | Sequence[Steering] | FromContext = FROM_CONTEXT,
+        steering: CallSteering = FROM_CONTEXT,
         add_special_tokens: bool | None = None,
         lora_request: Any = None,
         priority: int = 0,
@@ -1063,7 +1063,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
         *,
         capture_layers: Layers | None = None,
         capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
-        steering: Steering | Sequence[Steering] | FromContext = FROM_CONTEXT,
+        steering: CallSteering = FROM_CONTEXT,
         monitors: Sequence[Monitor] | None = None,
         add_special_tokens: bool | None = None,
         lora_request: Any = None,
@@ -1135,7 +1135,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
         *,
         capture_layers: Layers | None = None,
         capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
-        steering: Steering | Sequence[Steering] | FromContext = FROM_CONTEXT,
+        steering: CallSteering = FROM_CONTEXT,
         add_special_tokens: bool | None = None,
         lora_request: Any = None,
         priority: int = 0,
@@ -1225,7 +1225,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
         *,
         capture_layers: Layers | None = None,
         capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
-        steering: Steering | Sequence[Steering] | FromContext = FROM_CONTEXT,
+        steering: CallSteering = FROM_CONTEXT,
         add_special_tokens: bool | None = None,
         lora_request: Any = None,
         priority: int = 0,
@@ -1269,7 +1269,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
         *,
         capture_layers: Layers | None = None,
         capture: CaptureSpec | None = None,
-        steering: Steering | FromContext = FROM_CONTEXT,
+        steering: PromptSteering = FROM_CONTEXT,
         monitors: Sequence[Monitor] | None = None,
         add_special_tokens: bool | None = None,
         lora_request: Any = None,

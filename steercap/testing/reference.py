@@ -23,7 +23,7 @@ from steercap.core.extras import extra
 from steercap.core.spec import Point
 from steercap.core.tokens import selected
 from steercap.lab.training.hooked import HookedModel, Visited, firsts
-from steercap.steering.spec import LogitBias, SteeringSpec
+from steercap.steering.spec import LogitBias, Steering, spec_of
 from steercap.testing.edits import edited
 
 
@@ -89,7 +89,7 @@ class Reference:
         *,
         given: Mapping[Point, torch.Tensor] | None = None,
         chosen: Mapping[int, Chosen] = MappingProxyType({}),
-        steering: SteeringSpec | None = None,
+        steering: Steering | None = None,
         prompt_len: int = 0,
         media: Mapping[str, Any] = MappingProxyType({}),
     ) -> dict[Point, torch.Tensor]:
@@ -126,7 +126,7 @@ class Reference:
         return found
 
     def attention(
-        self, token_ids: Sequence[int], *, steering: SteeringSpec | None = None, prompt_len: int = 0
+        self, token_ids: Sequence[int], *, steering: Steering | None = None, prompt_len: int = 0
     ) -> list[torch.Tensor]:
         """Return the attention weights of each layer: float32 [heads, tokens, tokens].
 
@@ -144,7 +144,7 @@ class Reference:
         token_ids: Sequence[int],
         *,
         given: Mapping[Point, torch.Tensor] | None = None,
-        steering: SteeringSpec | None = None,
+        steering: Steering | None = None,
         prompt_len: int = 0,
     ) -> dict[int, Chosen]:
         """Return the experts of each layer that has any: ids, int64 [tokens, k], and weights, float32 [tokens, k].
@@ -166,7 +166,7 @@ class Reference:
         return found
 
     def greedy(
-        self, token_ids: Sequence[int], tokens: int, steering: SteeringSpec | None = None
+        self, token_ids: Sequence[int], tokens: int, steering: Steering | None = None
     ) -> tuple[list[int], torch.Tensor]:
         """Decode a prompt greedily with transformers, edits made by hooks and logit biases by a LogitsProcessor.
 
@@ -202,10 +202,11 @@ class Reference:
         scores = torch.cat(found.scores).float()
         return found.sequences[0, prompt_len:].tolist(), scores.log_softmax(-1).cpu()
 
-    def _edits(self, spec: SteeringSpec | None, prompt_len: int) -> list[Visited]:
-        """Return each point that a spec edits, with a function that edits the hidden states there in place."""
-        if spec is None:
+    def _edits(self, steering: Steering | None, prompt_len: int) -> list[Visited]:
+        """Return each point that is edited, with a function that edits the hidden states there in place."""
+        if steering is None:
             return []
+        spec = spec_of(steering)
         count = len(self.layers)
         points = dict.fromkeys(point for edit in spec.of_rows() for point in edit.points(count))
         return [
@@ -214,13 +215,13 @@ class Reference:
         ]
 
 
-def biasing(spec: SteeringSpec | None, prompt_len: int, tokens: int) -> Any:
-    """Return a transformers LogitsProcessor that adds a spec's logit biases at the positions that they select."""
+def biasing(steering: Steering | None, prompt_len: int, tokens: int) -> Any:
+    """Return a transformers LogitsProcessor that adds logit biases at the positions that they select."""
     with extra("cuda", "cpu"):
         from transformers import LogitsProcessor
 
     limit = prompt_len + tokens - 1
-    biases = [edit for edit in spec.flat() if isinstance(edit, LogitBias)] if spec is not None else []
+    biases = [edit for edit in (spec_of(steering).flat() if steering else ()) if isinstance(edit, LogitBias)]
     chosen = [selected(bias.selection.ranges(prompt_len, limit), limit) for bias in biases]
 
     class BiasProcessor(LogitsProcessor):  # type: ignore[misc]

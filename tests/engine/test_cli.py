@@ -316,14 +316,14 @@ async def test_a_sweep_is_run_shown_and_drawn(smol, terminal, tmp_path) -> None:
         max_tokens=5,
     )
     sweep, out = sweep_of(settings), tmp_path / "out"
-    results = await swept(smol, sweep, ["length"], out, settings.concurrency, terminal)
+    results = await swept(smol, sweep, ["length"], out, terminal)
     (effect,) = document_of(results, out)["effects"]["length"]
     assert (effect["vector"], effect["layers"], len(effect["random"])) == ("push", (15,), 2)
     assert table_of(results, "length").row_count == 1
     (picture,) = drawn(results, out)
     assert picture.read_bytes().startswith(b"\x89PNG")
     before = (await smol.stats()).steps
-    again = await swept(smol, sweep, ["length"], out, settings.concurrency, terminal)
+    again = await swept(smol, sweep, ["length"], out, terminal)
     assert (await smol.stats()).steps == before
     assert [record.text for record in again.records] == [record.text for record in results.records]
     with pytest.raises(InvalidSpec, match="no vectors for layers"):

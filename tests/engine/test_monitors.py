@@ -553,7 +553,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"monitors": [{**MONITOR, "threshold": "high"}]}, "give a finite number"),
     ({"monitors": [{**MONITOR, "probe": [1.0, 2.0]}]}, "width 2"),
     ({"monitors": [{**MONITOR, "probe": "nothing"}]}, "no vector or steering is called"),
-    ({"monitors": [{**MONITOR, "layer": 2}]}, "there are vectors for layers"),
+    ({"monitors": [{**MONITOR, "layer": 2}]}, "it has them for layers"),
     ({"monitors": [{**MONITOR, "sight": "resid_post"}]}, "unknown field 'sight'"),
     ({"monitors": [{**MONITOR, "do": "stop", "tokens": "all"}]}, "only at a generated token"),
     ({"monitors": [MONITOR, MONITOR]}, "a name= of its own"),

@@ -92,7 +92,7 @@ def test_questions_may_be_lines_of_a_file(here) -> None:
         ("methods:", "ways:", "unknown field `ways`"),
         ("system: Be warm.", "system: 3", "Expected `str`"),
         ("random: praise", "random: blame", "random control of the unknown method 'blame'"),
-        ("layers: [1]", "layers: [3]", r"give some of \[1, 2\]"),
+        ("layers: [1]", "layers: [3]", r"it has them for layers \[1, 2\]"),
         ("praise.safetensors", "nothing.safetensors", "nothing.safetensors"),
         ("{file: trained.safetensors}", "{file: trained.safetensors, layers: [1]}", "edits have their own"),
         ("tasks: [passages]", "tasks: [chess]", "unknown task 'chess'"),

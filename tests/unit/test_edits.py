@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,7 @@ from steercap.kernels.bits import EDITED_MOST
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.steering.edits import EDITS
 from steercap.steering.lowering import lower, scopes_of
+from steercap.steering.spec import spec_of
 from steercap.testing.edits import edited
 
 WIDTH, LAYERS = 24, 3
@@ -420,6 +423,90 @@ def test_vectors_by_layer_that_lack_the_layer_say_what_they_have(scope, given, s
         with pytest.raises(InvalidVector) as raised:
             make()
         assert says in str(raised.value)
+
+
+def test_an_edit_for_each_layer_takes_the_vector_of_each() -> None:
+    """By default at all layers that each of its vectors has, at their site; as over HTTP."""
+    twice = LayerVectors({5: [2.0, 0.0], 30: [0.0, 2.0], 31: [1.0, 1.0]}, site="attn_out")
+
+    def alone(**scope: Any) -> list[Add]:
+        return [Add(BY_LAYER[layer], 2.0, layer=layer, site="attn_out", **scope) for layer in (3, 5, 30)]
+
+    assert Add.by_layer(BY_LAYER, 2.0).sha256 == SteeringSpec(alone()).sha256
+    assert Add.by_layer(vector=BY_LAYER, scale=2.0, layers=slice(4, None), tokens="generated").sha256 == (
+        SteeringSpec(alone(tokens="generated")[1:]).sha256
+    )
+    assert [edit.layer for edit in Add.by_layer(BY_LAYER, layers=[30, 3, 30]).flat()] == [30, 3]
+    both = AddIf.by_layer(BY_LAYER, twice, threshold=1.0).flat()
+    assert [(edit.layer, edit.probe.tolist()) for edit in both] == [(5, [2.0, 0.0]), (30, [0.0, 2.0])]
+    assert spec_of(BY_LAYER).sha256 == Add.by_layer(BY_LAYER).sha256
+
+
+@pytest.mark.parametrize(
+    ("given", "scope", "says"),
+    [
+        ([1.0, 2.0], {}, "Add.by_layer: no layer that is asked for"),
+        (DirectionSet({"joy": BY_LAYER}), {}, "directions['name']"),
+        (BY_LAYER, {"layers": []}, "Add.by_layer: no layer"),
+        (BY_LAYER, {"layers": slice(6, 9)}, "Add.by_layer: no layer"),
+        (BY_LAYER, {"layer": 4}, "no vector for layer=4"),
+        (BY_LAYER, {"layer": 3, "layers": [5]}, "not both"),
+        (BY_LAYER, {"site": "resid_post"}, "not for site='resid_post'"),
+    ],
+)
+def test_an_edit_for_each_layer_needs_vectors_there(given, scope, says) -> None:
+    with pytest.raises(InvalidEdit) as raised:
+        Add.by_layer(given, **scope)
+    assert says in str(raised.value)
+
+
+@pytest.mark.parametrize("scope", [{}, {"layers": "all"}])
+def test_an_edit_of_vectors_without_a_layer_names_the_way(scope) -> None:
+    with pytest.raises(InvalidEdit, match=r"Ablate\.by_layer"):
+        Ablate(BY_LAYER, site="attn_out", **scope)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ([Add([1.0], layer=0)], "of type list; .*SteeringSpec\\(\\[...\\]\\)"),
+        ("calm", "of type str; .*SteeringSpec.load"),
+        (DirectionSet({"joy": BY_LAYER}), "of type DirectionSet; .*directions\\['name'\\]"),
+        (torch.ones(2), "of type Tensor; give a SteeringSpec"),
+    ],
+)
+def test_steering_of_another_type_is_refused_by_argument_and_type(given, says) -> None:
+    """A list is one for each prompt in a call, so that it means several edits nowhere."""
+    with pytest.raises(InvalidSpec, match=f"Monitor: steering=.* {says}"):
+        Monitor([1.0], threshold=0.0, layer=1, do="steer", steering=given)
+
+
+def test_steering_is_annotated_alike_everywhere() -> None:
+    """Every public function and field `steering` of the calls and the lab takes what `spec_of` takes."""
+    root = Path(spec_of.__code__.co_filename).parents[1]
+    files = [
+        *(root / "lab").rglob("*.py"),
+        *(root / "testing").rglob("*.py"),
+        root / "model.py",
+        root / "client/model.py",
+    ]
+    files += [root / "requests/calls.py", root / "requests/call_types.py", root / "steering/monitor.py"]
+    given = {}
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            own = (
+                [*node.args.args, *node.args.kwonlyargs]
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+                else []
+            )
+            named = [one for one in own if one.arg == "steering" and not node.name.startswith("_")]
+            if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "steering":
+                named = [node]
+            given |= {f"{file.relative_to(root)}:{one.lineno}": ast.unparse(one.annotation) for one in named}
+    wrong = {place: kind for place, kind in given.items() if not re.search(r"\b(Prompt|Call)?Steering\b", kind)}
+    receipts = {place for place, kind in wrong.items() if "SteeringReceipt" in kind}
+    assert len(given) > 15
+    assert wrong.keys() == receipts
 
 
 @pytest.mark.parametrize(

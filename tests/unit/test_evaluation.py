@@ -295,7 +295,7 @@ def test_a_method_adds_vectors_where_it_is_told() -> None:
         ({"name": "a", "steering": vectors(1), "doses": [0, 1]}, "other than 0"),
         ({"name": "a", "steering": vectors(1), "doses": [1, 1]}, "each once"),
         ({"name": "a", "steering": vectors(1), "doses": ["1"]}, "finite numbers"),
-        ({"name": "a", "steering": vectors(1), "layers": [2]}, r"give some of \[1\]"),
+        ({"name": "a", "steering": vectors(1), "layers": [2]}, r"it has them for layers \[1\]"),
         ({"name": "a", "steering": vectors(1, 2), "layers": [2, 2]}, "each once"),  # it would be added twice
         ({"name": "a", "steering": Cap(vectors(1)[1], layer=1, high=1), "doses": [1, 2]}, "nothing in it has a scale"),
         ({"name": "a", "steering": Add(vectors(1)[1], layer=1), "layers": [1]}, "edits have their own"),
@@ -314,6 +314,7 @@ def evaluation(**given) -> Evaluation:
     asked = {
         "methods": [method, Method(name="prompt", system="Be warm."), *method.random(2)],
         "questions": ["one", ["two", "and then?"]],
+        "sampling_params": {},
     }
     return Evaluation(**{**asked, **given})
 

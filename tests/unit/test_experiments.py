@@ -56,6 +56,7 @@ def sweep(**changed) -> Sweep:
         "scales": (0, 1, 2),
         "prompts": ["one", [{"role": "user", "content": "two"}]],
         "random": 3,
+        "sampling_params": {},
     }
     return Sweep(**{**given, **changed})
 

@@ -243,15 +243,15 @@ def test_a_name_that_means_no_vector_is_told_what_would(place, name, says, libra
         ({"steering": {"op": "add", "vector": "traits"}}, "'traits' is not a vector: it holds directions warm, cold"),
         (
             {"steering": {"op": "add", "vector": "calm", "layer": 40}},
-            r"vector='calm' and layer=40: .* layers 3, 5; .* is 5",
+            r"Add: vector 'calm' has no vector for layer=40; .* layers \[3, 5\]; the nearest is 5",
         ),
         (
             {"steering": {"op": "add", "vector": "calm", "layers": [3, "x"]}},
-            r"vector='calm' and layer='x': .* layers 3, 5",
+            "Add: layer='x' is not one layer",
         ),
         (
             {"monitors": [{"probe": "calm", "threshold": 1, "layer": -4}]},
-            r"probe='calm' and layer=-4: .*the nearest is 3",
+            "Monitor: probe 'calm' has no vector for layer=-4; .* count from 0 here",
         ),
         ({"steering": {"op": "add", "vector": [1.0, None], "layer": 4}}, "is not made of real numbers"),
         ({"steering": {"op": "add", "layer": 4}}, "Add: .*vector"),

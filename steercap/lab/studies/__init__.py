@@ -35,6 +35,8 @@ __all__ = ["RolloutSet", "rollout_methods", "run_rollouts", "try_layers"]
 _HOMES: Final = dict.fromkeys(__all__, "rollouts") | {"try_layers": "trying"}
 __getattr__, __dir__ = lazy_names(__name__, _HOMES, ("evaluation", "sweeps"))
 
+#: Default sampling of a study: long enough for measures, and greedy, so that answers differ only by their edits.
+SAMPLING: Final[Mapping[str, Any]] = {"max_tokens": 64, "temperature": 0.0}
 #: Seconds between parts, the most work that a killed process loses. A part takes some milliseconds to write.
 FLUSH_SECONDS: Final = 2.0
 #: Maximum rows of a part.

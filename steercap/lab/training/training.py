@@ -39,7 +39,7 @@ from steercap.lab.training.steered import SteeredTraits
 from steercap.lab.training.trainable import Start, TrainableSpec
 from steercap.steering.edits import Edit
 from steercap.steering.edits.add import Add
-from steercap.steering.spec import SteeringSpec, spec_of
+from steercap.steering.spec import Steering, SteeringSpec, spec_of
 
 #: Training example; the objective determines which of the types.
 AnyExample: TypeAlias = "Example | Preference | Prompted"
@@ -168,7 +168,7 @@ def train_many(
 def losses_of(
     model: str | Path | HookedModel,
     examples: Sequence[AnyExample],
-    steering: Edit | SteeringSpec,
+    steering: Steering,
     *,
     objective: str | Objective = "likelihood",
     batch_size: int = 8,
@@ -179,7 +179,7 @@ def losses_of(
 
     Args:
         model, examples, objective: arguments as for `train`.
-        steering: edit to evaluate.
+        steering: what to evaluate, as for `SteerModel.generate`, without a LogitBias.
         batch_size: number of examples in a pass.
 
     Returns:
@@ -203,7 +203,7 @@ def losses_of(
 def perplexity_of(
     model: str | Path | HookedModel,
     examples: Sequence[Example | Prompted],
-    steering: Edit | SteeringSpec | None = None,
+    steering: Steering | None = None,
     *,
     prompted: bool = False,
     batch_size: int = 8,
@@ -213,7 +213,7 @@ def perplexity_of(
     Args:
         model: model, as for `train`.
         examples: responses with their prompts.
-        steering: edits; None for none.
+        steering: as for `losses_of`; None for none.
         prompted: True to include the system prompt of each `Prompted`; False to leave it out.
         batch_size: number of examples in a pass.
 
@@ -308,7 +308,7 @@ def start_of(edit: AnyEdit, model: HookedModel, settings: TrainingSettings, name
     """Return the initial edits of the trait `name` as a spec, drawing them with the seed if `edit` is a `Start`."""
     if isinstance(edit, Start):
         return edit.spec(model.width, len(model.layers), generator(settings.seed, name, "start"))
-    return spec_of(edit)
+    return spec_of(edit, "edit")
 
 
 def _trainable(spec: SteeringSpec, model: HookedModel, settings: TrainingSettings) -> TrainableSpec:

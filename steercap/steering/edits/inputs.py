@@ -76,8 +76,14 @@ def at_layer(value: Any, what: str, layer: int | None, site: str) -> Any:
         raise InvalidVector(
             f"{what} is a mapping with keys {shown(list(value))}; give a vector, or vectors by layer{hint}"
         )
+    edit = what.partition(":")[0]
+    if label := getattr(value, "name", ""):
+        what = f"{what} {label!r}"
     if layer is None:
-        raise InvalidVector(f"{what} has a vector for each of layers {known}; give layer=, one of these, to each edit")
+        raise InvalidVector(
+            f"{what} has a vector for each of layers {known}; give layer=, one of these, or make an edit for each: "
+            f"{edit}.by_layer(...)"
+        )
     if layer not in keys:
         near = min(known, key=lambda one: abs(one - layer))
         hint = f"the nearest is {near}" if layer >= 0 else "count from 0 here, as they do"

@@ -22,13 +22,11 @@ from steercap.lab.datasets.reading import Join
 from steercap.lab.datasets.rows import Normalise
 from steercap.lab.datasets.statistics import PointStatistics
 from steercap.requests.context import FROM_CONTEXT, FromContext, effective_steering
-from steercap.steering.spec import SteeringSpec
+from steercap.steering.spec import Steering
 
 if TYPE_CHECKING:
     from steercap.client import RemoteModel
     from steercap.model import SteerModel
-    from steercap.steering.edits import Edit
-    from steercap.steering.spec import LogitBias
 
 
 async def collect(
@@ -50,7 +48,7 @@ async def collect(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     sampling_params: Mapping[str, Any] | None = None,
     seed: int = 0,
-    steering: SteeringSpec | Edit | LogitBias | FromContext | None = FROM_CONTEXT,
+    steering: Steering | FromContext | None = FROM_CONTEXT,
     shard_bytes: int = SHARD_BYTES,
     documents_per_shard: int | None = None,
     statistics_every: int | None = None,
@@ -85,7 +83,7 @@ async def collect(
             message is read as it is; any other with the generation prompt.
         sampling_params: parameters with which the model continues each document; generated tokens' rows are kept too.
         seed: seed of all sampling; each document's own seed is derived from it and the document's number.
-        steering: edits applied during the run, as for `generate`.
+        steering: as for `generate`, the same for all documents.
         shard_bytes: target bytes of rows in a shard; three to nine shards are in memory, the more cores the more.
         documents_per_shard: documents in a shard; by default as many as have `shard_bytes`, judged by the first few.
         statistics_every: statistics are of one row in so many; 0 for none, by default 8 for each point. Targets of
@@ -153,7 +151,7 @@ def activations(
     bos: Bos = "document",
     chat_template_kwargs: Mapping[str, Any] | None = None,
     sampling_params: Mapping[str, Any] | None = None,
-    steering: SteeringSpec | Edit | LogitBias | FromContext | None = FROM_CONTEXT,
+    steering: Steering | FromContext | None = FROM_CONTEXT,
     concurrency: int | None = None,
     batch_size: int = 4096,
     buffer: int = 1 << 16,

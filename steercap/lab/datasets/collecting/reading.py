@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from steercap.client.compiling import RemoteEngine
     from steercap.engine.engine import Engine
     from steercap.model import SteerModel
+    from steercap.steering.spec import Steering
 
 #: vLLM batches in flight at once: one runs, one is prepared, and rows of earlier ones are being transferred,
 #: which may wait for a disk.
@@ -58,7 +59,7 @@ class Reading:
     cutting: Cutting
     sampling_params: Mapping[str, Any] | None = None
     seed: int = 0
-    steering: Any = None
+    steering: Steering | None = None
     concurrency: int | None = None
     points: tuple[Point, ...] = field(init=False)
     coding: Coding = field(init=False)
@@ -213,7 +214,7 @@ class CollectArguments:
     template: Mapping[str, Any] = field(default_factory=dict)
     sampling_params: Mapping[str, Any] | None = None
     seed: int = 0
-    steering: Any = None
+    steering: Steering | None = None
     shard_bytes: int = SHARD_BYTES
     documents_per_shard: int | None = None
     statistics_every: int | None = None

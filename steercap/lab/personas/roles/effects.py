@@ -21,7 +21,7 @@ from steercap.lab.personas.roles.axis import AssistantAxis
 from steercap.lab.personas.roles.axis_capping import CapRecord, layers_in, projections_by_text
 from steercap.lab.personas.roles.role import trait_of
 from steercap.lab.personas.roles.settings import Case, RoleSettings
-from steercap.steering.spec import SteeringSpec
+from steercap.steering.spec import Steering, SteeringSpec, spec_of
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ PLAIN: Final = "plain"
 async def compare_steering(
     model: SteerModel,
     axis: AssistantAxis,
-    steering: Mapping[str, SteeringSpec],
+    steering: Mapping[str, Steering],
     cases: Sequence[Case],
     settings: RoleSettings,
     *,
@@ -47,7 +47,8 @@ async def compare_steering(
     Args:
         model: an open model.
         axis: axis to project rows on.
-        steering: specs by name of the condition, such as `Capping.spec` and a control along random vectors.
+        steering: by name of the condition, each as for `SteerModel.generate`, such as `Capping.spec` and a control
+            along random vectors.
         cases: cases to answer, with the same seeds under every condition.
         settings: settings of sampling, concurrency and the scorer; its roles include those of the cases.
         layers: layers to project at; None for all layers of the axis.
@@ -57,7 +58,7 @@ async def compare_steering(
         A record for each condition, "plain" (no steering) first, and each case, in order.
 
     Raises:
-        InvalidSpec: no cases, `settings.max_tokens` below 2, or a condition called "plain".
+        InvalidSpec: steering of another type, no cases, `settings.max_tokens` below 2, or a condition called "plain".
         InvalidSetting: the scorer needs a field that a role lacks.
         The errors of `SteerModel.run`.
     """
@@ -70,7 +71,9 @@ async def compare_steering(
         )
     for name in {case.role for case in cases if case.role} if scorer else ():
         trait_of(settings.roles.role(name), settings.roles, scorer or "")
-    conditions: dict[str, SteeringSpec | None] = {PLAIN: None, **steering}
+    conditions: dict[str, SteeringSpec | None] = {PLAIN: None} | {
+        name: spec_of(one, f"steering[{name!r}]") for name, one in steering.items()
+    }
     ends, wanted = ends_in(model), layers_in(axis.vectors, layers)
     asked = [(name, case) for name in conditions for case in cases]
 

@@ -12,15 +12,14 @@ from steercap.core.hints import dataclass
 from steercap.core.protocols import ReadingModel
 from steercap.core.spec import Reduction
 from steercap.core.tokens import BUT_THE_FIRST, Tokens, TokenSelection
-from steercap.core.values import index_of, number_of, parts_of, shown
+from steercap.core.values import number_of, parts_of, shown
 from steercap.errors import InvalidSpec
 from steercap.lab.directions.extraction import Text, extract, groups_of
 from steercap.lab.directions.methods import METHODS
 from steercap.lab.studies.sweeps.operations import dosed, has_doses, random_spec
-from steercap.steering.edits import Edit
 from steercap.steering.edits.add import Add
 from steercap.steering.layers import LayerVectors
-from steercap.steering.spec import SteeringSpec, spec_of
+from steercap.steering.spec import Steering, SteeringSpec, spec_of
 
 #: Default name of the method without steering and system prompt.
 PLAIN = "none"
@@ -34,8 +33,9 @@ class Method:
 
     Args:
         name: name in tables and pictures.
-        steering: a SteeringSpec or an edit, with its own scope; or LayerVectors, which are added at `layers`; None for
-            none. A member of a DirectionSet is LayerVectors; a trained file is read by `SteeringSpec.load`.
+        steering: a SteeringSpec, an edit or a LogitBias, with its own scope; or LayerVectors, which are added at
+            `layers`; None for none. A member of a DirectionSet is LayerVectors; a trained file is read by
+            `SteeringSpec.load`.
         doses: factors on the scale of every edit, each tried by itself; not 0, which is no method. An edit without a
             scale, such as a Cap, has dose 1 alone.
         layers: for LayerVectors, the layers to add them at, all at once; by default all that have a vector.
@@ -51,7 +51,7 @@ class Method:
     """
 
     name: str
-    steering: SteeringSpec | Edit | LayerVectors | None = None
+    steering: Steering | None = None
     doses: Sequence[float] = (1.0,)
     layers: Sequence[int] | None = None
     tokens: Tokens | TokenSelection | None = None
@@ -71,7 +71,7 @@ class Method:
                 "their own"
             )
         elif self.steering is not None:
-            object.__setattr__(self, "steering", spec_of(self.steering))
+            object.__setattr__(self, "steering", spec_of(self.steering, f"Method {self.name!r}: steering"))
         object.__setattr__(self, "doses", self._doses())
 
     @property
@@ -94,7 +94,7 @@ class Method:
         assert self.steering is None or isinstance(self.steering, SteeringSpec)
         return None if self.steering is None else dosed(self.steering, dose)
 
-    def random(self, count: int = 1, *, seed: int = 0) -> list[Method]:
+    def random(self, count: int = 5, *, seed: int = 0) -> list[Method]:
         """Return controls: the same edits with random vectors of the same norms, at the same doses.
 
         Args:
@@ -122,6 +122,7 @@ class Method:
         ]
 
     def _added(self, vectors: LayerVectors) -> SteeringSpec:
+<<<<<<< HEAD
         layers = list(vectors) if self.layers is None else parts_of(self.layers, "Method: layers")
         indices = None if layers is None else [index_of(layer) for layer in layers]
         if not indices or any(layer not in vectors for layer in indices) or len(set(indices)) < len(indices):
@@ -133,6 +134,9 @@ class Method:
         return SteeringSpec(
             [Add(vectors[at], layer=at, site=vectors.site, tokens=tokens) for at in indices if at is not None]
         )
+=======
+        return Add.by_layer(vectors, layers=self.layers, tokens="generated" if self.tokens is None else self.tokens)
+>>>>>>> w/steerarg
 
     def _doses(self) -> tuple[float, ...]:
         given = [number_of(dose) for dose in parts_of(self.doses, "Method: doses") or ()]
@@ -246,7 +250,7 @@ def rollout_methods(
         averaged: difference of means, at the same site and layers; None for none.
         scales: lengths of the added vector, in the units of the residual stream; negative for the opposite direction.
             May be empty.
-        layers: layers to use; all by default.
+        layers: layers to use; by default those of the trained vector.
         tokens: tokens to steer.
 
     Raises:
@@ -258,7 +262,7 @@ def rollout_methods(
     vectors = {"trained": trained} | ({} if averaged is None else {"activation": averaged})
     if not all(isinstance(own, LayerVectors) for own in vectors.values()):
         raise InvalidSpec(f"rollout_methods: trained={shown(trained)}, averaged={shown(averaged)}; give LayerVectors")
-    chosen = {name: own if layers is None else own.at_layers(layers) for name, own in vectors.items()}
+    chosen = {name: own.at_layers(list(trained) if layers is None else layers) for name, own in vectors.items()}
     shapes = {name: (own.site, list(own), own.width) for name, own in chosen.items()}
     if shapes.get("activation", shapes["trained"]) != shapes["trained"]:
         raise InvalidSpec(f"rollout_methods: site, layers and width are {shapes}; give vectors of the same")

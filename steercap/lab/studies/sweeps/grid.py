@@ -19,7 +19,7 @@ from steercap.core.values import index_of, number_of, parts_of, plain, shown
 from steercap.errors import InvalidSpec
 from steercap.files.folder import FolderKind, differences
 from steercap.lab.directions.contrast import derived_seed, random_like
-from steercap.lab.studies import as_stored, settle
+from steercap.lab.studies import SAMPLING, as_stored, settle
 from steercap.lab.studies.sweeps.operations import OPERATIONS
 from steercap.steering.edits.inputs import layers_among, several
 from steercap.steering.layers import LayerVectors
@@ -122,8 +122,14 @@ class Sweep:
         negated: try each scale negated too, for operations where that has the opposite effect (`Operation.signed`): not
             for "cap" and "set_projection".
         seed: seed of the random vectors and of the sampling.
+<<<<<<< HEAD
         prompts: str, or conversations of {"role", "content"} dicts; answers to equal ones are those to one prompt.
         sampling_params: vLLM sampling parameters except `n` and `seed`, which the sweep sets.
+=======
+        prompts: str, or conversations of {"role", "content"} dicts.
+        sampling_params: vLLM sampling parameters except `n` and `seed`, which the sweep sets; by default 64
+            tokens, greedy. Those left out of a mapping are vLLM's defaults: 16 tokens, temperature 1.
+>>>>>>> w/steerarg
         samples: number of answers to each prompt; the same prompt and sample have the same seed under every condition.
 
     Raises:
@@ -141,7 +147,7 @@ class Sweep:
     random: int = 20
     negated: bool = True
     seed: int = 0
-    sampling_params: Mapping[str, Any] = field(default_factory=dict)
+    sampling_params: Mapping[str, Any] = field(default_factory=lambda: dict(SAMPLING))
     samples: int = 1
 
     __repr__ = brief
