@@ -296,7 +296,6 @@ def test_a_method_adds_vectors_where_it_is_told() -> None:
         ({"name": "a", "steering": vectors(1), "doses": [1, 1]}, "each once"),
         ({"name": "a", "steering": vectors(1), "doses": ["1"]}, "finite numbers"),
         ({"name": "a", "steering": vectors(1), "layers": [2]}, r"it has them for layers \[1\]"),
-        ({"name": "a", "steering": vectors(1, 2), "layers": [2, 2]}, "each once"),  # it would be added twice
         ({"name": "a", "steering": Cap(vectors(1)[1], layer=1, high=1), "doses": [1, 2]}, "nothing in it has a scale"),
         ({"name": "a", "steering": Add(vectors(1)[1], layer=1), "layers": [1]}, "edits have their own"),
         ({"name": "a", "steering": "strong"}, "give a SteeringSpec"),
@@ -307,6 +306,13 @@ def test_a_method_that_means_nothing_is_refused(given, says) -> None:
     """Before anything runs, with what is wrong."""
     with pytest.raises(InvalidSpec, match=says):
         Method(**given)
+
+
+def test_a_layer_named_twice_is_steered_once() -> None:
+    """Layers are a set, as those of every edit."""
+    spec = Method(name="a", steering=vectors(1, 2), layers=[2, 2]).spec(1.0)
+    assert spec is not None
+    assert [edit.layer for edit in spec.edits] == [2]
 
 
 def evaluation(**given) -> Evaluation:

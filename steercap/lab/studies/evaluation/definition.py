@@ -94,15 +94,10 @@ class Evaluation:
     Args:
         methods: methods to compare.
         questions: questions, each a text, or several texts of the user's turns, each after the model's own answer to
-<<<<<<< HEAD
             the one before; answers to equal ones are those to one question. Use questions from which no vector was
             made and by which no dose was chosen.
-        sampling_params: vLLM sampling parameters except `n` and `seed`, which the evaluation sets.
-=======
-            the one before. Use questions from which no vector was made and by which no dose was chosen.
         sampling_params: vLLM sampling parameters except `n` and `seed`, which the evaluation sets; by default 64
             tokens, greedy. Those left out of a mapping are vLLM's defaults: 16 tokens, temperature 1.
->>>>>>> w/steerarg
         samples: number of conversations about each question; the same question, sample and turn have the same seed
             under every method.
         chat: put questions through the chat template; if False, each is a text that the model continues, after the

@@ -122,21 +122,7 @@ class Method:
         ]
 
     def _added(self, vectors: LayerVectors) -> SteeringSpec:
-<<<<<<< HEAD
-        layers = list(vectors) if self.layers is None else parts_of(self.layers, "Method: layers")
-        indices = None if layers is None else [index_of(layer) for layer in layers]
-        if not indices or any(layer not in vectors for layer in indices) or len(set(indices)) < len(indices):
-            raise InvalidSpec(
-                f"Method {self.name!r}: layers={shown(self.layers)}; give some of {list(vectors)}, for which there are "
-                "vectors, each once"
-            )
-        tokens = TokenSelection.parse("generated" if self.tokens is None else self.tokens)
-        return SteeringSpec(
-            [Add(vectors[at], layer=at, site=vectors.site, tokens=tokens) for at in indices if at is not None]
-        )
-=======
         return Add.by_layer(vectors, layers=self.layers, tokens="generated" if self.tokens is None else self.tokens)
->>>>>>> w/steerarg
 
     def _doses(self) -> tuple[float, ...]:
         given = [number_of(dose) for dose in parts_of(self.doses, "Method: doses") or ()]

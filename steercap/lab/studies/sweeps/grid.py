@@ -122,14 +122,9 @@ class Sweep:
         negated: try each scale negated too, for operations where that has the opposite effect (`Operation.signed`): not
             for "cap" and "set_projection".
         seed: seed of the random vectors and of the sampling.
-<<<<<<< HEAD
         prompts: str, or conversations of {"role", "content"} dicts; answers to equal ones are those to one prompt.
-        sampling_params: vLLM sampling parameters except `n` and `seed`, which the sweep sets.
-=======
-        prompts: str, or conversations of {"role", "content"} dicts.
         sampling_params: vLLM sampling parameters except `n` and `seed`, which the sweep sets; by default 64
             tokens, greedy. Those left out of a mapping are vLLM's defaults: 16 tokens, temperature 1.
->>>>>>> w/steerarg
         samples: number of answers to each prompt; the same prompt and sample have the same seed under every condition.
 
     Raises:
