@@ -13,7 +13,7 @@ import handles
 import stored_runs as known
 from support.rows import ALL_SITES, TINY_ENGINE
 
-from steercap import SteerModel
+from steercap import Progress, SteerModel
 from steercap.testing import tiny_checkpoint
 
 #: What needs no engine and is no native file.
@@ -39,8 +39,8 @@ def offline(name: str, out: Path) -> None:
 def stopped(out: Path) -> None:
     """A training that ends after its first step, as a killed one does."""
 
-    def stop(done: int, _total: int) -> None:
-        if done:
+    def stop(at: Progress) -> None:
+        if at.done:
             raise Stopped
 
     try:

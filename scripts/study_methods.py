@@ -60,7 +60,7 @@ def methods_of(trait: Any, folder: Path) -> list[Any]:
 
 async def run(out: Path, folder: Path, names: list[str], *, draw: bool) -> dict[str, Any]:
     """The results by trait; all in one folder, which has the answers without steering once."""
-    from steercap import SteerModel
+    from steercap import Progress, SteerModel
     from steercap.lab.demo import smollm2
     from steercap.lab.measures.score import Score
     from steercap.lab.personas import shipped_traits
@@ -68,9 +68,9 @@ async def run(out: Path, folder: Path, names: list[str], *, draw: bool) -> dict[
 
     found, begun = {}, time.monotonic()
 
-    def tell(what: str, done: int, total: int) -> None:
-        if done % 50 == 0 or done == total:
-            print(f"{time.monotonic() - begun:6.0f} s  {what}: {done} of {total}", flush=True)
+    def tell(at: Progress) -> None:
+        if at.done % 50 == 0 or at.done == at.total:
+            print(f"{time.monotonic() - begun:6.0f} s  {at}", flush=True)
 
     asked = {
         name: Evaluation(

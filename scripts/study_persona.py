@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from steercap import SteerModel
+from steercap import Progress, SteerModel
 from steercap.lab.demo import smollm2
-from steercap.lab.personas import PersonaSettings, Progress, run_persona
+from steercap.lab.personas import PersonaSettings, run_persona
 
 #: Traits of tone, which a model of 135 million parameters may show. In a trial of 24 answers each, chosen on no other
 #: data, the score told prompts apart with an AUC of 0.81, 0.83 and 0.88 (evil 0.83, hallucinating 0.75, humorous 0.72,

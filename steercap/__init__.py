@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from steercap.captures.sketch import Sketch
     from steercap.captures.stacking import stack
     from steercap.config import Settings
+    from steercap.core.protocols import Progress
     from steercap.core.receipt import Receipt, SteeringReceipt
     from steercap.core.rows import latest_per_position
     from steercap.core.spec import CaptureSpec, Point
@@ -68,6 +69,7 @@ _HOMES = {
     "Monitor": "steering.monitor",
     "MonitorReport": "requests.monitoring",
     "Point": "core.spec",
+    "Progress": "core.protocols",
     "Generation": "requests.call_types",
     "Receipt": "core.receipt",
     "Replace": "steering.edits.replace",
@@ -111,6 +113,7 @@ __all__ = [
     "Monitor",
     "MonitorReport",
     "Point",
+    "Progress",
     "Receipt",
     "Replace",
     "RunningSketch",

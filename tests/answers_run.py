@@ -13,8 +13,8 @@ from typing import Any
 
 from support.rows import TINY_ENGINE
 
-from steercap import SteerModel
-from steercap.lab.personas import Progress, read_answers
+from steercap import Progress, SteerModel
+from steercap.lab.personas import read_answers
 
 PERSONAS = ("default", "ghost", "pirate")
 

@@ -7,9 +7,9 @@ import os
 import signal
 import sys
 
-from steercap import SteerModel
+from steercap import Progress, SteerModel
 from steercap.lab.demo import smollm2
-from steercap.lab.personas import PersonaSettings, Progress, run_persona
+from steercap.lab.personas import PersonaSettings, run_persona
 
 #: One trait, four questions, eight tokens, every answer kept: forty requests. What is kept says nothing of the trait.
 SETTINGS = PersonaSettings(

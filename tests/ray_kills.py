@@ -20,10 +20,9 @@ from support.faults.actor_killed import actors
 from support.faults.base import COLLECTED
 from support.rows import TINY_ENGINE
 
-from steercap import SteerModel
+from steercap import Progress, SteerModel
 from steercap.lab.datasets.collecting import RayActors, collect
 from steercap.lab.datasets.collecting.collection import Collected
-from steercap.lab.datasets.collecting.reading import Progress
 from steercap.testing import tiny_checkpoint
 
 ACTORS: dict[str, Any] = {"num_cpus": 1, "max_task_retries": -1}
@@ -71,7 +70,7 @@ def shards(folder: Path) -> int:
 
 def said(progress: Progress) -> None:
     """Say how far it is."""
-    print(f"{progress.seconds:.0f} s: {progress.shards} shards, {progress.tokens} tokens", flush=True)
+    print(progress, flush=True)
 
 
 async def on_ray(folder: Path, texts: list[str], kills: int, seed: int) -> Collected:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from support.rows import TINY_ENGINE
 
-from steercap import SteerModel
-from steercap.lab.personas import Progress
+from steercap import Progress, SteerModel
 from steercap.lab.personas.roles import Role, RoleSet, RoleSettings, run_roles
 from steercap.testing import tiny_checkpoint
 

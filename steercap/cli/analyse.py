@@ -235,8 +235,8 @@ def register_comparison(app: typer.Typer) -> None:
             correction=correction,  # type: ignore[arg-type]
         )
         first, second = (ModelWeights.open(located(one)) for one in (base, instruct))
-        with terminal.stages() as progress:
-            found = run(first, second, groups, layer, components=axes, settings=settings, folder=out, progress=progress)
+        with terminal.progress() as tell:
+            found = run(first, second, groups, layer, components=axes, settings=settings, folder=out, progress=tell)
         compared(found, out, terminal)
 
 

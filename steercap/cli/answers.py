@@ -101,8 +101,8 @@ def register(persona: typer.Typer) -> None:
         given: dict[str, Any] = {"kind": kind, "names": name or None, "minimum": minimum}
         given |= {"stored": stored, "concurrency": concurrency}
         refused: dict[str, str] = {}
-        with terminal.stages() as shown:
-            given["progress"] = lambda at: shown(at.stage, at.done, at.total)
+        with terminal.progress() as tell:
+            given["progress"] = tell
             if dtypes is None:
                 async with reached(model, terminal) as open_model:
                     found = {"": await read_answers(open_model, responses, scores, out, **given)}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from steercap.cli.prompts import run_each
+from steercap.core.protocols import Count
 
 if TYPE_CHECKING:
     from steercap.captures.handle import CaptureHandle
@@ -161,9 +162,9 @@ async def capture_to(
         number = todo[place]
         written = store.save(handle, names[number])
         found[number] = captured_of(*written, prompts[number], handle.text)
-        bar.advance(task)
+        count.add()
 
-    with store.opened(model=engine.vllm.model_name, asked=asked) as there, terminal.progress() as bar:
+    with store.opened(model=engine.vllm.model_name, asked=asked) as there, terminal.progress() as tell:
         listed = {request: there.header_of(request) for request in there.requests if request.file in names}
         store.discard([request.file for request, header in listed.items() if header is None])
         for request, header in listed.items():
@@ -171,7 +172,7 @@ async def capture_to(
                 number, layout = names.index(request.file), there.layout_of(request)
                 found[number] = captured_of(there.folder, layout, request, prompts[number], header.text)
         todo = [number for number in range(len(prompts)) if number not in found]
-        task = bar.add_task("capturing", total=len(prompts), completed=len(found))
+        count = Count("capturing", len(prompts), len(found), tell)
         await run_each(model, [prompts[number] for number in todo], params, take, steering=steering, capture=spec)
     return [found[number] for number in sorted(found)]
 

@@ -134,8 +134,7 @@ def _check(app: typer.Typer) -> None:
         known = None if sae is None else SAE.load(sae)
         may_replace(out, terminal, force=force)  # last: it asks
         async with reached(options, terminal, sites=armed) as open_model:
-            with terminal.progress() as bar:
-                task = bar.add_task("judging codecs", total=None)
+            with terminal.progress() as tell:
                 found = await check_codecs(
                     open_model,
                     asked,
@@ -148,7 +147,7 @@ def _check(app: typer.Typer) -> None:
                     train_sae=train_sae,
                     most_rows=rows,
                     seed=seed,
-                    progress=lambda done: bar.update(task, completed=done),
+                    progress=tell,
                 )
             file, error = saved(out, found.save, terminal)
             records = found.table()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.filesize import decimal
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from steercap.cli.capture import RowOptions
 from steercap.cli.command import command
@@ -23,12 +22,11 @@ from steercap.cli.parsing import SteerOptions, layers_of, names_of, refuse, site
 from steercap.cli.preflight import HIDDEN_WIDTH_SITES, check_sampling, preflight, reached
 from steercap.cli.tables import facts
 from steercap.cli.terminal import Terminal
-from steercap.concurrency.heartbeat import heartbeat
+from steercap.core.protocols import ProgressCallback
 
 if TYPE_CHECKING:
     from steercap.lab.datasets.collecting import DocumentSource, RayActors
     from steercap.lab.datasets.collecting.collection import Collected
-    from steercap.lab.datasets.collecting.reading import Progress as Reached
     from steercap.lab.datasets.collecting.samples import TokenSample
     from steercap.model import SteerModel
 
@@ -187,44 +185,13 @@ class RayOptions:
 
 
 @contextmanager
-def bar_of(terminal: Terminal) -> Iterator[Callable[[Reached], None]]:
-    """Show a progress bar on stderr with tokens and bytes per second, and the remaining time where it is known.
-
-    Without a terminal, print a line now and then.
-
-    Yields:
-        A function to call with the progress.
-    """
-    bar = Progress(
-        SpinnerColumn(finished_text="[green]✓"),
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=None),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=terminal.err,
-        disable=not terminal.err.is_interactive,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
-    task = bar.add_task("collecting", total=None)
-    there = 0
-
-    def tell(reached: Reached) -> None:
-        nonlocal there
-        share, there = reached.share, reached.shards
-        bar.update(
-            task,
-            description=words_of(reached),
-            total=None if share is None else 100.0,
-            completed=0.0 if share is None else 100 * share,
-        )
-
+def resumable(terminal: Terminal) -> Iterator[ProgressCallback]:
+    """Show progress bars in the block; if it is interrupted, say that the written shards stay."""
     try:
-        with bar, heartbeat(bar, terminal.err):
+        with terminal.progress() as tell:
             yield tell
     except asyncio.CancelledError:
-        terminal.say(f"{there} shards are written and stay; the same command resumes")
+        terminal.say("the shards that are written stay; the same command resumes")
         raise
 
 
@@ -238,13 +205,6 @@ async def not_opened(options: ReachOptions, terminal: Terminal, **settings: Any)
     refuse("actors start engines of their own", {"--api-key": options.api_key})
     with terminal.alone():
         yield await unopened(options, terminal, **settings)
-
-
-def words_of(reached: Reached) -> str:
-    """Return a line on the progress: tokens, tokens per second, bytes and bytes per second."""
-    seconds = max(reached.seconds, 1e-9)
-    size, speed = decimal(reached.bytes), decimal(int(reached.bytes / seconds))
-    return f"{reached.tokens:,} tokens, {reached.tokens / seconds:,.0f}/s, {size}, {speed}/s"
 
 
 def told(collected: Collected) -> dict[str, Any]:
@@ -363,6 +323,6 @@ def register(app: typer.Typer) -> None:
             raise typer.BadParameter("actors start engines of their own; leave --ray out", param_hint="--url")
         opening: Any = reached if actors is None else not_opened
         async with opening(model, terminal, sites=armed, **stored.settings()) as open_model:
-            with bar_of(terminal) as tell:
+            with resumable(terminal) as tell:
                 found = await collect_corpus(open_model, source, out, **arguments, progress=tell, ray=actors)
             terminal.show(found, facts(found.folder, told(found)))

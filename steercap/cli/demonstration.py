@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from steercap.concurrency.heartbeat import heartbeat
 from steercap.core.extras import extra
+from steercap.core.protocols import Count, ProgressCallback
 
 if TYPE_CHECKING:
     import torch
 
     from steercap.captures.handle import CaptureHandle
+    from steercap.cli.terminal import Terminal
     from steercap.model import SteerModel
 
 QUESTIONS: Final = (
@@ -49,12 +49,12 @@ OPENING: Final = "My day at work was"
 LAYER, DOSE = 18, 1.0
 
 
-async def run(out: Path, console: Console) -> Path:
+async def run(out: Path, terminal: Terminal) -> Path:
     """Run the demo and write its picture; return the picture's path.
 
     Args:
         out: folder for the picture.
-        console: console for the report.
+        terminal: terminal for bars and the report.
     """
     with extra("demo"):
         import matplotlib as mpl
@@ -63,34 +63,33 @@ async def run(out: Path, console: Console) -> Path:
     from steercap.model import SteerModel
 
     mpl.use("Agg")
-    columns = TextColumn("{task.description:34}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console) as bar, heartbeat(bar, console):
-        todo = bar.add_task("converting SmolLM2 (once)", total=1)
+    with terminal.progress() as tell:
+        count = Count("converting SmolLM2 (once)", 1, 0, tell)
         path = await asyncio.to_thread(smollm2)
-        bar.advance(todo)
-        todo = bar.add_task("starting vLLM, probing every tap", total=1)
+        count.add()
+        count = Count("starting vLLM, probing every tap", 1, 0, tell)
         async with SteerModel(path, preset="cpu") as model:
-            bar.advance(todo)
-            answers = await _answers(model, bar)
-            lens, told = await _studies(model, bar)
-            turned = await _turned(model, told, bar)
-        todo = bar.add_task("drawing", total=1)
+            count.add()
+            answers = await _answers(model, tell)
+            lens, told = await _studies(model, tell)
+            turned = await _turned(model, told, tell)
+        count = Count("drawing", 1, 0, tell)
         picture = await asyncio.to_thread(_draw, path, lens, told, out)
-        bar.advance(todo)
-    _report(answers, turned, lens, picture, console)
+        count.add()
+    _report(answers, turned, lens, picture, terminal.err if terminal.json else terminal.out)
     return picture
 
 
-async def _answers(model: SteerModel, bar: Any) -> list[CaptureHandle]:
+async def _answers(model: SteerModel, tell: ProgressCallback) -> list[CaptureHandle]:
     """Ask all questions at once; return the answers' handles in order, with the rows of all layers fetched."""
     from steercap.captures.stacking import flat
 
-    todo = bar.add_task("generating, all layers captured", total=len(QUESTIONS))
+    count = Count("generating, all layers captured", len(QUESTIONS), 0, tell)
 
     async def ask(question: str) -> CaptureHandle:
         params = {"max_tokens": 40, "temperature": 0.0}
         _, found = await model.chat([{"role": "user", "content": question}], params, capture_layers="all")
-        bar.advance(todo)
+        count.add()
         (handle,) = flat(found)
         return handle
 
@@ -101,7 +100,7 @@ async def _answers(model: SteerModel, bar: Any) -> list[CaptureHandle]:
     return handles
 
 
-async def _studies(model: SteerModel, bar: Any) -> tuple[CaptureHandle, dict[str, torch.Tensor]]:
+async def _studies(model: SteerModel, tell: ProgressCallback) -> tuple[CaptureHandle, dict[str, torch.Tensor]]:
     """Return the lens prompt's handle, and last rows of praise and complaint by name: [sentences, layers, hidden]."""
     from steercap.captures.stacking import stack
     from steercap.core.spec import CaptureSpec
@@ -109,21 +108,21 @@ async def _studies(model: SteerModel, bar: Any) -> tuple[CaptureHandle, dict[str
     lens = await model.read(LENS)
     await lens.fetch()
     told: dict[str, torch.Tensor] = {}
-    todo = bar.add_task("reading praise and complaint", total=2)
+    count = Count("reading praise and complaint", 2, 0, tell)
     for name, words in (("praise", PRAISE), ("complaint", COMPLAINT)):
         prompts = [sentence.format(word) for word in words for sentence in SENTENCES]
         handles = await model.read(prompts, capture=CaptureSpec(tokens="last_prompt", codec="raw"))
         await model.fetch_captures_batch(handles)
         told[name] = stack(handles)
-        bar.advance(todo)
+        count.add()
     return lens, told
 
 
-async def _turned(model: SteerModel, projections: dict[str, torch.Tensor], bar: Any) -> dict[str, str]:
+async def _turned(model: SteerModel, projections: dict[str, torch.Tensor], tell: ProgressCallback) -> dict[str, str]:
     """Return continuations of the opening by name, from one batch: unsteered, towards praise, towards complaint."""
     from steercap.steering.edits.add import Add
 
-    todo = bar.add_task("steering", total=1)
+    count = Count("steering", 1, 0, tell)
     direction = (projections["praise"].mean(0) - projections["complaint"].mean(0))[LAYER]
     specs = {
         "as it is": None,
@@ -132,7 +131,7 @@ async def _turned(model: SteerModel, projections: dict[str, torch.Tensor], bar: 
     }
     params = {"max_tokens": 14, "temperature": 0.0}
     found = await model.generate([OPENING] * len(specs), params, steering=list(specs.values()))
-    bar.advance(todo)
+    count.add()
     return {name: str(text) for name, text in zip(specs, found, strict=True)}
 
 

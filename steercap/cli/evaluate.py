@@ -23,6 +23,7 @@ from steercap.cli.sweep_file import measures_in, not_none
 from steercap.cli.tables import rollouts_table, titled
 from steercap.cli.terminal import Terminal
 from steercap.core.extras import require
+from steercap.core.protocols import Progress
 from steercap.errors import InvalidSpec
 
 if TYPE_CHECKING:
@@ -51,9 +52,9 @@ async def evaluated(
     """
     from steercap.lab.studies.evaluation import evaluate
 
-    with terminal.stages() as progress:
+    with terminal.progress() as tell:
         how: dict[str, Any] = {"tasks": settings.tasks, **not_none(settings, "concurrency")}
-        return await evaluate(model, evaluation, out=out, measures=settings.all_measures(), progress=progress, **how)
+        return await evaluate(model, evaluation, out=out, measures=settings.all_measures(), progress=tell, **how)
 
 
 def check(evaluation: Evaluation, settings: EvaluationFile, out: Path, planned: Preflight) -> None:
@@ -151,13 +152,13 @@ async def rolled(model: SteerModel, settings: RolloutFile, out: Path, terminal: 
     """
     from steercap.lab.studies.rollouts import run_rollouts
 
-    whole = dict[str, set[str]]()
-    with terminal.stages() as progress:
+    whole = dict[str, int]()
+    with terminal.progress() as tell:
 
-        def report(name: str, kind: str, done: int, total: int) -> None:
-            if done == total:
-                whole.setdefault(kind, set()).add(name)
-                progress(f"data sets, {kind}", len(whole[kind]), len(settings.data_sets))
+        def report(at: Progress) -> None:
+            kind = at.stage.partition(": ")[2]
+            whole[kind] = whole.get(kind, 0) + (at.done == at.total)
+            tell(Progress(f"data sets, {kind}", whole[kind], len(settings.data_sets)))
 
         how: dict[str, Any] = {"judge": settings.make_judge(), **not_none(settings, "concurrency")}
         return await run_rollouts(model, settings.sets(), out=out, progress=report, **how)

@@ -21,6 +21,7 @@ from steercap.cli.parsing import SteerOptions, sites_of
 from steercap.cli.preflight import check_sampling, preflight, reached
 from steercap.cli.prompts import Prompt, PromptOptions, run_each
 from steercap.cli.terminal import Terminal
+from steercap.core.protocols import Count
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel
@@ -107,16 +108,16 @@ async def answer(
             if raw.steering is not None:
                 changed["rows_edited"] = raw.steering[sample].rows
             found[number][sample] = msgspec.structs.replace(found[number][sample], **changed)
-        bar.advance(task)
+        count.add()
 
     asked: list[tuple[str, SteeringSpec | None]] = [("generating", None)] if steering is None or compare else []
     asked += [("generating, steered", steering)] if steering is not None else []
     if len(asked) > 1 and params.get("seed") is None:
         params = {**params, "seed": secrets.randbelow(1 << 31)}
     start = time.monotonic()
-    with terminal.progress() as bar:
+    with terminal.progress() as tell:
         for name, spec in asked:
-            task = bar.add_task(name, total=len(prompts))
+            count = Count(name, len(prompts), 0, tell)
             await run_each(model, prompts, params, take, steering=spec)
     seconds, tokens = time.monotonic() - start, sum(one.tokens for answers in found for one in answers)
     terminal.say(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:.0f} tokens/s")
@@ -180,7 +181,7 @@ def register(app: typer.Typer) -> None:
 
         say_why(terminal)
         with terminal.alone():
-            picture = await run(out, terminal.err if terminal.json else terminal.out)
+            picture = await run(out, terminal)
         terminal.show({"picture": str(picture)})
 
     @command(

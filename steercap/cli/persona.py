@@ -263,10 +263,8 @@ def _register_run(app: typer.Typer) -> None:
         async with reached(model, terminal, sites=site) as open_model:
             if wanted != "all":
                 asked = msgspec.structs.replace(asked, layers=resolve_layers(wanted, open_model.num_layers))
-            with terminal.stages() as shown:
-                result = await run_persona(
-                    open_model, asked, out, progress=lambda at: shown(at.stage, at.done, at.total)
-                )
+            with terminal.progress() as tell:
+                result = await run_persona(open_model, asked, out, progress=tell)
             report(
                 result, asked, dict(zip((one.name for one in asked.resolved()), traits, strict=True)), model, terminal
             )

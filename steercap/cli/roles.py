@@ -231,10 +231,8 @@ def _register_roles(app: typer.Typer) -> None:
                 import msgspec
 
                 asked = msgspec.structs.replace(asked, layers=resolve_layers(wanted, open_model.num_layers))
-            with terminal.stages() as shown:
-                await run_roles_share(
-                    open_model, asked, out, shard=share, progress=lambda at: shown(at.stage, at.done, at.total)
-                )
+            with terminal.progress() as tell:
+                await run_roles_share(open_model, asked, out, shard=share, progress=tell)
         missing = read_folder(out).missing
         next_step = f"steercap persona axis {out}" if not missing else "the other shares"
         terminal.show(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -20,6 +19,7 @@ from steercap.cli.preflight import preflight, reached
 from steercap.cli.tables import facts
 from steercap.cli.terminal import Terminal
 from steercap.concurrency.heartbeat import watching
+from steercap.core.protocols import Progress, ProgressCallback
 from steercap.core.spec import CaptureSpec
 from steercap.errors import InvalidRequest, InvalidSpec
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from steercap.lab.datasets import ActivationDataset
     from steercap.lab.datasets.rows import Normalisation
-    from steercap.lab.training import SAEProgress, SAETraining
+    from steercap.lab.training import SAETraining
     from steercap.saes.sae import SAE
 
 #: Maximum number of rows from which the normalisation is computed, and on which an SAE is scored.
@@ -107,14 +107,13 @@ def register(app: typer.Typer) -> None:
 
         folder_ready(out)
         may_replace(out, terminal, force=force, pattern="cfg.json")
-        with terminal.progress() as bars:
-            task, stopped = bars.add_task("training", total=None), threading.Event()
+        with terminal.progress() as show:
+            stopped = threading.Event()
 
-            def tell(at: SAEProgress) -> None:
+            def tell(at: Progress) -> None:
                 if stopped.is_set():
                     raise KeyboardInterrupt  # ends the thread
-                said = f"training on rows, loss {at.loss:.4g}, {at.explained:.1%} explained"
-                bars.update(task, description=said, completed=at.rows, total=at.total)
+                show(at)
 
             held = None
             if "://" in rows or (Path(rows) / FILE).exists():
@@ -133,13 +132,7 @@ def register(app: typer.Typer) -> None:
                 if layer is None:
                     raise typer.BadParameter("a corpus needs the layer to read", param_hint="--layer")
                 training, report, known = await train_on_corpus(
-                    rows,
-                    (layer, site or "resid_post"),
-                    how,
-                    model,
-                    terminal,
-                    tell,
-                    lambda said: bars.update(task, description=said),
+                    rows, (layer, site or "resid_post"), how, model, terminal, tell
                 )
         sae = training.sae(name=out.name if name is None else name, model=known)
         save_sae(sae, out)
@@ -151,7 +144,7 @@ def register(app: typer.Typer) -> None:
 
 
 def train_on_dataset(
-    folder: str, layer: int | None, site: str | None, how: SAEOptions, tell: Callable[[SAEProgress], None]
+    folder: str, layer: int | None, site: str | None, how: SAEOptions, tell: ProgressCallback
 ) -> tuple[SAETraining, dict[str, Any], str, ActivationDataset]:
     """Train on all but the last documents of a data set; at least one of several is held out, unless `how` says 0.
 
@@ -222,10 +215,9 @@ async def train_on_corpus(
     how: SAEOptions,
     model: ReachOptions,
     terminal: Terminal,
-    tell: Callable[[SAEProgress], None],
-    show: Callable[[str], None],
+    tell: ProgressCallback,
 ) -> tuple[SAETraining, dict[str, Any], str]:
-    """Train once over a corpus that a model reads; `show` is called with the tokens read before the first step.
+    """Train once over a corpus that a model reads; `tell` is also told of the tokens read before the first step.
 
     Returns:
         The training, the report on it, and the model's name.
@@ -242,10 +234,6 @@ async def train_on_corpus(
     preflight(model, sites=(point[1],)).check_capture(spec)
     training = None
 
-    def under_way() -> str:
-        read = f", {batches.tokens:,} tokens" if batches.tokens else ""
-        return "" if training else f"reading the corpus{read}"
-
     reading: dict[str, Any] = {
         "batch_size": how.batch_size,
         "buffer": max(SAMPLED_ROWS, how.batch_size),
@@ -254,7 +242,10 @@ async def train_on_corpus(
     async with (
         reached(model, terminal, sites=(point[1],)) as open_model,
         activations(open_model, source, capture=spec, normalise="standard", drop_last=True, **reading) as batches,
-        watching(under_way, lambda stage, _: show(stage)),
+        watching(
+            lambda: "" if training else "tokens of the corpus",
+            lambda stage, _: tell(Progress(stage, batches.tokens, None)),
+        ),
     ):
         rows: Any  # of one point: a tensor
         async for rows in batches:

@@ -33,22 +33,15 @@ if TYPE_CHECKING:
 async def swept(
     model: SteerModel, sweep: Sweep, measures: list[str | Measure], out: Path, terminal: Terminal, **how: Any
 ) -> SweepResults:
-    """Run a sweep in the folder `out` with a progress bar, resuming earlier work; `how` is as for `run_sweep`.
+    """Run a sweep in the folder `out` with progress bars, resuming earlier work; `how` is as for `run_sweep`.
 
     Raises:
         The errors of `run_sweep`.
     """
     from steercap.lab.studies.sweeps import run_sweep
 
-    with terminal.progress() as bar:
-        task = bar.add_task("answering", total=None)
-
-        def progress(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-            if done == total:
-                bar.add_task("measuring", total=None)
-
-        return await run_sweep(model, sweep, out=out, measures=measures, progress=progress, **how)
+    with terminal.progress() as tell:
+        return await run_sweep(model, sweep, out=out, measures=measures, progress=tell, **how)
 
 
 def check(sweep: Sweep, measures: list[str | Measure], out: Path, planned: Preflight) -> None:

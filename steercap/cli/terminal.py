@@ -22,7 +22,6 @@ from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
-    Progress,
     ProgressColumn,
     SpinnerColumn,
     Task,
@@ -31,9 +30,11 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.progress import Progress as Bars
 from rich.text import Text
 
 from steercap.concurrency.heartbeat import heartbeat
+from steercap.core.protocols import Progress, ProgressCallback
 from steercap.errors import CaptureError, EngineFailure, SteeringError
 
 _output = partial(typer.Option, rich_help_panel="Output")
@@ -118,9 +119,9 @@ class Terminal:
             self.say(f"vLLM's log: {self.log}")
 
     @contextmanager
-    def progress(self) -> Iterator[Progress]:
-        """Yield progress bars, shown on stderr with rate and remaining time; without a terminal, lines now and then."""
-        bar = Progress(
+    def progress(self) -> Iterator[ProgressCallback]:
+        """Yield a callback whose stages are bars on stderr, with rate and remaining time; without a terminal, lines."""
+        bars = Bars(
             SpinnerColumn(finished_text="[green]✓"),
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
@@ -133,27 +134,23 @@ class Terminal:
             redirect_stdout=False,  # output of others goes where `alone` redirects it
             redirect_stderr=False,
         )
-        with bar, heartbeat(bar, self.err):
-            yield bar
+        tasks, beginning = dict[str, TaskID](), bars.add_task("preparing", total=None)
 
-    @contextmanager
-    def stages(self) -> Iterator[Callable[[str, int, int], None]]:
-        """Yield a function to call with a stage, its items done and all its items; show a bar per stage on stderr."""
-        tasks = dict[str, TaskID]()
-        with self.progress() as bars:
+        def tell(at: Progress) -> None:
+            if not tasks:
+                bars.remove_task(beginning)
+            if at.stage not in tasks:
+                tasks[at.stage] = bars.add_task(at.stage, total=None)
+            bars.update(tasks[at.stage], description=at.label, completed=at.done, total=at.total)
 
-            def report(stage: str, done: int, total: int) -> None:
-                if stage not in tasks:
-                    tasks[stage] = bars.add_task(stage, total=None)
-                bars.update(tasks[stage], completed=done, total=total)
-
-            yield report
+        with bars, heartbeat(bars, self.err):
+            yield tell
 
     @contextmanager
     def status(self, message: str) -> Iterator[Callable[[str], None]]:
         """Yield a function that changes `message`, which is shown on stderr with the elapsed time during the block."""
         columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-        with Progress(
+        with Bars(
             *columns,
             console=self.err,
             disable=not self.err.is_interactive,

@@ -279,9 +279,7 @@ def register(app: typer.Typer) -> None:
             "fields": None if fields is None else names_of(fields),
             "dtype": dtype_of(dtype),
         }
-        with terminal.progress() as bar, together():
-            task = bar.add_task("training", total=None)
-            said["progress"] = lambda done, total: bar.update(task, completed=done, total=total)
+        with terminal.progress() as said["progress"], together():
             if examples.is_dir():
                 datasets, more = folder.arguments(examples)
                 swept = train_datasets(located(model), datasets, **more, **said)

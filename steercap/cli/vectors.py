@@ -145,8 +145,7 @@ async def extract_from(
     """
     from steercap.lab.directions.extraction import extract
 
-    with terminal.progress() as bar, terminal.warned():
-        task = bar.add_task("reading texts", total=len(texts.positive) + len(texts.negative))
+    with terminal.progress() as tell, terminal.warned():
         return await extract(
             model,
             texts.positive,
@@ -154,7 +153,7 @@ async def extract_from(
             name=name,
             groups=texts.groups,
             negative_groups=texts.others,
-            progress=lambda done: bar.update(task, completed=done),
+            progress=tell,
             **how,
         )
 
@@ -414,12 +413,10 @@ def _register_compare(app: typer.Typer) -> None:
         if model is None:
             found = compare_vectors(first, second, **reading)
         else:
-            with terminal.progress() as bar:
-                task = bar.add_task("reading held-out responses", total=None)
-                reading["progress"] = lambda done, total: bar.update(task, completed=done, total=total)
+            with terminal.progress() as tell:
                 device = "cuda" if torch.cuda.is_available() else None
                 hooked = HookedModel(located(model), dtype_of(dtype or "float32"), device=device)
-                found = compare_trained(hooked, first, second, **reading)
+                found = compare_trained(hooked, first, second, progress=tell, **reading)
         if out is not None:
             found.save(out)
         about = {"compared": str(found), **found.left_out, **({} if out is None else {"file": out})}

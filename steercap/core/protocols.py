@@ -1,10 +1,11 @@
-"""Protocols of open models and fetched rows, a base for objects that cannot be copied, and call styles."""
+"""Protocols of open models and fetched rows, a base for objects that cannot be copied, call styles, progress."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, ClassVar, Final, NamedTuple, NoReturn, Protocol, SupportsIndex
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final, NamedTuple, NoReturn, Protocol, SupportsIndex, TypeAlias
 
 from steercap.errors import InvalidRequest
 
@@ -170,3 +171,47 @@ BLOCKING: Final = CallStyle(
         main()
 """,
 )
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Report of a long call on a stage of its work; as text, a line such as "training, loss 0.25: 64 of 512".
+
+    Args:
+        stage: name of the stage, such as "answers"; a call may have several, one after another or at once.
+        done: number of the stage's items that are done, those of an interrupted call that is resumed included.
+        total: number of the stage's items, None if it is unknown.
+        details: further numbers by name, such as "loss" or "tokens/s".
+    """
+
+    stage: str
+    done: int
+    total: int | None
+    details: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """Stage and details, without the counts."""
+        figures = {name: f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" for name, value in self.details.items()}
+        return ", ".join([self.stage, *(f"{name} {figure}" for name, figure in figures.items())])
+
+    def __str__(self) -> str:
+        return f"{self.label}: {self.done:,}" + ("" if self.total is None else f" of {self.total:,}")
+
+
+#: Callback of long calls. It runs in the call's event loop, so it should be quick; an error in it ends the call.
+ProgressCallback: TypeAlias = Callable[[Progress], object]
+
+
+class Count:
+    """Counter of a stage's items out of `total`, from `done` on, which reports to `progress` now and at each change."""
+
+    def __init__(self, stage: str, total: int | None, done: int, progress: ProgressCallback | None) -> None:
+        self._stage, self._total, self._done, self._progress = stage, total, done, progress
+        self.add(0)
+
+    def add(self, count: int = 1) -> None:
+        """Add `count` to the finished items and report them."""
+        self._done += count
+        if self._progress is not None:
+            self._progress(Progress(self._stage, self._done, self._total))

@@ -14,7 +14,7 @@ from steercap.sync.objects import ActivationStream
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Hashable, Iterable, Mapping, Sequence
     from pathlib import Path
     from typing import Any, Literal
 
@@ -22,13 +22,12 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
     from steercap.captures.manifest import Manifest
-    from steercap.core.protocols import ReadingModel, SketchingModel
+    from steercap.core.protocols import ProgressCallback, ReadingModel, SketchingModel
     from steercap.core.spec import CaptureSpec, Layers, Reduction
     from steercap.core.tokens import Tokens, TokenSelection
     from steercap.lab.datasets.collecting.collection import Collected
     from steercap.lab.datasets.collecting.documents import Bos, Long
     from steercap.lab.datasets.collecting.many import RayActors
-    from steercap.lab.datasets.collecting.reading import Progress
     from steercap.lab.datasets.collecting.samples import TokenSample
     from steercap.lab.datasets.collecting.sources import Corpus
     from steercap.lab.datasets.reading import Join
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
     from steercap.lab.mechanism.patching.results import Effects
     from steercap.lab.mechanism.patching.running import Align, Direction
     from steercap.lab.personas.answers import AnswersRead
-    from steercap.lab.personas.folder import Report
     from steercap.lab.personas.levels import PersonaKind
     from steercap.lab.personas.pipeline import PersonaResult
     from steercap.lab.personas.roles.axis import AssistantAxis
@@ -81,7 +79,7 @@ def ablate(
     reference: Sequence[Text] | None = None,
     reference_tokens: Tokens | TokenSelection = BUT_THE_FIRST,
     concurrency: int = 256,
-    progress: Callable[[int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Effects:
     """Ablate rows, each place of a grid in its own run, and measure the effects on a metric.
 
@@ -95,8 +93,7 @@ def ablate(
         reference: texts to average rows over; the prompts themselves by default.
         reference_tokens: tokens of the reference texts to average for "mean": by default all but the first, whose row
             in most models is an attention sink, a hundred times as long as the others.
-        concurrency: maximum concurrent runs.
-        progress: function called with the number of finished ablated runs, and of all.
+        concurrency, progress: as for `patch`.
 
     Returns:
         The effect of every place, for each prompt; `source` is None.
@@ -225,7 +222,7 @@ def calibrate(
     sites: str | Sequence[str] = ("resid_post",),
     tokens: Tokens | TokenSelection = BUT_THE_FIRST,
     add_special_tokens: bool | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Calibration:
     """Measure mean and standard deviation of each element of a model's rows over texts; no row leaves the workers.
 
@@ -239,7 +236,7 @@ def calibrate(
         layers, sites: layers and sites of the rows.
         tokens: tokens whose rows are measured. By default all but the first, in most models an attention sink.
         add_special_tokens: argument as for `SteerModel.generate`; False for rendered chats, which have theirs.
-        progress: function called with the number of texts read so far.
+        progress: function called with a `Progress` whenever the work advances.
 
     Raises:
         InvalidSpec: there are no texts.
@@ -314,7 +311,7 @@ def collect(
     statistics_every: int | None = None,
     concurrency: int | None = None,
     verify: bool = False,
-    progress: Callable[[Progress], object] | None = None,
+    progress: ProgressCallback | None = None,
     storage_options: Mapping[str, Any] | None = None,
     ray: RayActors | None = None,
 ) -> Collected:
@@ -350,7 +347,7 @@ def collect(
             attention have none.
         concurrency: maximum windows in flight; by default as many as the engine can use, within memory.
         verify: check existing shards by their hashes, not by their sizes alone; damaged ones are collected again.
-        progress: function called with a `Progress` after each block of rows; with `ray`, after each shard.
+        progress: function called with a `Progress` whenever the work advances.
         storage_options: options of the URL's file system.
         ray: Ray actors among which the corpus is distributed. Each starts an engine with this model's arguments, and
             `concurrency` is per engine. A shard has the same documents, whichever actor makes it. All machines must
@@ -443,7 +440,7 @@ def evaluate(
     measures: Sequence[str | Measure] = (),
     tasks: Sequence[str | Task] = ("passages", "choices"),
     concurrency: int = 512,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> EvaluationResults:
     """Generate answers to every question under every method at every dose, and measure answers and fixed texts.
 
@@ -457,8 +454,7 @@ def evaluate(
         measures: measures of the answers: names in `steercap.lab.studies.sweeps.MEASURES`, or measure objects.
         tasks: tasks of fixed texts: names in `TASKS`, or task objects; they measure the cost of a method.
         concurrency: maximum concurrent requests.
-        progress: function called with the kind of work ("answers", or the label of a task), the number finished, and
-            the number in all.
+        progress: function called with a `Progress` whenever the work advances.
 
     Raises:
         MissingExtra: the extra "evaluation" is not installed.
@@ -491,7 +487,7 @@ def extract(
     held_out: float = 0.25,
     seed: int = 0,
     add_special_tokens: bool | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> DirectionSet:
     """Compute the direction in which texts that show a property differ from texts that do not.
 
@@ -511,7 +507,7 @@ def extract(
         held_out: fraction of the groups to hold out for testing the direction: `provenance.auc`.
         seed: seed of the held-out split, and of methods that draw at random.
         add_special_tokens: argument as for `SteerModel.generate`; False for rendered chats, which have theirs.
-        progress: function called with the number of texts read so far.
+        progress: function called with a `Progress` whenever the work advances.
 
     Returns:
         A set of one direction. Added with scale 1, it moves the mean of the negative texts' rows to the positive ones',
@@ -558,7 +554,7 @@ def layer_sweep(
     random: int = 8,
     seed: int = 0,
     concurrency: int = 256,
-    progress: Callable[[int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> pa.Table:
     """Measure the effect on a metric of adding each layer's vector at that layer, and of random vectors of equal norm.
 
@@ -576,7 +572,7 @@ def layer_sweep(
         random: number of random vectors for each vector and layer, 0 for none.
         seed: seed of the random vectors.
         concurrency: maximum concurrent runs.
-        progress: function called with the number of finished runs, and of all.
+        progress: function called with a `Progress` whenever the work advances.
 
     Returns:
         Columns `name`, `control` ("" for the vector, "random-03" for the fourth random one), `layer`, `prompt`,
@@ -616,7 +612,7 @@ def mean_rows(
     tokens: Tokens | TokenSelection = BUT_THE_FIRST,
     reduce: Reduction | None = "mean",
     add_special_tokens: bool | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Rows:
     """Read texts with the model, and return one row per text and layer.
 
@@ -656,7 +652,7 @@ def patch(
     direction: Direction = "denoise",
     align: Align | None = None,
     concurrency: int = 256,
-    progress: Callable[[int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Effects:
     """Patch rows of one run into another, each place of a grid in its own run, and measure the effects on a metric.
 
@@ -674,7 +670,7 @@ def patch(
         align: "end" aligns prompts of different lengths by their last tokens; tokens of the patched prompt without a
             counterpart are left out. Not for `q` and `k`, whose rows depend on their positions.
         concurrency: maximum concurrent runs.
-        progress: function called with the number of finished patched runs, and of all.
+        progress: function called with a `Progress` whenever the work advances.
 
     Returns:
         The effect of every place, in each pair.
@@ -713,7 +709,7 @@ def path_patch(
     direction: Direction = "noise",
     through_mlps: bool = True,
     concurrency: int = 256,
-    progress: Callable[[int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Effects:
     """Measure the direct effect of each head on other heads, or on the logits, with all heads between frozen.
 
@@ -730,7 +726,7 @@ def path_patch(
         direction: "noise": the clean run is changed, and senders come from the corrupted run. "denoise": the reverse.
         through_mlps: True if feed-forward blocks carry the change; False freezes them too, and needs `mlp_out` armed.
         concurrency: maximum concurrent senders.
-        progress: function called with the number of finished senders, and of all.
+        progress: function called with a `Progress` whenever the work advances.
 
     Returns:
         The effect of every sender on every receiver that has a head after it.
@@ -772,7 +768,7 @@ def position_sweep(
     random: int = 0,
     seed: int = 0,
     concurrency: int = 256,
-    progress: Callable[[int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> pa.Table:
     """Measure the effect of adding each layer's vector at that layer to a single token, each token in its own run.
 
@@ -843,7 +839,7 @@ def read_answers(
     concurrency: int = 128,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     suffix: str = "",
-    progress: Report | None = None,
+    progress: ProgressCallback | None = None,
 ) -> AnswersRead:
     """Read existing answers with a model, and write mean rows of each answer and means per persona and score level.
 
@@ -864,7 +860,7 @@ def read_answers(
             was killed; with more they are equal up to the rounding of batches.
         chat_template_kwargs: further arguments of the chat template.
         suffix: end of the names of the folder's subfolders and default file, such as "_vllm_bfloat16".
-        progress: function called with a `Progress`, stage "read".
+        progress: function called with a `Progress` whenever the work advances.
 
     Returns:
         The folder, and for each persona the numbers of answers in its levels and left out.
@@ -898,7 +894,7 @@ def read_answers(
 
 
 def run_persona(
-    model: SteerModel, settings: PersonaSettings, out: str | Path, *, progress: Report | None = None
+    model: SteerModel, settings: PersonaSettings, out: str | Path, *, progress: ProgressCallback | None = None
 ) -> PersonaResult:
     """Compute persona vectors of traits from a model's answers.
 
@@ -911,7 +907,7 @@ def run_persona(
         out: folder of the run. An interrupted run is resumed; a finished one is loaded. If only settings of later
             stages differ, these stages are repeated. Traits may be added, dropped and reordered: only missing answers
             are requested, and results of dropped traits stay in the tables.
-        progress: function called with a `Progress`.
+        progress: function called with a `Progress` whenever the work advances.
 
     Source: Chen et al., Persona Vectors: Monitoring and Controlling Character Traits in Language Models.
 
@@ -930,7 +926,9 @@ def run_persona(
     return forward(there, model, settings, out, progress=progress)
 
 
-def run_roles(model: SteerModel, settings: RoleSettings, out: str | Path, *, progress: Report | None = None) -> RoleRun:
+def run_roles(
+    model: SteerModel, settings: RoleSettings, out: str | Path, *, progress: ProgressCallback | None = None
+) -> RoleRun:
     """Generate a model's answers in many roles, and compute the mean rows of each role.
 
     The model answers every question under every system prompt of each role, and of the default assistant; answers are
@@ -941,7 +939,7 @@ def run_roles(model: SteerModel, settings: RoleSettings, out: str | Path, *, pro
         settings: settings of the run.
         out: folder of the run. An interrupted run is resumed: written answers are not requested again. If only settings
             of later stages differ, these stages are repeated; roles may be added and dropped.
-        progress: function called with a `Progress`; the stages are "generate" and "read".
+        progress: function called with a `Progress` whenever the work advances.
 
     Source: Lu et al. 2026, The Assistant Axis (arXiv:2601.10387).
 
@@ -967,7 +965,7 @@ def run_rollouts(
     judge: Judge | None = None,
     sets_at_once: int = 4,
     concurrency: int = 128,
-    progress: Callable[[str, str, int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> list[RolloutSummary]:
     """Generate answers to the questions of all data sets in one engine, score them, and write tables for each set.
 
@@ -983,8 +981,7 @@ def run_rollouts(
         judge: judge of all answers, for which every data set needs a rubric; None for no judge.
         sets_at_once: maximum number of data sets in progress.
         concurrency: maximum number of concurrent requests of each data set.
-        progress: function called with the data set, the kind of work ("answers" or "judge"), and the numbers of
-            answers done and in all.
+        progress: function called with a `Progress` whenever the work advances.
 
     Returns:
         Summaries, in the order of the data sets, as written to `minilm_summary.json` and `judge_summary.json`.
@@ -1011,7 +1008,7 @@ def run_roles_share(
     out: str | Path,
     *,
     shard: tuple[int, int] = (0, 1),
-    progress: Report | None = None,
+    progress: ProgressCallback | None = None,
 ) -> None:
     """Run all stages for a share of the roles, so that several processes, each with an engine, can share a folder.
 
@@ -1035,7 +1032,7 @@ def run_sweep(
     out: str | Path,
     measures: Sequence[str | Measure] = (),
     concurrency: int = 512,
-    progress: Callable[[int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> SweepResults:
     """Generate answers to every prompt under every condition, and measure the answers.
 
@@ -1048,7 +1045,7 @@ def run_sweep(
         out: folder for answers and values, created if needed.
         measures: names in `MEASURES`, or measure objects; a later call can add others.
         concurrency: maximum concurrent requests.
-        progress: function called with the number of answers so far, and of all answers.
+        progress: function called with a `Progress` whenever the work advances.
 
     Raises:
         MissingExtra: the extra "experiments" is not installed.

@@ -58,10 +58,10 @@ async def test_a_layer_sweep_is_that_of_hooks(tiny, hooked, relative) -> None:
     given, seen = vectors(), []
     table = await analysis.layer_sweep(
         tiny, given, PROMPTS, metric=METRIC, scale=0.5 if relative else 1.0, relative=relative, tokens=slice(1, None),
-        random=2, seed=3, progress=lambda done, total: seen.append((done, total)),
+        random=2, seed=3, progress=seen.append,
     )  # fmt: skip
     assert table.num_rows == len(seen) == 2 * 3 * LAYERS * len(PROMPTS)
-    assert max(seen) == (48, 48)
+    assert {(at.done, at.total) for at in seen} == {(done, 48) for done in range(1, 49)}
     for row in table.to_pylist():
         ids, source = PROMPTS[row["prompt"]], given[row["name"]]
         if row["control"]:

@@ -26,6 +26,7 @@ from steercap import (
     LogitBias,
     Monitor,
     MonitorReport,
+    Progress,
     Replace,
     SteeringSpec,
     SteerModel,
@@ -875,10 +876,10 @@ async def test_a_sketch_is_that_of_a_local_model(remote: RemoteModel, tiny: Stee
 async def test_a_calibration_is_that_of_a_local_model(remote: RemoteModel, tiny: SteerModel) -> None:
     """Its points, its vectors, and all that it says of its texts."""
     texts = ["Hello there", "My day was long", "And one of more tokens than the others have."]
-    seen: list[int] = []
+    seen: list[Progress] = []
     there = await calibrate(remote, texts, layers=[0, 2], sites=["resid_post", "mlp_out"], progress=seen.append)
     here = await calibrate(tiny, texts, layers=[0, 2], sites=["resid_post", "mlp_out"])
-    assert seen[-1] == len(texts)
+    assert seen[-1] == Progress("texts", len(texts), len(texts))
     for name in ("points", "model", "revision", "dtype", "tokens", "prompts", "texts", "rows"):
         assert getattr(there, name) == getattr(here, name), name
     for point in here.points:

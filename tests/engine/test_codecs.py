@@ -12,7 +12,7 @@ from support.codecs import CODECS, codecs_agree, compare, spec_of
 from support.rows import ALL_SITES, CRAMPED, GREEDY, points, random_prompt, settled
 from support.specs import spec
 
-from steercap import Add, Calibration, CaptureHandle, CaptureSpec, Point, errors
+from steercap import Add, Calibration, CaptureHandle, CaptureSpec, Point, Progress, errors
 from steercap.lab.directions import calibrate
 from steercap.lab.mechanism.codec_check import check_codecs
 from steercap.steering import DirectionSet, LayerVectors
@@ -136,13 +136,14 @@ async def test_rows_that_are_raw_have_no_codes(tiny) -> None:
 async def test_a_calibration_gives_each_element_its_own_step(tiny, tmp_path) -> None:
     """Means and spreads are those of the rows; sizes of elements that differ cost nothing; a file gives all back."""
     texts = [random_prompt(30, number) for number in range(8)]
-    seen: list[int] = []
+    seen: list[Progress] = []
     sites = ("resid_post", "mlp_out")
     calibration = await calibrate(tiny, texts, layers=[1, 2], sites=sites, progress=seen.append)
     handles = await tiny.read(texts, capture=CaptureSpec(layers=[1, 2], sites=sites, tokens=slice(1, None)))
     await tiny.fetch_captures_batch(handles)
     assert calibration.points == tuple(points([1, 2], *sites))
-    assert (calibration.rows, calibration.texts, seen) == (8 * 29, 8, [8])
+    assert (calibration.rows, calibration.texts) == (8 * 29, 8)
+    assert seen == [Progress("texts", done, 8) for done in (0, 8)]
     for point in calibration.points:
         rows = torch.cat([handle.captures[point] for handle in handles]).double()
         torch.testing.assert_close(calibration.means[point].double(), rows.mean(0), rtol=1e-4, atol=1e-5)

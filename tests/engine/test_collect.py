@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from support.folders import digests
 from support.rows import MAX_ERROR, MIN_COSINE, counter, random_prompt, settled
 
-from steercap import Add, Calibration, CaptureSpec
+from steercap import Add, Calibration, CaptureSpec, Progress
 from steercap.errors import (
     CollectionStopped,
     InvalidFile,
@@ -36,7 +36,6 @@ from steercap.errors import (
 )
 from steercap.lab.datasets import ActivationDataset, DatasetFolder, verify
 from steercap.lab.datasets.collecting import ByPredicate, ByProbe, OneIn, collect, open_source, pipeline
-from steercap.lab.datasets.collecting.reading import Progress
 from steercap.lab.datasets.collecting.samples import Selected, seed_of
 from steercap.lab.datasets.storage import LocalFolder
 from steercap.lab.directions import calibrate
@@ -223,7 +222,7 @@ async def test_a_data_set_that_grows_is_not_complete_meanwhile(tiny, tmp_path) -
     corpus = DOCUMENTS * 5  # so many shards that most are written before the last documents are read
 
     def stop(progress: Progress) -> None:
-        if progress.shards > 2:
+        if progress.details["shards"] > 2:
             raise KeyError("enough")
 
     await collect(tiny, corpus[:4], tmp_path / "grown", **asked)
@@ -354,8 +353,8 @@ async def test_texts_chats_and_files_are_read_as_the_tokenizer_reads_them(tiny, 
         *[1, 2, 3],
         *tiny.tokenizer.encode("World"),
     ]
-    assert seen[-1].share == 1.0
-    assert seen[-1].tokens == found.totals.tokens == found.tokens
+    assert (seen[-1].stage, seen[-1].done) == ("bytes of the corpus", seen[-1].total)
+    assert seen[-1].details["tokens"] == found.totals.tokens == found.tokens
     with pytest.raises(InvalidFile, match="line 2"):
         await collect(tiny, path, tmp_path / "b", layers=[1])
     with pytest.raises(InvalidRequest, match="chat template"):

@@ -13,7 +13,7 @@ import torch
 from support.rows import GREEDY
 from support.specs import vector
 
-from steercap import CaptureSpec
+from steercap import CaptureSpec, Progress
 from steercap.errors import InvalidPrompt, InvalidRequest, InvalidVector, PointNotArmed
 from steercap.lab.directions import Exchange, extract
 from steercap.lab.measures.score import Score
@@ -104,28 +104,27 @@ async def test_a_sweep_that_was_stopped_goes_on(smol, tmp_path) -> None:
     asks for no answer.
     """
     sweep = small(samples=2, sampling_params={"max_tokens": 12, "temperature": 0.8})
-    calls: list[int] = []
+    calls: list[Progress] = []
 
-    def stop(done: int, total: int) -> None:
-        calls.append(total)
-        if done == 7:
+    def stop(at: Progress) -> None:
+        calls.append(at)
+        if at.done == 7:
             raise Stopped
 
     with pytest.raises(Stopped):
         await run_sweep(smol, sweep, out=tmp_path / "stopped", concurrency=3, progress=stop)
-    assert 7 <= len(calls) <= 9  # others that were under way may have come to their end
-    again: list[int] = []
-    later = await run_sweep(smol, sweep, out=tmp_path / "stopped", progress=lambda done, _total: again.append(done))
-    assert again == list(range(len(calls) + 1, calls[0] + 1))
+    done, total = calls[-1].done, calls[-1].total
+    assert 7 <= done <= 9  # others that were under way may have come to their end
+    again: list[Progress] = []
+    later = await run_sweep(smol, sweep, out=tmp_path / "stopped", progress=again.append)
+    assert again == [Progress("answers", at, total) for at in range(done, total + 1)]
     whole = await run_sweep(smol, sweep, out=tmp_path / "whole")
     assert later.records == whole.records
     texts = {(record.prompt_index, record.sample): record.text for record in whole.records if record.control == "none"}
     assert len(set(texts.values())) == len(texts) == 4
     again.clear()
-    more = await run_sweep(
-        smol, sweep, out=tmp_path / "stopped", measures=["length"], progress=lambda done, _total: again.append(done)
-    )
-    assert again == []
+    more = await run_sweep(smol, sweep, out=tmp_path / "stopped", measures=["length"], progress=again.append)
+    assert again == [Progress("answers", total, total), *(Progress("length", at, total) for at in (0, total))]
     assert more.values["length"] == [len(record.output_token_ids) for record in more.records]
 
 

@@ -18,10 +18,9 @@ from support.faults.base import COLLECTED
 from support.folders import digests
 from support.rows import TINY_ENGINE
 
-from steercap import errors
+from steercap import Progress, errors
 from steercap.lab.datasets import RemoteFolder, verify
 from steercap.lab.datasets.collecting import RayActors, collect
-from steercap.lab.datasets.collecting.reading import Progress
 from steercap.testing import tiny_checkpoint
 
 HERE = Path(__file__).parent.parent
@@ -106,7 +105,7 @@ async def test_a_data_set_in_s3_is_that_on_disk(tmp_path, server) -> None:
         where = {"storage_options": cluster.options | {"config_kwargs": {"retries": {"max_attempts": 1}}}}
 
         def die(progress: Progress) -> None:
-            if progress.shards >= 3 and server in cluster.running:
+            if progress.details["shards"] >= 3 and server in cluster.running:
                 cluster.kill(server)
 
         async with a_model() as model:

@@ -19,12 +19,13 @@ import pytest
 from persona_run import SETTINGS
 from preloaded import killed
 
+from steercap import Progress
 from steercap.errors import RunDiffers
 from steercap.files.tables import PART_RECORDS, read_table
 from steercap.lab.demo import smollm2
 from steercap.lab.directions import Exchange, extract
 from steercap.lab.measures.scores import Scored, make_scorer
-from steercap.lab.personas import PersonaResult, Progress, run_persona, shipped_traits
+from steercap.lab.personas import PersonaResult, run_persona, shipped_traits
 from steercap.lab.personas.capture import load_rows
 from steercap.lab.personas.records import SIGNS, Kept, Response, Score
 from steercap.steering import DirectionSet

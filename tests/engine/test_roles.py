@@ -14,11 +14,10 @@ from preloaded import killed
 from roles_run import ROLES, SETTINGS, checkpoint
 from support.rows import TINY_ENGINE
 
-from steercap import SteeringSpec, SteerModel
+from steercap import Progress, SteeringSpec, SteerModel
 from steercap.errors import RunDiffers, RunUnfinished
 from steercap.files.tables import read_table
 from steercap.lab.directions import Exchange, mean_rows
-from steercap.lab.personas import Progress
 from steercap.lab.personas.capture import prompt_of
 from steercap.lab.personas.records import RoleResponse
 from steercap.lab.personas.roles import (

@@ -11,7 +11,7 @@ import torch
 from pyarrow import parquet
 from stored_runs import RUNS, STORED, chatting, copied
 
-from steercap import Manifest, SteerModel
+from steercap import Manifest, Progress, SteerModel
 from steercap.lab.datasets import ActivationDataset
 from steercap.steering import DirectionSet
 from steercap.testing import tiny_checkpoint
@@ -198,9 +198,9 @@ async def test_a_sweep_goes_on(model, tmp_path) -> None:
     folder = here("sweep", tmp_path / "run", model)
     (part,) = (folder / "answers").iterdir()
     without(part, "number", 6)
-    done: list[tuple[int, int]] = []
-    found = await RUNS["sweep"](model, folder, progress=lambda *at: done.append(at))
-    assert done == [(14, 14)]
+    reports: list[Progress] = []
+    found = await RUNS["sweep"](model, folder, progress=reports.append)
+    assert [at for at in reports if at.stage == "answers"] == [Progress("answers", done, 14) for done in (13, 14)]
     assert [one.number for one in found.records] == list(range(14))
     stored = {row["number"]: row["text"] for row in parquet.read_table(STORED / "sweep" / "answers").to_pylist()}
     assert {one.number: one.text for one in found.records if one.number != 6}.items() <= stored.items()
@@ -213,12 +213,12 @@ async def test_an_evaluation_goes_on(model, tmp_path) -> None:
     without(part, "number", 11)
     (part,) = (folder / "tasks" / "neutral-0afa0e91").iterdir()
     without(part, "number", 2)
-    done: list[tuple[str, int, int]] = []
-    found = await RUNS["evaluation"](model, folder, progress=lambda *at: done.append(at))
-    assert [at for at in done if at[0] == "choices"] in ([], [("choices", 4, 4)])
-    assert done[-1] == ("answers", 12, 12)
-    assert {at[1] for at in done if at[0] == "answers"} <= {11, 12}
-    assert {at[1] for at in done if at[0] == "neutral"} <= {3, 4}
+    reports: list[Progress] = []
+    found = await RUNS["evaluation"](model, folder, progress=reports.append)
+    done = {name: {at.done for at in reports if at.stage == name} for name in ("answers", "choices", "neutral")}
+    assert done["answers"] == {11, 12}
+    assert done["choices"] <= {3, 4}
+    assert done["neutral"] <= {3, 4}
     stored = {row["number"]: row["text"] for row in parquet.read_table(STORED / "evaluation" / "answers").to_pylist()}
     assert {one.number: one.text for one in found.answers if one.number != 11}.items() <= stored.items()
 
@@ -232,9 +232,9 @@ async def test_a_run_of_personas_goes_on(model, tmp_path) -> None:
     (folder / "settings.json").write_text(json.dumps(said | {"done": {}}))
     for path in ("scores.parquet", "kept.parquet", "directions.safetensors", "rows/calm.safetensors", "report.md"):
         (folder / path).unlink()
-    reports: list[tuple[str, int, int]] = []
-    await RUNS["persona"](model, folder, progress=lambda one: reports.append((one.stage, one.done, one.total)))
-    assert [at[1:] for at in reports if at[0] == "generate"] == [(0, 6), (5, 6), (6, 6)]
+    reports: list[Progress] = []
+    await RUNS["persona"](model, folder, progress=reports.append)
+    assert [at for at in reports if at.stage == "generate"] == [Progress("generate", done, 6) for done in (0, 5, 6)]
     answers = parquet.read_table(folder / "responses.parquet").to_pylist()
     stored = parquet.read_table(STORED / "persona" / "responses.parquet").to_pylist()
     assert answers[:-1] == stored[:-1]
@@ -257,9 +257,9 @@ async def test_a_run_over_roles_goes_on(model, tmp_path) -> None:
     (king / "state.json").write_text('{"done": {}, "outcome": null}')
     (king / "rows.safetensors").unlink()
     before = contents(folder)
-    reports: list[tuple[str, int, int]] = []
-    found = await RUNS["roles"](model, folder, progress=lambda one: reports.append((one.stage, one.done, one.total)))
-    assert [at for at in reports if at[0] == "generate"] == [("generate", done, 6) for done in (4, 5, 6)]
+    reports: list[Progress] = []
+    found = await RUNS["roles"](model, folder, progress=reports.append)
+    assert [at for at in reports if at.stage == "generate"] == [Progress("generate", done, 6) for done in (4, 5, 6)]
     first = "roles/king/answers.parquet"
     answers = (parquet.read_table(path / first).to_pylist()[0] for path in (folder, STORED / "roles"))
     assert next(answers) == next(answers)

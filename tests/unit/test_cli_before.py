@@ -27,9 +27,9 @@ import torch
 import typer
 from cli_calls import call, captured, directions, shell, vectors
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress as Bars
 
-from steercap import Add, CaptureSpec, SteeringSpec
+from steercap import Add, CaptureSpec, Progress, SteeringSpec
 from steercap.captures.handle import CaptureHandle
 from steercap.captures.manifest import Manifest
 from steercap.cli.app import app
@@ -782,7 +782,7 @@ def test_off_a_terminal_what_is_under_way_is_said_now_and_then() -> None:
     """A line with the seconds and how far it is; none of what is over, and none on a terminal."""
     written = io.StringIO()
     console = Console(file=written, force_terminal=False, width=80)
-    with Progress(console=console, disable=True) as bar, heartbeat(bar, console, seconds=0.01):
+    with Bars(console=console, disable=True) as bar, heartbeat(bar, console, seconds=0.01):
         bar.add_task("reading", total=4, completed=1)
         for _ in itertools.takewhile(lambda _: "reading" not in written.getvalue(), itertools.count()):
             pass
@@ -794,9 +794,21 @@ def test_off_a_terminal_what_is_under_way_is_said_now_and_then() -> None:
     bar.update(bar.tasks[1].id, completed=1200)
     assert line_of(bar.tasks) == "training: 0 s, 1,200 so far"
     loud = Console(file=io.StringIO(), force_terminal=True, force_interactive=True)
-    with Progress(console=loud, disable=True) as bar, heartbeat(bar, loud, seconds=0.01):
+    with Bars(console=loud, disable=True) as bar, heartbeat(bar, loud, seconds=0.01):
         bar.add_task("reading", total=4)
     assert loud.file.getvalue() == ""  # type: ignore[attr-defined]
+
+
+def test_each_stage_is_a_bar_with_its_details(monkeypatch) -> None:
+    """Until a call reports its first stage, it is preparing."""
+    terminal, written = Terminal(Output()), io.StringIO()
+    monkeypatch.setattr(terminal, "err", Console(file=written, force_terminal=True, force_interactive=True, width=200))
+    with terminal.progress() as tell:
+        tell(Progress("reading", 1, 4, {"loss": 0.5}))
+        tell(Progress("judging", 2, None))
+    _, before, shown = written.getvalue().rpartition("preparing")
+    assert before
+    assert re.search("reading, loss 0.5 .*1/4.*\n.*judging .*2/[?]", shown)
 
 
 def test_no_bar_is_drawn_on_a_terminal_that_cannot_move_its_cursor(monkeypatch, capsys) -> None:
@@ -804,8 +816,8 @@ def test_no_bar_is_drawn_on_a_terminal_that_cannot_move_its_cursor(monkeypatch, 
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("FORCE_COLOR", "1")
     terminal = Terminal(Output())
-    with terminal.status("reading"), terminal.progress() as bars:
-        bars.add_task("counting", total=4)
+    with terminal.status("reading"), terminal.progress() as tell:
+        tell(Progress("counting", 1, 4))
     terminal.say("done")
     assert capsys.readouterr().err == "done\n"
 

@@ -434,9 +434,9 @@ def test_an_interrupted_comparison_goes_on(tmp_path) -> None:
     class Stop(Exception):
         pass
 
-    def stopping(stage, done, total):
-        assert (stage, total) == ("layers", 5)
-        if done == 3:
+    def stopping(at):
+        assert (at.stage, at.total) == ("layers", 5)
+        if at.done == 3:
             raise Stop
 
     folder = tmp_path / "run"

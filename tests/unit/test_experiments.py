@@ -365,7 +365,7 @@ async def test_a_prompt_that_holds_more_than_text_is_answered(tmp_path) -> None:
     parts = [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text", "text": "What is it?"}, "Say so."]
     one = sweep(prompts=[[{"role": "user", "content": parts}]], layers=(1,), scales=(1,), random=0)
     kept = open_folder(tmp_path, one.definition(MODEL))
-    await _answer(SimpleNamespace(run=run), one, kept, 1, lambda _done, _all: None)
+    await _answer(SimpleNamespace(run=run), one, kept, 1, None)
     assert [found.prompt for found in kept.answers.rows.values()] == ["What is it?\nSay so."] * len(
         list(one.requests())
     )
@@ -415,7 +415,7 @@ async def test_answers_to_another_prompt_are_asked_again_and_measured_again(tmp_
 
     async def answered(one: Sweep, path: Path) -> StudyFolder[Record]:
         folder = open_folder(path, one.definition(MODEL))
-        await _answer(SimpleNamespace(run=run), one, folder, 1, lambda _done, _all: None)
+        await _answer(SimpleNamespace(run=run), one, folder, 1, None)
         return folder
 
     first, other = (sweep(prompts=[one], layers=(1,), scales=(1,), random=0) for one in ("first", "other"))

@@ -23,8 +23,10 @@ from cli_calls import call
 from rich.console import Console
 from support.examples import cross_validated
 
+from steercap import Progress
 from steercap.cli.persona import left_out_of, table_of
 from steercap.config import Settings
+from steercap.core.protocols import Count
 from steercap.core.spec import Point
 from steercap.engine.compiler import Compiler
 from steercap.errors import (
@@ -48,9 +50,9 @@ from steercap.lab.directions.contrast import directions_of
 from steercap.lab.measures.scores import SCORERS, Scored, make_scorer
 from steercap.lab.measures.scores.judge import filled_rubric, judgement
 from steercap.lab.measures.scores.minilm import split
-from steercap.lab.personas import PersonaSettings, Progress, load_trait, run_persona, shipped_traits, write_levels
+from steercap.lab.personas import PersonaSettings, load_trait, run_persona, shipped_traits, write_levels
 from steercap.lab.personas.capture import VERSION, AnswerRowsHeader, capture, load_rows, room_of, rows_file, vectors
-from steercap.lab.personas.folder import RUN, Count, StageFolder, check_same, open_folder
+from steercap.lab.personas.folder import RUN, StageFolder, check_same, open_folder
 from steercap.lab.personas.generate import AnswerGroup, answer_groups, answer_ids, ends_of, generate
 from steercap.lab.personas.pipeline import PersonaResult, check
 from steercap.lab.personas.records import SIGNS, Records, Response, Score, all_requests

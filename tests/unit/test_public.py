@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import inspect
+import pkgutil
 import re
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import pytest
 import steercap
 from steercap import (
     CaptureSpec,
+    Progress,
     SteerModel,
     errors,
     sync,
@@ -26,6 +29,7 @@ from steercap.captures.handle import CaptureHandle
 from steercap.client.sampling import sampling_json
 from steercap.config import CPU, Settings
 from steercap.config.environment import SETTINGS
+from steercap.core.protocols import Count
 from steercap.core.spec import Point, check_armed
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting, UnknownName
 from steercap.kernels.codecs import ENCODINGS, codec_of
@@ -439,3 +443,33 @@ def test_the_commands_of_tests_leave_nothing_out_and_do_nothing_twice() -> None:
         ("test-extended", "setup", "extended"),
     ]
     assert "exec make test-all" in (ROOT.parent / ".ci" / "run").read_text()
+
+
+def test_a_callback_for_one_verb_fits_every_other() -> None:
+    """Each public `progress=` is the one type, and is described in the same words, or as that of another verb."""
+    verbs = {name: getattr(sync, name) for name in sync.__all__}
+    for module in pkgutil.walk_packages(steercap.lab.__path__, "steercap.lab."):
+        if module.ispkg and (names := getattr(package := importlib.import_module(module.name), "__all__", ())):
+            verbs |= {f"{module.name}.{name}": getattr(package, name) for name in names}
+    taken = {
+        name: inspect.signature(verb).parameters["progress"].annotation
+        for name, verb in verbs.items()
+        if callable(verb) and "progress" in inspect.signature(verb).parameters
+    }
+    assert len({name.rpartition(".")[2] for name in taken}) >= 20
+    assert set(taken.values()) == {"ProgressCallback | None"}
+    words = r"progress: function called with a `Progress` whenever the work advances\.|progress: (arguments )?as\sfor"
+    assert not [name for name in taken if not re.search(words, " ".join(verbs[name].__doc__.split()))]
+
+
+def test_a_report_of_progress_is_a_line() -> None:
+    """Counts have separators; a total that is unknown is left out; details come with four digits."""
+    seen: list[Progress] = []
+    count = Count("answers", 1200, 3, seen.append)
+    count.add(1100)
+    assert [str(at) for at in seen] == ["answers: 3 of 1,200", "answers: 1,103 of 1,200"]
+    assert (
+        str(Progress("rows", 5, None, {"loss": 0.25641, "tokens/s": 12345.6}))
+        == "rows, loss 0.2564, tokens/s 12,346: 5"
+    )
+    Count("answers", None, 0, None).add()

@@ -25,6 +25,7 @@ from pyarrow import parquet
 from support.examples import cross_validated
 
 from steercap import Cap, SteeringSpec
+from steercap.core.protocols import Count
 from steercap.core.spec import Point
 from steercap.core.tokens import selected
 from steercap.errors import (
@@ -40,7 +41,6 @@ from steercap.errors import (
 )
 from steercap.files.native import read_header
 from steercap.lab.directions import Exchange
-from steercap.lab.personas.folder import Count
 from steercap.lab.personas.records import RoleResponse
 from steercap.lab.personas.roles import (
     ASSISTANT,

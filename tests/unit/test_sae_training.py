@@ -238,14 +238,16 @@ def test_something_that_is_no_sae_is_told(tmp_path) -> None:
 
 
 def test_every_step_is_told() -> None:
-    """Steps, rows, the loss and the explained variance of each batch before its step."""
+    """Rows, the loss and the explained variance of each batch before its step."""
     rows, told = sparse_rows(512), []
     training = train_sae(batches(rows, 2), POINT, features=FEATURES, k=K, rows=1024, progress=told.append)
-    assert [(at.step, at.rows, at.total) for at in told] == [(n + 1, 128 * (n + 1), 1024) for n in range(8)]
-    assert [(at.rows, at.explained) for at in told] == training.curve
+    assert [(at.done, at.total) for at in told] == [(128 * (n + 1), 1024) for n in range(8)]
+    assert [(at.done, at.details["explained"]) for at in told] == training.curve
     first = next(iter(batches(rows, 1)))
-    assert told[0].loss == pytest.approx((1 - told[0].explained) * float(first.var(dim=0, correction=0).mean()))
-    assert "step 8, 1,024 of 1,024 rows, loss" in str(told[-1])
+    assert told[0].details["loss"] == pytest.approx(
+        (1 - training.curve[0][1]) * float(first.var(dim=0, correction=0).mean())
+    )
+    assert re.fullmatch(r"training rows, loss [\d.]+, explained 0\.\d+: 1,024 of 1,024", str(told[-1]))
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -259,7 +261,7 @@ def test_a_terminal_shows_one_line(terminal, monkeypatch) -> None:
     monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
     train_sae(batches(sparse_rows(512), 2), POINT, features=FEATURES, k=K)
     said = stream.getvalue()
-    assert ("SAE: step 8, 1,024 rows, loss" in said) is terminal
+    assert ("SAE: training rows, loss " in said) is terminal
     assert said.count("\n") == int(terminal)
     assert bool(said) is terminal
 

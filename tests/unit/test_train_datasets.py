@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from random import Random
 
@@ -16,7 +17,7 @@ from cli_calls import call
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from steercap import Add, SteeringSpec
+from steercap import Add, Progress, SteeringSpec
 from steercap.errors import (
     InvalidFile,
     InvalidPrompt,
@@ -215,13 +216,11 @@ SMALL = {"edit": TrainableAdd(layers=[LAYER]), "budget": TokenBudget(300, 120), 
 def test_each_data_set_keeps_the_vector_of_its_best_rate_alone(model, tmp_path) -> None:
     """The rate, losses and perplexities are those of plain loops; small data sets are skipped by name; nothing else lies there."""
     data = {"a__trait__one": prompted(60), "a__trait__small": prompted(3), "a__trait__two": prompted(70, seed=3)}
-    calls: list[tuple[int, int]] = []
-    found = train_datasets(
-        model, data, out=tmp_path, rates=[1.0, 0.1, 0.001], progress=lambda *at: calls.append(at), **SMALL
-    )
+    calls: list[Progress] = []
+    found = train_datasets(model, data, out=tmp_path, rates=[1.0, 0.1, 0.001], progress=calls.append, **SMALL)
     assert list(found.results) == ["a__trait__one", "a__trait__two"]
-    assert calls[-1] == (9, 9)
-    assert calls == sorted(calls)
+    assert calls[-1] == Progress("trainings", 9, 9)
+    assert calls == sorted(calls, key=attrgetter("done"))
     assert re.fullmatch(r"\d+ tokens in 3 examples, of 420", found.skipped["a__trait__small"])
     assert "2 data sets trained; skipped: a__trait__small" in str(found)
     for name, result in found.results.items():
@@ -331,8 +330,8 @@ def test_an_interrupted_call_resumes_to_the_same_files(model, tmp_path) -> None:
     train_datasets(model, data, out=tmp_path / "whole", **how)
     for cut in range(1, 5):
 
-        def stop(done: int, _all: int, cut: int = cut) -> None:
-            if done == cut:
+        def stop(at: Progress, cut: int = cut) -> None:
+            if at.done == cut:
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):

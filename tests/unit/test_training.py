@@ -25,7 +25,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from steercap import Ablate, Add, AddIf, Cap, LogitBias, LowRank, Replace, SAEFeature, SetProjection, SteeringSpec
+from steercap import (
+    Ablate,
+    Add,
+    AddIf,
+    Cap,
+    LogitBias,
+    LowRank,
+    Progress,
+    Replace,
+    SAEFeature,
+    SetProjection,
+    SteeringSpec,
+)
 from steercap.architectures.sites import SITES
 from steercap.core.spec import Point
 from steercap.core.tokens import TokenSelection
@@ -564,7 +576,7 @@ def test_traits_trained_together_are_those_trained_alone(model, tmp_path) -> Non
 
 def test_a_training_that_finds_nothing_better_says_so(model, tmp_path) -> None:
     """What it began with is kept, and nobody takes it for something that was learned; the same call says it is done."""
-    calls: list[tuple[int, int]] = []
+    calls: list[Progress] = []
     for _ in range(2):
         with pytest.warns(UserWarning, match="it: no step lowered the validation loss"):
             still = train(
@@ -574,10 +586,10 @@ def test_a_training_that_finds_nothing_better_says_so(model, tmp_path) -> None:
                 out=tmp_path,
                 name="it",
                 optimizer=partial(torch.optim.SGD, lr=0.0),
-                progress=lambda *at: calls.append(at),
+                progress=calls.append,
                 **{**QUICK, "patience": 2},
             )
-        assert calls.pop() == (6, 6)
+        assert calls.pop() == Progress("training steps", 6, 6)
         calls.clear()
     assert (still.best_step, len({one.validation_loss for one in still.history})) == (0, 1)
 
@@ -599,18 +611,18 @@ def test_an_edit_that_is_given_is_where_training_starts(model, tmp_path, edit) -
 def test_a_finished_run_is_read_and_another_is_refused(model, tmp_path) -> None:
     """The same call gives the same again, without a step; any other names what differs."""
     first = train(model, examples(), edit=TrainableAdd(layers=[1]), out=tmp_path / "x", **QUICK)
-    calls: list[tuple[int, int]] = []
+    calls: list[Progress] = []
     again = train(
         model,
         examples(),
         edit=TrainableAdd(layers=[1]),
         out=tmp_path / "x",
-        progress=lambda *at: calls.append(at),
+        progress=calls.append,
         **QUICK,
     )
     assert again.history == first.history
     assert torch.equal(again.spec.of_rows()[0].vector, first.spec.of_rows()[0].vector)
-    assert set(calls) <= {(6, 6)}
+    assert {(at.done, at.total) for at in calls} <= {(6, 6)}
     for change, named in (
         ({"seed": 4}, "seed"),
         ({"objective": "bipo"}, "Preference"),
@@ -716,8 +728,8 @@ def test_a_run_that_was_cut_short_goes_on_to_the_same_vector(model, tmp_path, na
     }
     whole = train_many(model, pairs, edit=TrainableLowRank(layers=[1], rank=2), out=tmp_path / "whole", **how)
 
-    def stop(done: int, _all: int) -> None:
-        if done == 5:
+    def stop(at: Progress) -> None:
+        if at.done == 5:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -13,7 +13,7 @@ from jaxtyping import Float
 from steercap.concurrency.loops import each_of
 from steercap.core.display import brief
 from steercap.core.prompts import checked_special, repeating, warn_of_doubled
-from steercap.core.protocols import ReadingModel, SketchingModel
+from steercap.core.protocols import Count, ProgressCallback, ReadingModel, SketchingModel
 from steercap.core.spec import CaptureSpec, Layers, Reduction
 from steercap.core.tokens import BUT_THE_FIRST, Tokens, TokenSelection
 from steercap.core.values import shown
@@ -80,7 +80,7 @@ async def extract(
     held_out: float = 0.25,
     seed: int = 0,
     add_special_tokens: bool | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> DirectionSet:
     """Compute the direction in which texts that show a property differ from texts that do not.
 
@@ -100,7 +100,7 @@ async def extract(
         held_out: fraction of the groups to hold out for testing the direction: `provenance.auc`.
         seed: seed of the held-out split, and of methods that draw at random.
         add_special_tokens: argument as for `SteerModel.generate`; False for rendered chats, which have theirs.
-        progress: function called with the number of texts read so far.
+        progress: function called with a `Progress` whenever the work advances.
 
     Returns:
         A set of one direction. Added with scale 1, it moves the mean of the negative texts' rows to the positive ones',
@@ -146,7 +146,7 @@ async def mean_rows(
     tokens: Tokens | TokenSelection = BUT_THE_FIRST,
     reduce: Reduction | None = "mean",
     add_special_tokens: bool | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Rows:
     """Read texts with the model, and return one row per text and layer.
 
@@ -166,11 +166,10 @@ async def mean_rows(
         raise InvalidSpec("no texts to read; give at least one")
     selection = TokenSelection.parse(tokens)
     asked = await prompts_and_rows(model, texts, selection, checked_special(add_special_tokens))
-    finished = 0
+    count = Count("texts", len(asked), 0, progress)
     captured: set[int] = set()  # of all layers, those that have the site
 
     async def read(part: Sequence[tuple[list[int], TokenSelection]]) -> tuple[torch.Tensor, int]:
-        nonlocal finished
         specs = [
             CaptureSpec(layers=layers, sites=site, tokens=wanted, reduce=reduce, codec="raw") for _, wanted in part
         ]
@@ -178,9 +177,7 @@ async def mean_rows(
         handles = await model.read(prompts, capture=specs, steering=None)
         await model.fetch_captures_batch(handles)
         moved = sum(rows.nbytes for handle in handles for rows in handle.captures.values())
-        finished += len(part)
-        if progress is not None:
-            progress(finished)
+        count.add(len(part))
         captured.update(point.layer for point in handles[0].points)
         return torch.stack([_row(handle.captures) for handle in handles]), moved
 
@@ -318,7 +315,7 @@ async def calibrate(
     sites: str | Sequence[str] = ("resid_post",),
     tokens: Tokens | TokenSelection = BUT_THE_FIRST,
     add_special_tokens: bool | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Calibration:
     """Measure mean and standard deviation of each element of a model's rows over texts; no row leaves the workers.
 
@@ -332,7 +329,7 @@ async def calibrate(
         layers, sites: layers and sites of the rows.
         tokens: tokens whose rows are measured. By default all but the first, in most models an attention sink.
         add_special_tokens: argument as for `SteerModel.generate`; False for rendered chats, which have theirs.
-        progress: function called with the number of texts read so far.
+        progress: function called with a `Progress` whenever the work advances.
 
     Raises:
         InvalidSpec: there are no texts.
@@ -344,14 +341,11 @@ async def calibrate(
     if not texts:
         raise InvalidSpec("no texts to read; give at least one")
     asked = await ids_of(model, texts, checked_special(add_special_tokens))
-    finished = 0
+    count = Count("texts", len(asked), 0, progress)
 
     async def read(part: Sequence[list[int]]) -> None:
-        nonlocal finished
         await model.read([{"prompt_token_ids": ids} for ids in part], capture=None, steering=None)
-        finished += len(part)
-        if progress is not None:
-            progress(finished)
+        count.add(len(part))
 
     async with model.sketch("variances", layers=layers, sites=sites, tokens=tokens) as running:
         await each_of([asked[first : first + CALL_TEXTS] for first in range(0, len(asked), CALL_TEXTS)], read, CALLS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +16,7 @@ import torch
 
 from steercap.captures.site_codecs import SiteCodecs
 from steercap.core.display import brief
-from steercap.core.protocols import ReadingModel
+from steercap.core.protocols import Count, ProgressCallback, ReadingModel
 from steercap.core.schema import Coding
 from steercap.core.spec import CaptureSpec, Layers, Point, resolve_layers
 from steercap.core.tokens import BUT_THE_FIRST, TokenSelection
@@ -173,7 +173,7 @@ async def check_codecs(
     train_sae: bool = False,
     most_rows: int = MOST_ROWS,
     seed: int = 0,
-    progress: Callable[[int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> CodecCheck:
     """Judge codecs by the rows of given texts, captured raw, a layer at a time, and encoded here as one rank does.
 
@@ -199,7 +199,7 @@ async def check_codecs(
             is the share of the variance of raw rows not trained on; and `trained_sae_probe_delta`.
         most_rows: maximum rows of each point to judge by; later texts are left out.
         seed: seed of the sample of rows, and of training.
-        progress: function called with the number of points judged so far.
+        progress: function called with a `Progress` whenever the work advances.
 
     Raises:
         InvalidSpec, UnknownName: an argument is not valid.
@@ -219,6 +219,7 @@ async def check_codecs(
         seed=seed,
     )
     prompts = await prompts_and_rows(model, texts, TokenSelection.parse(BUT_THE_FIRST))
+    count = Count("points", len(asked.layers) * len(asked.sites), 0, progress)
     found: list[CodecMeasure] = []
     notes: dict[str, str] = {}
     taken: list[int] = []
@@ -232,10 +233,8 @@ async def check_codecs(
             whole = torch.cat([item[site] for item in rows.values()])[: asked.most_rows]
             judge = CodecJudge(Point(layer, site), whole, groups, labelled, asked)
             found += await asyncio.to_thread(judge.measures, notes)
-            if progress is not None:
-                progress(len({(item.site, item.layer) for item in found}))
-    order = {site: number for number, site in enumerate(asked.sites)}
-    measures = sorted(found, key=lambda item: (order[item.site], item.layer, item.bytes))
+            count.add()
+    measures = sorted(found, key=lambda item: (asked.sites.index(item.site), item.layer, item.bytes))
     return CodecCheck(tuple(measures), model_name(model.model), len(groups), len(taken), notes)
 
 

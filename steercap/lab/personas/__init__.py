@@ -2,7 +2,6 @@
 
 from steercap.lab.measures.scores import Trait, load_trait, shipped_traits
 from steercap.lab.personas.answers import AnswersRead, read_answers, read_answers_by_dtype
-from steercap.lab.personas.folder import Progress
 from steercap.lab.personas.pipeline import PersonaResult, WrittenLevels, run_persona, write_levels
 from steercap.lab.personas.settings import PersonaSettings
 
@@ -10,7 +9,6 @@ __all__ = [
     "AnswersRead",
     "PersonaResult",
     "PersonaSettings",
-    "Progress",
     "Trait",
     "WrittenLevels",
     "load_trait",

@@ -18,6 +18,7 @@ import torch
 from steercap.concurrency.loops import each_of
 from steercap.core.display import brief
 from steercap.core.prompts import template_arguments
+from steercap.core.protocols import Count, ProgressCallback
 from steercap.core.spec import CaptureSpec
 from steercap.core.values import choices, count_of, shown
 from steercap.errors import CaptureNotFinite, InvalidSetting, ModelTooLarge, UnknownName
@@ -31,7 +32,7 @@ from steercap.lab.personas.answer_files import (
     read_personas,
 )
 from steercap.lab.personas.answer_folder import STORED, AnswersFolder, PersonaReceipt, RowsFile
-from steercap.lab.personas.folder import VERSION, Count, Report, RunDefinition
+from steercap.lab.personas.folder import VERSION, RunDefinition
 from steercap.lab.personas.levels import PersonaKind
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ async def read_answers(
     concurrency: int = CONCURRENCY,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     suffix: str = "",
-    progress: Report | None = None,
+    progress: ProgressCallback | None = None,
 ) -> AnswersRead:
     """Read existing answers with a model, and write mean rows of each answer and means per persona and score level.
 
@@ -97,7 +98,7 @@ async def read_answers(
             was killed; with more they are equal up to the rounding of batches.
         chat_template_kwargs: further arguments of the chat template.
         suffix: end of the names of the folder's subfolders and default file, such as "_vllm_bfloat16".
-        progress: function called with a `Progress`, stage "read".
+        progress: function called with a `Progress` whenever the work advances.
 
     Returns:
         The folder, and for each persona the numbers of answers in its levels and left out.

@@ -18,13 +18,14 @@ import torch
 
 from steercap.concurrency.loops import each_of
 from steercap.core.prompts import templated
+from steercap.core.protocols import Count, ProgressCallback
 from steercap.errors import InvalidFile
 from steercap.files.base import read_tensors, write_tensors
 from steercap.files.tables import PART_RECORDS
 from steercap.lab.directions import Contrast, Exchange, Rows, mean_rows
 from steercap.lab.directions.contrast import directions_of
 from steercap.lab.directions.extraction import digest_of, labelled
-from steercap.lab.personas.folder import Count, Report, StageFolder
+from steercap.lab.personas.folder import StageFolder
 from steercap.lab.personas.generate import messages_of
 from steercap.lab.personas.records import SIGNS, Kept, Records, Response, RoleResponse, RunSettings, Sign
 from steercap.lab.personas.settings import PersonaSettings
@@ -66,7 +67,7 @@ async def capture(
     records: Records,
     *,
     room: Mapping[str, int],
-    report: Report | None,
+    report: ProgressCallback | None,
 ) -> None:
     """Read the kept answers with the model, and write their rows to `rows/<trait>.safetensors`.
 
@@ -234,7 +235,7 @@ def _ids(paths: Sequence[Path]) -> set[str]:
 
 
 def vectors(
-    model: SteerModel, settings: PersonaSettings, folder: StageFolder, records: Records, report: Report | None
+    model: SteerModel, settings: PersonaSettings, folder: StageFolder, records: Records, report: ProgressCallback | None
 ) -> DirectionSet:
     """Compute the directions of all traits with kept answers, with provenance, write and return them.
 

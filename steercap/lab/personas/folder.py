@@ -1,4 +1,4 @@
-"""Folders of runs: finished stages, marked by the SHA-256 of their inputs, and parts of unfinished ones; progress.
+"""Folders of runs: finished stages, marked by the SHA-256 of their inputs, and parts of unfinished ones.
 
 Every file appears whole or not at all. Finished records of a stage are written to small part files; when all exist,
 they are joined in one file, the stage is marked as done, and the parts are removed. A killed process thus loses only
@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import msgspec
 
@@ -35,38 +34,6 @@ from steercap.lab.personas.settings import (
 VERSION: Final = 1
 #: Hexadecimal digits of a SHA-256 in the name of a folder of parts.
 _SHORT: Final = 16
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Progress report of a run.
-
-    Args:
-        stage: "generate", "score", "filter", "capture", "vectors" or "report".
-        done, total: number of requests, answers or traits, finished and in all.
-    """
-
-    stage: str
-    done: int
-    total: int
-
-
-#: Callback for progress reports; it is called in the event loop, so it should be quick.
-Report: TypeAlias = Callable[[Progress], None]
-
-
-class Count:
-    """Counter of a stage's finished work out of `total`, from `done` on, which calls `report` at each change."""
-
-    def __init__(self, stage: str, total: int, done: int, report: Report | None) -> None:
-        self._stage, self._total, self._done, self._report = stage, total, done, report
-        self.add(0)
-
-    def add(self, count: int = 1) -> None:
-        """Add `count` to the finished work and report the progress."""
-        self._done += count
-        if self._report is not None:
-            self._report(Progress(self._stage, self._done, self._total))
 
 
 class RunDefinition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 import msgspec
 
 from steercap.concurrency.loops import each_of
+from steercap.core.protocols import Count, ProgressCallback
 from steercap.errors import InvalidFile
 from steercap.files.tables import TableWriter, read_table, write_table
-from steercap.lab.personas.folder import Count, Report, StageFolder
+from steercap.lab.personas.folder import StageFolder
 from steercap.lab.personas.records import AnyResponse, Response, RoleRequest, RunSettings, TraitRequest, all_requests
 from steercap.lab.personas.settings import PersonaSettings
 
@@ -48,7 +49,7 @@ class AnswerGroup(Generic[AnyResponse]):
 
 
 async def generate(
-    model: SteerModel, settings: PersonaSettings, folder: StageFolder, report: Report | None
+    model: SteerModel, settings: PersonaSettings, folder: StageFolder, report: ProgressCallback | None
 ) -> list[Response]:
     """Generate the answers to all requests that the folder lacks, store them, and return all answers in order.
 

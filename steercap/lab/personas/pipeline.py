@@ -11,13 +11,14 @@ import torch
 
 from steercap.core.display import brief
 from steercap.core.extras import require
+from steercap.core.protocols import Count, ProgressCallback
 from steercap.core.spec import CaptureSpec
 from steercap.errors import InvalidSpec, RunUnfinished
 from steercap.files.base import read_tensors_at
 from steercap.files.folder import locked
 from steercap.files.tables import read_table, write_table
 from steercap.lab.personas.capture import AnswerRowsHeader, capture, read_rows, room_of, vectors
-from steercap.lab.personas.folder import RUN, Count, Report, open_folder
+from steercap.lab.personas.folder import RUN, open_folder
 from steercap.lab.personas.generate import generate
 from steercap.lab.personas.levels import LevelMeans, LevelPlan, plan_levels
 from steercap.lab.personas.records import Records, Response, RunSettings, Score
@@ -56,7 +57,7 @@ class PersonaResult:
 
 
 async def run_persona(
-    model: SteerModel, settings: PersonaSettings, out: str | Path, *, progress: Report | None = None
+    model: SteerModel, settings: PersonaSettings, out: str | Path, *, progress: ProgressCallback | None = None
 ) -> PersonaResult:
     """Compute persona vectors of traits from a model's answers.
 
@@ -69,7 +70,7 @@ async def run_persona(
         out: folder of the run. An interrupted run is resumed; a finished one is loaded. If only settings of later
             stages differ, these stages are repeated. Traits may be added, dropped and reordered: only missing answers
             are requested, and results of dropped traits stay in the tables.
-        progress: function called with a `Progress`.
+        progress: function called with a `Progress` whenever the work advances.
 
     Source: Chen et al., Persona Vectors: Monitoring and Controlling Character Traits in Language Models.
 

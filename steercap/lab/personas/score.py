@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from steercap.core.protocols import Count, ProgressCallback
 from steercap.errors import TooFewKept
 from steercap.files.tables import PART_RECORDS, TableWriter, read_table, write_table
 from steercap.lab.measures.scores import Scored, Scorer, Trait, make_scorer
-from steercap.lab.personas.folder import Count, Report, StageFolder
+from steercap.lab.personas.folder import StageFolder
 from steercap.lab.personas.records import SIGNS, Kept, Response, RoleResponse, Score
 from steercap.lab.personas.settings import PersonaSettings
 
 
 async def score(
-    settings: PersonaSettings, folder: StageFolder, responses: Sequence[Response], report: Report | None
+    settings: PersonaSettings, folder: StageFolder, responses: Sequence[Response], report: ProgressCallback | None
 ) -> list[Score]:
     """Score all answers that are not scored yet, write `scores.parquet`, and return all scores in the order of answers.
 

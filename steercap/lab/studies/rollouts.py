@@ -12,13 +12,13 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from steercap.concurrency.loops import each_of
+from steercap.core.protocols import Count, Progress, ProgressCallback
 from steercap.core.values import count_of, shown
 from steercap.errors import InvalidSpec
 from steercap.files.folder import locked
@@ -118,7 +118,7 @@ async def run_rollouts(
     judge: Judge | None = None,
     sets_at_once: int = SETS,
     concurrency: int = REQUESTS,
-    progress: Callable[[str, str, int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> list[RolloutSummary]:
     """Generate answers to the questions of all data sets in one engine, score them, and write tables for each set.
 
@@ -134,8 +134,7 @@ async def run_rollouts(
         judge: judge of all answers, for which every data set needs a rubric; None for no judge.
         sets_at_once: maximum number of data sets in progress.
         concurrency: maximum number of concurrent requests of each data set.
-        progress: function called with the data set, the kind of work ("answers" or "judge"), and the numbers of
-            answers done and in all.
+        progress: function called with a `Progress` whenever the work advances.
 
     Returns:
         Summaries, in the order of the data sets, as written to `minilm_summary.json` and `judge_summary.json`.
@@ -156,7 +155,7 @@ async def run_rollouts(
     encoder_folder()  # before answers are generated that nothing could score
     checked: Iterable[RolloutSet] = checked_sets(sets, judge)
     checked = list(checked) if isinstance(sets, Sequence) else checked  # a list is checked before it is begun
-    run = _Rollouts(model, Path(out), judge, concurrency, progress or _silent, asyncio.Lock())
+    run = _Rollouts(model, Path(out), judge, concurrency, progress, asyncio.Lock())
     found = await each_of(checked, run.roll, sets_at_once)
     if not found:
         raise InvalidSpec("run_rollouts: sets hold no data set; give one at least")
@@ -171,12 +170,17 @@ class _Rollouts:
     out: Path
     judge: Judge | None
     concurrency: int
-    tell: Callable[[str, str, int, int], None]
+    progress: ProgressCallback | None
     judging: asyncio.Lock
 
     async def roll(self, rollouts: RolloutSet) -> RolloutSummary:
         """Generate, score and judge the answers of a data set, write its tables, and return its summary."""
         folder = self.out / rollouts.name
+
+        def tell(at: Progress) -> None:
+            if self.progress is not None:
+                self.progress(replace(at, stage=f"{rollouts.name}: {at.stage}"))
+
         results = await evaluate(
             self.model,
             rollouts.evaluation,
@@ -184,9 +188,8 @@ class _Rollouts:
             measures=[rollouts.classifier, "refusal"],
             tasks=[],
             concurrency=self.concurrency,
-            progress=partial(self.tell, rollouts.name),
+            progress=tell,
         )
-        self.tell(rollouts.name, "answers", len(results.answers), len(results.answers))  # those of a call before, too
         values = zip(results.values["minilm"], results.values["refusal"], strict=True)
         verdicts = [Verdict(None if math.isnan(score) else score / 100, bool(refused)) for score, refused in values]
         with locked(folder):
@@ -209,6 +212,7 @@ class _Rollouts:
         # These are of the answers' own texts: `evaluate` removes those of answers that it generates again.
         missing = [answer for answer in results.answers if answer.number not in kept.rows]
         done = len(results.answers) - len(missing)
+        count = Count(f"{rollouts.name}: judge", len(results.answers), done, self.progress)
         try:
             for first in range(0, len(missing), JUDGED):
                 part = missing[first : first + JUDGED]
@@ -216,11 +220,10 @@ class _Rollouts:
                     found = await judge.judge(rollouts.rubric, [Scored(answer.prompt, answer.text) for answer in part])
                 pairs = zip(part, found, strict=True)
                 kept.add(JudgeRow(answer.number, got.score, got.refused, got.reply) for answer, got in pairs)
-                self.tell(rollouts.name, "judge", done + first + len(part), len(results.answers))
+                count.add(len(part))
         finally:
             kept.flush()
         kept.join()
-        self.tell(rollouts.name, "judge", len(results.answers), len(results.answers))
         return [kept.rows[answer.number] for answer in results.answers]
 
 
@@ -242,7 +245,3 @@ def checked_sets(sets: Iterable[RolloutSet], judge: Judge | None) -> Iterator[Ro
             raise InvalidSpec(f"run_rollouts: data set {one.name!r} has no rubric, which the judge needs; give rubric=")
         known.add(one.name)
         yield one
-
-
-def _silent(_name: str, _kind: str, _done: int, _all: int) -> None:
-    """Ignore a progress report, as the default callback."""

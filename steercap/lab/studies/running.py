@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from steercap.concurrency.loops import each_of
+from steercap.core.protocols import Count, ProgressCallback
 from steercap.core.values import parts_of, shown
 from steercap.errors import InvalidSpec
 from steercap.lab.measures import MEASURES, Answered, Measure
@@ -52,9 +53,7 @@ async def fill(
     work: Callable[[Item, Callable[[Row], None]], Awaitable[None]],
     *,
     concurrency: int,
-    done: int,
-    wanted: int,
-    progress: Callable[[int, int], None],
+    count: Count,
 ) -> None:
     """Compute the missing rows of a table; after an error, rows computed before are stored.
 
@@ -63,18 +62,15 @@ async def fill(
         missing: items to work on.
         work: coroutine function of an item, and of a function that adds a row to the table, called for each row.
         concurrency: maximum number of items in progress.
-        done, wanted: number of wanted rows already in the table, and in all.
-        progress: function called with both numbers after each row.
+        count: counter of the wanted rows in the table.
 
     Raises:
         The errors of `work`.
     """
 
     def keep(row: Row) -> None:
-        nonlocal done
         kept.add([row])
-        done += 1
-        progress(done, wanted)
+        count.add()
 
     try:
         await each_of(missing, lambda item: work(item, keep), concurrency)
@@ -100,7 +96,11 @@ async def ask(model: SteerModel, prompt: Any, sampling: Mapping[str, Any], spec:
 
 
 async def measured(
-    model: SteerModel, measure: Measure, records: Sequence[AnyAnswer], kept: Table[Value]
+    model: SteerModel,
+    measure: Measure,
+    records: Sequence[AnyAnswer],
+    kept: Table[Value],
+    progress: ProgressCallback | None,
 ) -> list[float]:
     """Return the value of each record in order; missing values are measured and stored.
 
@@ -109,16 +109,19 @@ async def measured(
         measure: measure to apply.
         records: answers, with a field `number`.
         kept: table of stored values.
+        progress: as for `run_sweep`; the stage is the measure's label.
 
     Raises:
         The errors of the measure; values measured until then are stored.
     """
     missing = [record for record in records if NUMBER(record) not in kept.rows]
+    count = Count(measure.label, len(records), len(records) - len(missing), progress)
     try:
         for first in range(0, len(missing), MEASURED):
             part = missing[first : first + MEASURED]
             values = await measure.measure(model, part)
             kept.add(Value(number=NUMBER(one), value=value) for one, value in zip(part, values, strict=True))
+            count.add(len(part))
     finally:
         kept.flush()
     kept.join()

@@ -7,7 +7,7 @@ from steercap.lab.training.folder import Trained, Validation
 from steercap.lab.training.hooked import HookedModel
 from steercap.lab.training.objectives import OBJECTIVES, Objective
 from steercap.lab.training.rates import RATES, train_datasets
-from steercap.lab.training.sae import SAEProgress, SAEScore, SAETraining, save_sae, score_sae, train_sae
+from steercap.lab.training.sae import SAEScore, SAETraining, save_sae, score_sae, train_sae
 from steercap.lab.training.settings import OPTIMIZERS, SCHEDULES, TrainingSettings
 from steercap.lab.training.trainable import TrainableAdd, TrainableLowRank
 from steercap.lab.training.training import losses_of, perplexity_of, train, train_many
@@ -26,7 +26,6 @@ __all__ = [
     "Objective",
     "Preference",
     "Prompted",
-    "SAEProgress",
     "SAEScore",
     "SAETraining",
     "TextLoss",

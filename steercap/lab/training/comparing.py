@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from steercap.core.protocols import Count, ProgressCallback
 from steercap.core.values import choices, shown
 from steercap.errors import InvalidFile, RunDiffers, TrainingDiverged, UnknownName
 from steercap.files.base import blame, require_file, write_whole
@@ -43,7 +44,7 @@ def compare_trained(
     *,
     name_of: Callable[[str], str] = lambda dataset: dataset.rpartition("__")[2],
     batch_size: int = 8,
-    progress: Callable[[int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
     **reading: Any,
 ) -> ComparedVectors:
     """Compare the vectors that `train_datasets` trained with averaged ones, and with system prompts.
@@ -58,7 +59,7 @@ def compare_trained(
         name_of: function that returns the name of a data set's averaged vector; by default what follows the last "__"
             ("qwen-3-32b__trait__kind": "kind"). One of the data set's own name comes first.
         batch_size: number of examples in a pass.
-        progress: function called with the number of data sets done, and the number of all.
+        progress: function called with a `Progress` whenever the work advances.
         **reading: arguments of `load_personas`, for a folder of persona files.
 
     Raises:
@@ -75,7 +76,8 @@ def compare_trained(
     begun = {file.parent for file in Path(out).glob(f"*/{RATES_FOLDER.file}")}
     left_out |= {one.name: "not finished; call train_datasets again" for one in sorted(begun.difference(folders))}
     rows: list[TrainedComparison] = []
-    for done, folder in enumerate(folders, 1):
+    count = Count("data sets", len(folders), 0, progress)
+    for folder in folders:
         name = folder.name if folder.name in known else name_of(folder.name)
         if name in known:
             found = _compared(hooked, folder, name, known[name], batch_size)
@@ -85,8 +87,7 @@ def compare_trained(
             left_out[folder.name] = found
         else:
             rows.append(found)
-        if progress is not None:
-            progress(done, len(folders))
+        count.add()
     if not rows:
         raise UnknownName(f"nothing to compare: {shown(left_out)}; {choices(name, known)}")
     result = ComparedVectors(rows, left_out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -15,6 +15,7 @@ import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
+from steercap.core.protocols import Progress, ProgressCallback
 from steercap.errors import TrainingDiverged
 from steercap.lab.training.batches import Batch, EncodedExamples, Picked, Steps, loader
 from steercap.lab.training.examples import ExampleTokens
@@ -116,7 +117,7 @@ class Loop:
         folder: folder to which the state is written at each validation.
         model: name of the model.
         device: device of the computation.
-        progress: function called with the number of steps taken, and the number of all.
+        progress: as for `train`; the stage is "training steps".
     """
 
     traits: Sequence[TraitInTraining]
@@ -125,7 +126,7 @@ class Loop:
     folder: Path
     model: str
     device: torch.device
-    progress: Callable[[int, int], None] | None = None
+    progress: ProgressCallback | None = None
 
     def __post_init__(self) -> None:
         self.rank, self.world = rank(), world()
@@ -212,7 +213,7 @@ class Loop:
 
     def _report(self, step: int) -> None:
         if self.progress is not None and self.rank == 0:
-            self.progress(step, self.settings.steps)
+            self.progress(Progress("training steps", step, self.settings.steps))
 
 
 def rank() -> int:

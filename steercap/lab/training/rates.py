@@ -14,6 +14,7 @@ from typing import Any, Final
 import msgspec
 from torch import distributed
 
+from steercap.core.protocols import Progress, ProgressCallback
 from steercap.core.values import shown
 from steercap.errors import InvalidRequest, InvalidSetting, InvalidSpec, TrainingDiverged
 from steercap.files.base import write_whole
@@ -39,7 +40,6 @@ from steercap.lab.training.settings import TrainingSettings, rates_of, settings_
 from steercap.lab.training.training import (
     AnyEdit,
     AnyExample,
-    Progress,
     Sides,
     definition_of,
     encoded,
@@ -85,7 +85,7 @@ def train_datasets(
     rates: Sequence[float] = RATES,
     budget: TokenBudget = BUDGET,
     objective: str | Objective = "likelihood",
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     **settings: Any,
 ) -> TrainedDatasets:
     """Train an edit on each data set at each learning rate; keep each data set's edit of the lowest held-out loss.
@@ -100,7 +100,7 @@ def train_datasets(
         budget: tokens to train on and to hold out; data sets that have fewer are skipped.
         objective: objective, as for `train`. With "likelihood", responses of `Prompted` are learned without their
             system prompt.
-        progress: function called with the number of trainings done, and the number of all.
+        progress: function called with a `Progress` whenever the work advances.
         **settings: fields of `TrainingSettings`; by default 5 epochs, patience 2, a cosine schedule, accumulation 1.
 
     Raises:
@@ -136,9 +136,9 @@ def train_datasets(
     return TrainedDatasets(Path(out), results, skipped)
 
 
-def _report(progress: Progress | None, at: int, datasets: int, rates: int, done: int) -> None:
+def _report(progress: ProgressCallback | None, at: int, datasets: int, rates: int, done: int) -> None:
     if progress is not None and rank() == 0:
-        progress(at * rates + done, datasets * rates)
+        progress(Progress("trainings", at * rates + done, datasets * rates))
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ SAELens or sparsify; steercap reads their files.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -17,6 +17,7 @@ from safetensors.torch import save as to_bytes
 
 from steercap.concurrency.heartbeat import rewritten_line
 from steercap.core.names import TRANSFORMER_LENS
+from steercap.core.protocols import Progress, ProgressCallback
 from steercap.core.spec import Point
 from steercap.core.values import count_of, number_of, shown
 from steercap.errors import InvalidSpec, TrainingDiverged
@@ -49,27 +50,6 @@ class SAEScore(NamedTuple):
     rows: int
 
 
-class SAEProgress(NamedTuple):
-    """State of the training of an SAE after a step.
-
-    Args:
-        step, rows: number of steps and of rows so far.
-        total: number of rows of the whole training, None if unknown.
-        loss: mean squared error of the batch's normalised rows before the step.
-        explained: share of the batch's variance explained before the step.
-    """
-
-    step: int
-    rows: int
-    total: int | None
-    loss: float
-    explained: float
-
-    def __str__(self) -> str:
-        rows = f"{self.rows:,}" if self.total is None else f"{self.rows:,} of {self.total:,}"
-        return f"step {self.step:,}, {rows} rows, loss {self.loss:.4g}, {self.explained:.1%} of variance explained"
-
-
 class SAETraining:
     """Top-k SAE in training: `step` with batches of rows, then `sae`.
 
@@ -88,7 +68,7 @@ class SAETraining:
             folded into the SAE, which then reads the model's own rows. None if they were not normalised.
         seed: seed of the first directions.
         device: torch device to train on.
-        progress: called with a `SAEProgress` after every step.
+        progress: function called with a `Progress` whenever the work advances.
 
     Attributes:
         seen: number of rows so far.
@@ -110,7 +90,7 @@ class SAETraining:
         normalisation: Normalisation | None = None,
         seed: int = 0,
         device: str | torch.device = "cpu",
-        progress: Callable[[SAEProgress], object] | None = None,
+        progress: ProgressCallback | None = None,
     ) -> None:
         self._progress = progress
         self.point = point_of("SAETraining: point", point)
@@ -164,7 +144,8 @@ class SAETraining:
         explained = 1 - float(loss.detach()) / float(rows.var(dim=0, correction=0).mean())
         self.curve.append((self.seen, explained))
         if self._progress is not None:
-            self._progress(SAEProgress(len(self.curve), self.seen, self.rows, float(loss.detach()), explained))
+            details = {"loss": float(loss.detach()), "explained": explained}
+            self._progress(Progress("training rows", self.seen, self.rows, details))
         return explained
 
     def sae(self, *, name: str = "", model: str = "", folded: bool = True) -> SAE:

@@ -16,6 +16,7 @@ import torch
 
 from steercap.core.extras import extra
 from steercap.core.prompts import repeating, warn_of_doubled
+from steercap.core.protocols import ProgressCallback
 from steercap.core.values import count_of, shown
 from steercap.errors import InvalidPrompt, InvalidSetting, InvalidSpec, TrainingDiverged
 from steercap.files.fingerprint import model_name, weights_identity
@@ -45,8 +46,6 @@ from steercap.steering.spec import Steering, SteeringSpec, spec_of
 AnyExample: TypeAlias = "Example | Preference | Prompted"
 #: Initial edit of training: an edit, a spec of several, or a recipe for one per layer.
 AnyEdit: TypeAlias = "Edit | SteeringSpec | Start"
-#: Function called with the number of steps taken, and the number of all.
-Progress: TypeAlias = "Callable[[int, int], None]"
 
 
 def train(
@@ -58,7 +57,7 @@ def train(
     objective: str | Objective = "likelihood",
     name: str | None = None,
     held_out: float | Sequence[AnyExample] = 0.2,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     **settings: Any,
 ) -> Trained:
     """Train an edit by gradient on a frozen model. It needs no engine and no GPU.
@@ -74,7 +73,7 @@ def train(
             `BiPO(beta=0.2)`.
         name: name of the edit and its file; by default that of the folder.
         held_out: share of the sources to hold out, or held-out examples.
-        progress: function called with the number of steps taken, and the number of all.
+        progress: function called with a `Progress` whenever the work advances.
         **settings: fields of `TrainingSettings`: steps, batch_size, optimizer, norm_penalty, seed, ...
 
     Under `torchrun` or `accelerate launch`, with `torch.distributed` initialised, processes share the examples of each
@@ -112,7 +111,7 @@ def train_many(
     out: str | Path,
     objective: str | Objective = "likelihood",
     held_out: float | Mapping[str, Sequence[AnyExample]] = 0.2,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     **settings: Any,
 ) -> dict[str, Trained]:
     """Train several edits in the same passes of the model, each on its own examples, as `train` would separately.

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from steercap.core.protocols import ProgressCallback
 from steercap.core.spec import CaptureSpec, Layers
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.errors import InvalidSpec
 from steercap.lab.datasets.collecting.collection import Collected, run_collection
 from steercap.lab.datasets.collecting.documents import Bos, Long
 from steercap.lab.datasets.collecting.many import RayActors, collect_on_actors
-from steercap.lab.datasets.collecting.reading import SHARD_BYTES, CollectArguments, Progress
+from steercap.lab.datasets.collecting.reading import SHARD_BYTES, CollectArguments
 from steercap.lab.datasets.collecting.samples import TokenSample
 from steercap.lab.datasets.collecting.sources import Corpus, open_source
 from steercap.lab.datasets.collecting.streaming import ActivationStream, Streaming
@@ -54,7 +55,7 @@ async def collect(
     statistics_every: int | None = None,
     concurrency: int | None = None,
     verify: bool = False,
-    progress: Callable[[Progress], object] | None = None,
+    progress: ProgressCallback | None = None,
     storage_options: Mapping[str, Any] | None = None,
     ray: RayActors | None = None,
 ) -> Collected:
@@ -90,7 +91,7 @@ async def collect(
             attention have none.
         concurrency: maximum windows in flight; by default as many as the engine can use, within memory.
         verify: check existing shards by their hashes, not by their sizes alone; damaged ones are collected again.
-        progress: function called with a `Progress` after each block of rows; with `ray`, after each shard.
+        progress: function called with a `Progress` whenever the work advances.
         storage_options: options of the URL's file system.
         ray: Ray actors among which the corpus is distributed. Each starts an engine with this model's arguments, and
             `concurrency` is per engine. A shard has the same documents, whichever actor makes it. All machines must

@@ -15,6 +15,7 @@ import msgspec
 
 from steercap.concurrency.loops import finished, on_thread
 from steercap.core.extras import require
+from steercap.core.protocols import Progress, ProgressCallback
 from steercap.core.tokens import selected
 from steercap.files.fingerprint import tokenizer_digest
 from steercap.files.folder import locked
@@ -22,7 +23,7 @@ from steercap.lab.datasets import DatasetDefinition, DatasetFolder, ShardReceipt
 from steercap.lab.datasets import definition as definitions
 from steercap.lab.datasets.collecting.feeding import Fed, cancelled_elsewhere, feed
 from steercap.lab.datasets.collecting.pipeline import blocks
-from steercap.lab.datasets.collecting.reading import Block, CollectArguments, Progress, Reading
+from steercap.lab.datasets.collecting.reading import Block, CollectArguments, Reading
 from steercap.lab.datasets.collecting.shards import Sharder, stopping
 from steercap.lab.datasets.collecting.sources import Corpus, DocumentSource, open_source
 from steercap.lab.datasets.storage import Storage
@@ -83,6 +84,35 @@ async def run_collection(
         return await _Collection(model, reading, source, storage, arguments).run()
 
 
+def tell(
+    progress: ProgressCallback | None,
+    source: DocumentSource,
+    documents: int,
+    read: int | None,
+    *,
+    tokens: int,
+    written: int,
+    shards: int,
+    seconds: float,
+) -> None:
+    """Report the progress of a collection: in bytes of the corpus if they are known, else in documents.
+
+    Args:
+        progress, source: callback of the call, and source of the documents.
+        documents, read: number of documents, and of bytes of the corpus, read so far.
+        tokens, written, seconds: tokens read, bytes of shards written, and seconds, all since the call began.
+        shards: number of existing shards, those of earlier calls included.
+    """
+    if progress is None:
+        return
+    size, seconds = written / 1e6, max(seconds, 1e-9)
+    details = {"tokens": tokens, "tokens/s": tokens / seconds, "MB": size, "MB/s": size / seconds, "shards": shards}
+    if source.bytes and read is not None:
+        progress(Progress("bytes of the corpus", min(read, source.bytes), source.bytes, details))
+    else:
+        progress(Progress("documents", documents, source.count, details))
+
+
 class _Collection:
     """One call of `run_collection`, with its counts."""
 
@@ -98,7 +128,7 @@ class _Collection:
         self._storage = storage
         self._began = time.monotonic()
         self._read_bytes: int | None = 0
-        self._documents = self._tokens = self._rows = self._resumed = self._mended = 0
+        self._documents = self._tokens = self._resumed = self._mended = 0
 
     async def run(self) -> Collected:
         """Collect the corpus to its end, after the shards that the folder already has.
@@ -144,7 +174,16 @@ class _Collection:
                 async for block in found:
                     await sharder.add(block)
                     self._count(block)
-                    self._tell(sharder)
+                    tell(
+                        self._arguments.progress,
+                        self._source,
+                        self._documents,
+                        self._read_bytes,
+                        tokens=self._tokens,
+                        written=sharder.bytes,
+                        shards=sharder.written,
+                        seconds=time.monotonic() - self._began,
+                    )
             await sharder.finish()
         finally:
             await sharder.aclose()
@@ -153,15 +192,6 @@ class _Collection:
         if block.ended:
             self._documents, self._read_bytes = block.ended[-1].number + 1, block.ended[-1].bytes
         self._tokens += sum(one.read for one in block.ended)
-        self._rows += len(block.index)
-
-    def _tell(self, sharder: Sharder) -> None:
-        if self._arguments.progress is None:
-            return
-        share, seconds = self._source.share(self._documents, self._read_bytes), time.monotonic() - self._began
-        self._arguments.progress(
-            Progress(self._documents, self._tokens, self._rows, sharder.bytes, sharder.written, share, seconds)
-        )
 
     async def _looked_at(self) -> tuple[Batches, int]:
         """Return an iterator of all document batches, of which the first are read already, and documents per shard."""

@@ -36,11 +36,12 @@ from steercap.lab.datasets.collecting.collection import (
     definition_of,
     existing_definition,
     sound_shards,
+    tell,
 )
 from steercap.lab.datasets.collecting.documents import CorpusDocument, digests
 from steercap.lab.datasets.collecting.feeding import BATCH, feed
 from steercap.lab.datasets.collecting.pipeline import blocks
-from steercap.lab.datasets.collecting.reading import CollectArguments, Progress
+from steercap.lab.datasets.collecting.reading import CollectArguments
 from steercap.lab.datasets.collecting.shards import Sharder, check_same, stopping
 from steercap.lab.datasets.collecting.sources import Corpus, DocumentSource, open_source
 from steercap.lab.datasets.definition import DATASET, decode
@@ -356,17 +357,18 @@ class _Spread:
             return None
 
     def _tell(self, last: CorpusDocument) -> None:
-        if self._arguments.progress is None:
-            return
-        made, source = self._made, self._source
-        documents = sum(one.documents for one in (*made, *self._known.values()))
         if last.bytes is not None:
             self._read_bytes = max(self._read_bytes, last.bytes)
-        share = source.share(documents, None if last.bytes is None else self._read_bytes)
-        tokens, rows = sum(one.tokens for one in made), sum(one.rows for one in made)
-        written, shards = sum(one.bytes for one in made), len(made) + len(self._known)
-        seconds = time.monotonic() - self._began
-        self._arguments.progress(Progress(documents, tokens, rows, written, shards, share, seconds))
+        tell(
+            self._arguments.progress,
+            self._source,
+            sum(one.documents for one in (*self._made, *self._known.values())),
+            None if last.bytes is None else self._read_bytes,
+            tokens=sum(one.tokens for one in self._made),
+            written=sum(one.bytes for one in self._made),
+            shards=len(self._made) + len(self._known),
+            seconds=time.monotonic() - self._began,
+        )
 
 
 def _as_tuples(documents: Sequence[CorpusDocument]) -> list[tuple[str, Any, int | None]]:

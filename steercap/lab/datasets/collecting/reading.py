@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from uuid import uuid4
 
+from steercap.core.protocols import ProgressCallback
 from steercap.core.schema import ATTENTION, Coding
 from steercap.core.spec import CaptureSpec, Point
 from steercap.core.tokens import Tokens, TokenSelection
@@ -179,29 +180,6 @@ def most_context(engine: Engine | RemoteEngine, params: Mapping[str, Any] | None
 SHARD_BYTES: Final = 256 << 20
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Progress of a collection.
-
-    Args:
-        documents: number of documents read.
-        tokens: number of tokens that the model read.
-        rows: number of tokens whose rows were kept.
-        bytes: size of the shards written.
-        shards: number of existing shards, those of earlier calls included.
-        share: share of the corpus that was read, 0 to 1; None if its length is unknown.
-        seconds: seconds since the call began.
-    """
-
-    documents: int
-    tokens: int
-    rows: int
-    bytes: int
-    shards: int
-    share: float | None
-    seconds: float
-
-
 @dataclass(frozen=True, kw_only=True)
 class CollectArguments:
     """Arguments of `steercap.lab.datasets.collecting.collect`, documented there."""
@@ -220,7 +198,7 @@ class CollectArguments:
     statistics_every: int | None = None
     concurrency: int | None = None
     verify: bool = False
-    progress: Callable[[Progress], object] | None = None
+    progress: ProgressCallback | None = None
     storage_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -101,12 +101,6 @@ class DocumentSource:
         self._number += 1
         return CorpusDocument(self._number - 1, content, where, read)
 
-    def share(self, documents: int, read: int | None) -> float | None:
-        """Return the share of the corpus that was read, 0 to 1, by its bytes or documents; None if unknown."""
-        if self.bytes and read is not None:
-            return min(1.0, read / self.bytes)
-        return min(1.0, documents / self.count) if self.count else None
-
     def _complain(self, where: str, error: NotDocument) -> None:
         if self.bad == "error":
             kind = InvalidRequest if self.bytes is None else InvalidFile

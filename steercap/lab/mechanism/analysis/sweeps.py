@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from steercap.core.protocols import ProgressCallback
 from steercap.core.spec import Layers
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import index_of, number_of, shown
@@ -53,7 +54,7 @@ async def layer_sweep(
     random: int = 8,
     seed: int = 0,
     concurrency: int = CONCURRENCY,
-    progress: Callable[[int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> pa.Table:
     """Measure the effect on a metric of adding each layer's vector at that layer, and of random vectors of equal norm.
 
@@ -71,7 +72,7 @@ async def layer_sweep(
         random: number of random vectors for each vector and layer, 0 for none.
         seed: seed of the random vectors.
         concurrency: maximum concurrent runs.
-        progress: function called with the number of finished runs, and of all.
+        progress: function called with a `Progress` whenever the work advances.
 
     Returns:
         Columns `name`, `control` ("" for the vector, "random-03" for the fourth random one), `layer`, `prompt`,
@@ -100,7 +101,7 @@ async def position_sweep(
     random: int = 0,
     seed: int = 0,
     concurrency: int = CONCURRENCY,
-    progress: Callable[[int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> pa.Table:
     """Measure the effect of adding each layer's vector at that layer to a single token, each token in its own run.
 
@@ -154,7 +155,7 @@ class _Sweep:
         prompts: Text | Sequence[Text],
         metric: Metric,
         concurrency: int,
-        progress: Callable[[int, int], None] | None,
+        progress: ProgressCallback | None,
     ) -> pa.Table:
         """Measure each prompt without steering, and with each vector or random control at each layer (and position).
 

@@ -6,7 +6,7 @@ No engine is needed. Each layer of both is read once; its tables are stored in a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from steercap.core.extras import extra
+from steercap.core.protocols import Count, ProgressCallback
 from steercap.core.spec import parse_layers, resolve_layers
 from steercap.core.values import shown
 from steercap.errors import InvalidSpec, UnsupportedModel
@@ -79,7 +80,7 @@ def compare(
     components: Vectors | None = None,
     settings: CompareSettings | None = None,
     folder: str | Path | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> CheckpointComparison:
     """Compare two checkpoints of one architecture and size on vectors of one layer.
 
@@ -94,7 +95,7 @@ def compare(
             own lengths, or as many as there are.
         settings: settings, see `CompareSettings`; None for the defaults.
         folder: folder of the tables, in Parquet, from which an interrupted run is resumed; None to write nothing.
-        progress: function called with "layers", the number of blocks done and of all.
+        progress: function called with a `Progress` whenever the work advances.
 
     Raises:
         InvalidSpec: no vectors, vectors of another width, site or basis, two checkpoints of different sizes, or
@@ -111,14 +112,13 @@ def compare(
     parts: dict[str, list[pa.Table]] = {}
     left_out: dict[str, str] = dict(run.left_out)
     steps = run.steps
-    tell = progress or (lambda *_: None)
-    for done, step in enumerate(steps):
-        tell("layers", done, len(steps))
+    count = Count("layers", len(steps), 0, progress)
+    for step in steps:
         tables, missing = run.step(*step, where)
         left_out |= missing
         for name, table in tables.items():
             parts.setdefault(name, []).append(table)
-    tell("layers", len(steps), len(steps))
+        count.add()
     found = run.summed(parts, left_out)
     for name, table in found.tables.items():
         if where is not None:

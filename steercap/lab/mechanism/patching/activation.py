@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 import torch
 from jaxtyping import Float
 
+from steercap.core.protocols import ProgressCallback
 from steercap.core.spec import Point
 from steercap.core.tokens import BUT_THE_FIRST, Tokens, TokenSelection
 from steercap.core.values import shown, warn
@@ -104,7 +105,7 @@ async def patch(
     direction: Direction = "denoise",
     align: Align | None = None,
     concurrency: int = CONCURRENCY,
-    progress: Callable[[int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Effects:
     """Patch rows of one run into another, each place of a grid in its own run, and measure the effects on a metric.
 
@@ -122,7 +123,7 @@ async def patch(
         align: "end" aligns prompts of different lengths by their last tokens; tokens of the patched prompt without a
             counterpart are left out. Not for `q` and `k`, whose rows depend on their positions.
         concurrency: maximum concurrent runs.
-        progress: function called with the number of finished patched runs, and of all.
+        progress: function called with a `Progress` whenever the work advances.
 
     Returns:
         The effect of every place, in each pair.
@@ -202,7 +203,7 @@ async def ablate(
     reference: Sequence[Text] | None = None,
     reference_tokens: Tokens | TokenSelection = BUT_THE_FIRST,
     concurrency: int = CONCURRENCY,
-    progress: Callable[[int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Effects:
     """Ablate rows, each place of a grid in its own run, and measure the effects on a metric.
 
@@ -216,8 +217,7 @@ async def ablate(
         reference: texts to average rows over; the prompts themselves by default.
         reference_tokens: tokens of the reference texts to average for "mean": by default all but the first, whose row
             in most models is an attention sink, a hundred times as long as the others.
-        concurrency: maximum concurrent runs.
-        progress: function called with the number of finished ablated runs, and of all.
+        concurrency, progress: as for `patch`.
 
     Returns:
         The effect of every place, for each prompt; `source` is None.

@@ -8,12 +8,13 @@ computed. If the receiver is the logits, the first run suffices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from steercap.core.hints import dataclass
+from steercap.core.protocols import ProgressCallback
 from steercap.core.spec import CaptureSpec, Point
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import index_of, parts_of, shown, truth_of
@@ -232,7 +233,7 @@ async def path_patch(
     direction: Direction = "noise",
     through_mlps: bool = True,
     concurrency: int = CONCURRENCY,
-    progress: Callable[[int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Effects:
     """Measure the direct effect of each head on other heads, or on the logits, with all heads between frozen.
 
@@ -249,7 +250,7 @@ async def path_patch(
         direction: "noise": the clean run is changed, and senders come from the corrupted run. "denoise": the reverse.
         through_mlps: True if feed-forward blocks carry the change; False freezes them too, and needs `mlp_out` armed.
         concurrency: maximum concurrent senders.
-        progress: function called with the number of finished senders, and of all.
+        progress: function called with a `Progress` whenever the work advances.
 
     Returns:
         The effect of every sender on every receiver that has a head after it.

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 
 from steercap.concurrency.loops import each_of
+from steercap.core.protocols import Progress, ProgressCallback
 from steercap.core.spec import CaptureSpec, Point
 from steercap.core.values import count_of, index_of, shown
 from steercap.errors import InvalidPrompt, InvalidSetting, InvalidSpec
@@ -141,7 +142,7 @@ class Runs:
         metric: metric of a run.
         pairs: number of pairs.
         concurrency: maximum concurrent patched runs; at most as many as the model has steering slots.
-        progress: function called after each patched run with the number finished and `total`, which the caller sets.
+        progress: as for `patch`; the stage is "runs", of the `total` that the caller sets.
 
     Raises:
         InvalidSpec: `metric` is not a Metric, or does not fit the pairs.
@@ -154,7 +155,7 @@ class Runs:
         metric: Metric,
         pairs: int,
         concurrency: int = CONCURRENCY,
-        progress: Callable[[int, int], None] | None = None,
+        progress: ProgressCallback | None = None,
     ) -> None:
         if not isinstance(metric, Metric):
             raise InvalidSpec(f"metric={shown(metric)}; give a Metric, such as LogitDifference((' Mary', ' John'))")
@@ -179,7 +180,7 @@ class Runs:
                 found = await work(item)
             self._done += 1
             if self._progress is not None:
-                self._progress(self._done, self.total)
+                self._progress(Progress("runs", self._done, self.total))
             return found
 
         return await each_of(items, one, self._limit)

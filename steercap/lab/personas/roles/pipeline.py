@@ -13,9 +13,9 @@ import torch
 
 from steercap.core.display import brief
 from steercap.core.extras import require
+from steercap.core.protocols import Count, ProgressCallback
 from steercap.errors import InvalidFile, RunUnfinished, TooFewKept
 from steercap.lab.personas.capture import room_of
-from steercap.lab.personas.folder import Count, Report
 from steercap.lab.personas.pipeline import check
 from steercap.lab.personas.records import RoleResponse
 from steercap.lab.personas.roles.folder import RoleFolder, RolesFolder, open_folder, read_folder
@@ -56,7 +56,7 @@ class RoleRun:
 
 
 async def run_roles(
-    model: SteerModel, settings: RoleSettings, out: str | Path, *, progress: Report | None = None
+    model: SteerModel, settings: RoleSettings, out: str | Path, *, progress: ProgressCallback | None = None
 ) -> RoleRun:
     """Generate a model's answers in many roles, and compute the mean rows of each role.
 
@@ -68,7 +68,7 @@ async def run_roles(
         settings: settings of the run.
         out: folder of the run. An interrupted run is resumed: written answers are not requested again. If only settings
             of later stages differ, these stages are repeated; roles may be added and dropped.
-        progress: function called with a `Progress`; the stages are "generate" and "read".
+        progress: function called with a `Progress` whenever the work advances.
 
     Source: Lu et al. 2026, The Assistant Axis (arXiv:2601.10387).
 
@@ -91,7 +91,7 @@ async def run_roles_share(
     out: str | Path,
     *,
     shard: tuple[int, int] = (0, 1),
-    progress: Report | None = None,
+    progress: ProgressCallback | None = None,
 ) -> None:
     """Run all stages for a share of the roles, so that several processes, each with an engine, can share a folder.
 

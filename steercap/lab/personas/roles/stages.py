@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from steercap.concurrency.loops import each_of
+from steercap.core.protocols import Count, ProgressCallback
 from steercap.files.base import write_tensors
 from steercap.files.tables import TableWriter, read_table, write_table
 from steercap.lab.measures.scores import make_scorer
 from steercap.lab.personas.capture import VERSION, answer_rows
-from steercap.lab.personas.folder import Count, Report
 from steercap.lab.personas.generate import AnswerGroup, answer_groups
 from steercap.lab.personas.records import RoleResponse, Score
 from steercap.lab.personas.roles.folder import RoleFolder
@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from steercap.model import SteerModel
 
 
-async def answer(model: SteerModel, settings: RoleSettings, roles: Sequence[RoleFolder], report: Report | None) -> None:
+async def answer(
+    model: SteerModel, settings: RoleSettings, roles: Sequence[RoleFolder], report: ProgressCallback | None
+) -> None:
     """Generate the missing answers of roles, and write a role's `answers.parquet` once all its answers exist.
 
     Raises:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from steercap.core.extras import require
+from steercap.core.protocols import Count, ProgressCallback
 from steercap.errors import InvalidSpec
 from steercap.files.folder import locked
 from steercap.lab.measures import Measure
@@ -36,7 +36,7 @@ async def evaluate(
     measures: Sequence[str | Measure] = (),
     tasks: Sequence[str | Task] = ("passages", "choices"),
     concurrency: int = CONCURRENCY,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> EvaluationResults:
     """Generate answers to every question under every method at every dose, and measure answers and fixed texts.
 
@@ -50,8 +50,7 @@ async def evaluate(
         measures: measures of the answers: names in `steercap.lab.studies.sweeps.MEASURES`, or measure objects.
         tasks: tasks of fixed texts: names in `TASKS`, or task objects; they measure the cost of a method.
         concurrency: maximum concurrent requests.
-        progress: function called with the kind of work ("answers", or the label of a task), the number finished, and
-            the number in all.
+        progress: function called with a `Progress` whenever the work advances.
 
     Raises:
         MissingExtra: the extra "evaluation" is not installed.
@@ -66,12 +65,12 @@ async def evaluate(
     if both := {measure.label for measure in taken} & {task.label for task in read}:
         raise InvalidSpec(f"{sorted(both)} are labels of a measure and of a task; leave one out")
     with locked(out):
-        run = _Run(model, evaluation, Folder(out, evaluation, model.identity()), concurrency, progress or _silent)
+        run = _Run(model, evaluation, Folder(out, evaluation, model.identity()), concurrency, progress)
         for task in read:  # first, as this is quick, and finds edits that do not fit the engine
             await run.read(task)
         await run.answer()
         for measure in taken:
-            await measured(model, measure, run.folder.answers_of(evaluation), run.folder.values(measure))
+            await measured(model, measure, run.folder.answers_of(evaluation), run.folder.values(measure), progress)
         results = _results(evaluation, run.folder, taken, read)
         results.save(run.folder.path / "results.parquet")
         return results
@@ -135,10 +134,6 @@ def tasks_of(given: Sequence[str | Task]) -> tuple[Task, ...]:
     return chosen(given, TASKS, Task)
 
 
-def _silent(_what: str, _done: int, _all: int) -> None:
-    """Ignore a progress report, as the default callback."""
-
-
 class _Reading(NamedTuple):
     """Item of a task to read under a condition; `number` is the number of its value in the folder."""
 
@@ -155,7 +150,7 @@ class _Run:
     evaluation: Evaluation
     folder: Folder
     concurrency: int
-    tell: Callable[[str, int, int], None]
+    progress: ProgressCallback | None
 
     async def answer(self) -> None:
         """Generate all missing answers; a conversation continues after its last stored answer."""
@@ -201,16 +196,14 @@ class _Run:
         missing: Sequence[Any],
         work: Callable[[Any, Callable[[Row], None]], Awaitable[None]],
         numbers: Collection[int],
-        what: str,
+        stage: str,
     ) -> None:
         await fill(
             kept,
             steered(missing, self.evaluation.spec),
             work,
             concurrency=self.concurrency,
-            done=len(kept.rows.keys() & numbers),
-            wanted=len(numbers),
-            progress=partial(self.tell, what),
+            count=Count(stage, len(numbers), len(kept.rows.keys() & numbers), self.progress),
         )
 
     async def _answer(self, at: Conversation, spec: SteeringSpec | None, replies: Sequence[str]) -> Answer:

@@ -15,6 +15,7 @@ import numpy as np
 from steercap.core.chat import texts_in
 from steercap.core.display import brief, html_table, span
 from steercap.core.extras import require
+from steercap.core.protocols import Count, ProgressCallback
 from steercap.core.spec import Point
 from steercap.errors import InvalidSpec, InvalidVector, PointNotArmed
 from steercap.files.folder import locked
@@ -179,7 +180,7 @@ async def run_sweep(
     out: str | Path,
     measures: Sequence[str | Measure] = (),
     concurrency: int = CONCURRENCY,
-    progress: Callable[[int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> SweepResults:
     """Generate answers to every prompt under every condition, and measure the answers.
 
@@ -192,7 +193,7 @@ async def run_sweep(
         out: folder for answers and values, created if needed.
         measures: names in `MEASURES`, or measure objects; a later call can add others.
         concurrency: maximum concurrent requests.
-        progress: function called with the number of answers so far, and of all answers.
+        progress: function called with a `Progress` whenever the work advances.
 
     Raises:
         MissingExtra: the extra "experiments" is not installed.
@@ -209,9 +210,12 @@ async def run_sweep(
     with locked(out):
         check_same(SWEEP, out, sweep)
         folder = open_folder(out, sweep.definition(model.identity()))
-        await _answer(model, sweep, folder, concurrency, progress or (lambda _done, _all: None))
+        await _answer(model, sweep, folder, concurrency, progress)
         records = [folder.answers.rows[request.number] for request in sweep.requests()]
-        values = {measure.label: await measured(model, measure, records, folder.values(measure)) for measure in chosen}
+        values = {
+            measure.label: await measured(model, measure, records, folder.values(measure), progress)
+            for measure in chosen
+        }
         results = SweepResults(sweep, records, values, {measure.label: measure for measure in chosen})
         results.save(folder.path / "results.parquet")
         return results
@@ -249,7 +253,7 @@ async def _answer(
     sweep: Sweep,
     folder: StudyFolder[Record],
     concurrency: int,
-    progress: Callable[[int, int], None],
+    progress: ProgressCallback | None,
 ) -> None:
     """Generate the answers to all requests that `folder` lacks, and add them to it."""
     kept, requests = folder.answers, list(sweep.requests())
@@ -279,7 +283,5 @@ async def _answer(
         steered(missing, sweep.spec),
         work,
         concurrency=concurrency,
-        done=len(requests) - len(missing),
-        wanted=len(requests),
-        progress=progress,
+        count=Count("answers", len(requests), len(requests) - len(missing), progress),
     )
