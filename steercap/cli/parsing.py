@@ -187,6 +187,7 @@ class SteerOptions:
 
     def _added(self, vectors: LayerVectors) -> SteeringSpec:
         from steercap.steering.edits.add import Add
+        from steercap.steering.spec import SteeringSpec
 
         if self.steer_layers is None and len(vectors) > 1:
             raise typer.BadParameter(
@@ -200,7 +201,7 @@ class SteerOptions:
             )
         tokens = tokens_of("all" if self.steer_tokens is None else self.steer_tokens, "--steer-tokens")
         scale = 1.0 if self.scale is None else self.scale
-        return Add.by_layer(vectors, scale, layers=asked, tokens=tokens)
+        return SteeringSpec.by_layer(Add, vectors, scale, layers=asked, tokens=tokens)
 
     def _asked(self, text: str, known: list[int]) -> list[int]:
         """Parse --steer-layers; `known` are the file's layers, which may end before the model's: no negative ones."""

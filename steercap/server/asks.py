@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, TypeVar, get_args
 
 from steercap.core.spec import CaptureSpec
@@ -156,7 +157,7 @@ def _monitor_of(value: Any, library: Library, owner: str) -> Monitor:
         if given.get("layer") is None and len(vectors) == 1:
             given["layer"] = next(iter(vectors))
         given["probe"] = vectors.named(name)
-    return _constructed(Monitor, given)
+    return _constructed(Monitor, Monitor, given)
 
 
 def _edits_of(asked: Any, library: Library, owner: str) -> Sequence[Edit | LogitBias | SteeringSpec]:
@@ -181,9 +182,9 @@ def _edits_of(asked: Any, library: Library, owner: str) -> Sequence[Edit | Logit
             given[name] = ranges(given[name])
     named = {name: given[name] for name in VECTORS if _is_name(given.get(name))}
     if not named:
-        return [_constructed(kind, given)]
+        return [_constructed(kind, kind, given)]
     found = {name: layer_vectors(value, library, owner).named(value) for name, value in named.items()}
-    return _constructed(kind.by_layer, given | found).edits
+    return _constructed(kind, partial(SteeringSpec.by_layer, kind), given | found).edits
 
 
 def _bias_of(value: Mapping[str, Any]) -> LogitBias:
@@ -195,12 +196,11 @@ def _bias_of(value: Mapping[str, Any]) -> LogitBias:
     return LogitBias(bias, **({"tokens": ranges(given["tokens"])} if "tokens" in given else {}))
 
 
-def _constructed(make: Callable[..., Made], given: Mapping[str, Any]) -> Made:
+def _constructed(kind: type, make: Callable[..., Made], given: Mapping[str, Any]) -> Made:
     try:
         return make(**given)
     except TypeError as error:  # something that it needs is missing
-        what, _, why = str(error).partition(".__init__() ")
-        raise InvalidSpec(f"{what}: {why}") from error
+        raise InvalidSpec(f"{kind.__name__}: {str(error).partition(' ')[2]}") from error
 
 
 def layer_vectors(name: str, library: Library, owner: str) -> LayerVectors:

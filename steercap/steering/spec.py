@@ -12,12 +12,12 @@ from steercap.core.biases import Bias
 from steercap.core.hints import dataclass
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import index_of, number_of, parts_of, shown, truth_of, warn
-from steercap.errors import InvalidEdit, InvalidSpec
+from steercap.errors import InvalidEdit, InvalidSpec, InvalidVector
 from steercap.files import native
 from steercap.files.native import FileKind
 from steercap.steering.edits import EDITS, Edit
 from steercap.steering.edits.add import Add
-from steercap.steering.edits.inputs import Vector, float32_copy, models_of
+from steercap.steering.edits.inputs import Vector, float32_copy, layers_among, models_of
 from steercap.steering.layers import LayerVectors
 
 _FLOAT32: Final = torch.finfo(torch.float32)
@@ -147,6 +147,39 @@ class SteeringSpec:
                 "SteeringSpec: preserve_norm= is for rows, which a LogitBias does not change; leave it out"
             )
 
+    @classmethod
+    def by_layer(cls, edit: type[Edit], /, *given: Any, **named: Any) -> SteeringSpec:
+        """Return a spec with an edit for each layer of vectors: `SteeringSpec.by_layer(Add, vectors, scale=4.0)`.
+
+        Args:
+            edit: class of the edits.
+            given, named: its arguments, with LayerVectors, or dicts by layer, for its vectors. `site` is by
+                default theirs. `layer` or `layers` selects some of their layers; by default all that each of them has.
+
+        Raises:
+            InvalidVector: no argument is by layer, or one has no vector for a layer.
+            The errors of the edit.
+        """
+        vectors = [value for value in (*given, *named.values()) if isinstance(value, Mapping)]
+        layer, layers = (named.pop(name, None) for name in ("layer", "layers"))
+        if layer is not None and layers is not None:
+            raise InvalidEdit(f"{edit.__name__}: give layer= for one layer, or layers= for several (and not both)")
+        common = [
+            layer
+            for layer in (vectors or [{}])[0]
+            if index_of(layer) is not None and all(layer in one for one in vectors)
+        ]
+        asked = layers if layer is None else layer
+        wanted = common if asked is None else layers_among(asked, common)
+        if not (common and wanted):
+            raise InvalidVector(
+                f"{edit.__name__}: no layer that is asked for has each of its vectors; give LayerVectors, such "
+                "as directions['name'], and some of their layers"
+            )
+        named = {"site": getattr(vectors[0], "site", "resid_post")} | named
+        once = [layer for place, layer in enumerate(wanted) if layer not in wanted[:place]]
+        return cls([edit(*given, **named, layer=layer) for layer in once])
+
     def __add__(self, other: SteeringSpec) -> SteeringSpec:
         return SteeringSpec([self, other])
 
@@ -212,7 +245,7 @@ class SteeringSpec:
                     yield inner, path if self.preserve_norm else keeper
 
 
-#: Values of `steering=`: LayerVectors stand for `Add.by_layer(vectors)`, that is, added at each layer and token.
+#: Values of `steering=`: LayerVectors are added, each at its layer, to all tokens.
 Steering: TypeAlias = SteeringSpec | Edit | LogitBias | LayerVectors
 
 
@@ -231,7 +264,7 @@ def spec_of(steering: Any, what: str = "steering") -> SteeringSpec:
     if isinstance(steering, (Edit, LogitBias)):
         return SteeringSpec([steering])
     if isinstance(steering, LayerVectors):
-        return Add.by_layer(steering)
+        return SteeringSpec.by_layer(Add, steering)
     hint = next((hint for kinds, hint in _HINTS if isinstance(steering, kinds)), "")
     raise InvalidSpec(
         f"{what}={shown(steering)} is of type {type(steering).__name__}; give a SteeringSpec, an edit, a LogitBias or "

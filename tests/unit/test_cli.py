@@ -736,7 +736,7 @@ def test_a_sweep_is_what_its_file_and_flags_say(directions, tmp_path, monkeypatc
         told = read_settings(file, {"scales": (1.0,), "chat": chat, "prompts": ("-", "two")})
         assert (next(iter(sweep_of(told).prompts)), len(sweep_of(told).prompts)) == (first, 2)
     given = {"scales": (1.0,), "concurrency": 2}
-    assert (read_settings(file, given).concurrency, read_settings(file, {}).concurrency) == (2, 512)
+    assert (read_settings(file, given).concurrency, read_settings(file, {}).concurrency) == (2, None)
     file.write_text("vectors: a\nscale: 3\nlayers: [1]\nscales: [1]\nprompts: [a]\n")
     with pytest.raises(InvalidFile, match="unknown field `scale`; known: vectors, layers"):
         read_settings(file, {})

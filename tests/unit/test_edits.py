@@ -432,23 +432,23 @@ def test_an_edit_for_each_layer_takes_the_vector_of_each() -> None:
     def alone(**scope: Any) -> list[Add]:
         return [Add(BY_LAYER[layer], 2.0, layer=layer, site="attn_out", **scope) for layer in (3, 5, 30)]
 
-    assert Add.by_layer(BY_LAYER, 2.0).sha256 == SteeringSpec(alone()).sha256
-    assert Add.by_layer(vector=BY_LAYER, scale=2.0, layers=slice(4, None), tokens="generated").sha256 == (
+    assert SteeringSpec.by_layer(Add, BY_LAYER, 2.0).sha256 == SteeringSpec(alone()).sha256
+    assert SteeringSpec.by_layer(Add, vector=BY_LAYER, scale=2.0, layers=slice(4, None), tokens="generated").sha256 == (
         SteeringSpec(alone(tokens="generated")[1:]).sha256
     )
-    assert [edit.layer for edit in Add.by_layer(BY_LAYER, layers=[30, 3, 30]).flat()] == [30, 3]
-    both = AddIf.by_layer(BY_LAYER, twice, threshold=1.0).flat()
+    assert [edit.layer for edit in SteeringSpec.by_layer(Add, BY_LAYER, layers=[30, 3, 30]).flat()] == [30, 3]
+    both = SteeringSpec.by_layer(AddIf, BY_LAYER, twice, threshold=1.0).flat()
     assert [(edit.layer, edit.probe.tolist()) for edit in both] == [(5, [2.0, 0.0]), (30, [0.0, 2.0])]
-    assert spec_of(BY_LAYER).sha256 == Add.by_layer(BY_LAYER).sha256
+    assert spec_of(BY_LAYER).sha256 == SteeringSpec.by_layer(Add, BY_LAYER).sha256
 
 
 @pytest.mark.parametrize(
     ("given", "scope", "says"),
     [
-        ([1.0, 2.0], {}, "Add.by_layer: no layer that is asked for"),
+        ([1.0, 2.0], {}, "Add: no layer that is asked for"),
         (DirectionSet({"joy": BY_LAYER}), {}, "directions['name']"),
-        (BY_LAYER, {"layers": []}, "Add.by_layer: no layer"),
-        (BY_LAYER, {"layers": slice(6, 9)}, "Add.by_layer: no layer"),
+        (BY_LAYER, {"layers": []}, "Add: no layer"),
+        (BY_LAYER, {"layers": slice(6, 9)}, "Add: no layer"),
         (BY_LAYER, {"layer": 4}, "no vector for layer=4"),
         (BY_LAYER, {"layer": 3, "layers": [5]}, "not both"),
         (BY_LAYER, {"site": "resid_post"}, "not for site='resid_post'"),
@@ -456,13 +456,13 @@ def test_an_edit_for_each_layer_takes_the_vector_of_each() -> None:
 )
 def test_an_edit_for_each_layer_needs_vectors_there(given, scope, says) -> None:
     with pytest.raises(InvalidEdit) as raised:
-        Add.by_layer(given, **scope)
+        SteeringSpec.by_layer(Add, given, **scope)
     assert says in str(raised.value)
 
 
 @pytest.mark.parametrize("scope", [{}, {"layers": "all"}])
 def test_an_edit_of_vectors_without_a_layer_names_the_way(scope) -> None:
-    with pytest.raises(InvalidEdit, match=r"Ablate\.by_layer"):
+    with pytest.raises(InvalidEdit, match=r"SteeringSpec\.by_layer\(Ablate"):
         Ablate(BY_LAYER, site="attn_out", **scope)
 
 

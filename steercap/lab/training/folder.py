@@ -166,9 +166,9 @@ def _in_real_numbers(one: TrainingDefinition) -> TrainingDefinition:
     texts = {name: one.settings[name] for name in ("optimizer", "scheduler") if name in one.settings}
     told = {
         name: _WHOLE.sub(r"\g<0>.0", _NUMPY_WITHIN.sub(r"\1", text))
-        for name, text in {"objective": one.objective, **texts}.items()
+        for name, text in [("objective", one.objective), *texts.items()]
     }
-    return msgspec.structs.replace(one, objective=told.pop("objective"), settings={**one.settings, **told})
+    return msgspec.structs.replace(one, objective=told.pop("objective"), settings=dict(one.settings) | told)
 
 
 #: Kind of folder that holds a training run: its definition's file and type.

@@ -10,7 +10,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 import torch
 from jaxtyping import Float
@@ -23,10 +23,7 @@ from steercap.core.spec import Layers, Point, parse_layers, resolve_layers
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import index_of, number_of, shown, truth_of
 from steercap.errors import InvalidEdit, InvalidVector
-from steercap.steering.edits.inputs import Vector, at_layer, float32_copy, layers_among, model_of
-
-if TYPE_CHECKING:
-    from steercap.steering.spec import SteeringSpec
+from steercap.steering.edits.inputs import Vector, at_layer, float32_copy, model_of
 
 __all__ = ["Edit", "RankOne", "Vector", "number_in", "unit"]
 
@@ -55,8 +52,8 @@ class Edit(ABC):
     """Base class of edits: a change to rows, and its scope of layers, site and tokens.
 
     Vectors are float32 copies of those given, and every access returns another copy, so an edit never changes after it
-    was made. From `LayerVectors`, or a dict by layer, an edit takes the vector of its `layer`; `by_layer` makes an edit
-    for each layer.
+    was made. From `LayerVectors`, or a dict by layer, an edit takes the vector of its `layer`; `SteeringSpec.by_layer`
+    makes an edit for each layer.
 
     Args:
         layer: one layer; negative counts from the last.
@@ -94,7 +91,7 @@ class Edit(ABC):
         self._read_site()
         if (self.layer is None) == (self.layers is None):
             each = any(isinstance(value, Mapping) for value in vars(self).values())
-            instead = f", or {self.name}.by_layer(...) for all that LayerVectors have" if each else ""
+            instead = f", or SteeringSpec.by_layer({self.name}, ...) for all that LayerVectors have" if each else ""
             raise InvalidEdit(f"{self.name}: give layer= for one layer, or layers= for several (and not both){instead}")
         if self.layer is not None:
             layer = index_of(self.layer)
@@ -129,40 +126,6 @@ class Edit(ABC):
         def __getattribute__(self, name: str) -> object:
             value = super().__getattribute__(name)
             return value.clone() if isinstance(value, torch.Tensor) else value
-
-    @classmethod
-    def by_layer(cls, *given: Any, **named: Any) -> SteeringSpec:
-        """Return a spec with an edit for each layer of `LayerVectors`, such as `Add.by_layer(vectors, scale=4.0)`.
-
-        Args:
-            given, named: arguments of the edit, with LayerVectors, or dicts by layer, for its vectors. `site` is by
-                default theirs. `layer` or `layers` selects some of their layers; by default all that each of them has.
-
-        Raises:
-            InvalidVector: no argument is by layer, or one has no vector for a layer.
-            The errors of the edit.
-        """
-        from steercap.steering.spec import SteeringSpec
-
-        vectors = [value for value in (*given, *named.values()) if isinstance(value, Mapping)]
-        layer, layers = (named.pop(name, None) for name in ("layer", "layers"))
-        if layer is not None and layers is not None:
-            raise InvalidEdit(f"{cls.__name__}: give layer= for one layer, or layers= for several (and not both)")
-        common = [
-            layer
-            for layer in (vectors or [{}])[0]
-            if index_of(layer) is not None and all(layer in one for one in vectors)
-        ]
-        asked = layers if layer is None else layer
-        wanted = common if asked is None else layers_among(asked, common)
-        if not (common and wanted):
-            raise InvalidVector(
-                f"{cls.__name__}.by_layer: no layer that is asked for has each of its vectors; give LayerVectors, such "
-                "as directions['name'], and some of their layers"
-            )
-        named = {"site": getattr(vectors[0], "site", "resid_post")} | named
-        once = [layer for place, layer in enumerate(wanted) if layer not in wanted[:place]]
-        return SteeringSpec([cls(*given, **named, layer=layer) for layer in once])
 
     @abstractmethod
     def _check(self) -> None:

@@ -82,7 +82,7 @@ def at_layer(value: Any, what: str, layer: int | None, site: str) -> Any:
     if layer is None:
         raise InvalidVector(
             f"{what} has a vector for each of layers {known}; give layer=, one of these, or make an edit for each: "
-            f"{edit}.by_layer(...)"
+            f"SteeringSpec.by_layer({edit}, ...)"
         )
     if layer not in keys:
         near = min(known, key=lambda one: abs(one - layer))

@@ -122,7 +122,9 @@ class Method:
         ]
 
     def _added(self, vectors: LayerVectors) -> SteeringSpec:
-        return Add.by_layer(vectors, layers=self.layers, tokens="generated" if self.tokens is None else self.tokens)
+        return SteeringSpec.by_layer(
+            Add, vectors, layers=self.layers, tokens="generated" if self.tokens is None else self.tokens
+        )
 
     def _doses(self) -> tuple[float, ...]:
         given = [number_of(dose) for dose in parts_of(self.doses, "Method: doses") or ()]
