@@ -34,12 +34,12 @@ setup: $(STAMP)
 # vLLM's dependencies torchvision, torchaudio and torchcodec have no build for this torch on CPU and break
 # `import transformers`, so everything but torch comes from pinned lists without them, with --no-deps. torch itself is
 # installed with its dependencies: where pip finds only the default build, it needs its CUDA libraries even to be imported.
+# The two lists share no package, so they are unpacked side by side.
 $(STAMP): $(REQUIREMENTS) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "steercap needs Python 3.11 or newer; this is $$($(PYTHON) --version). Use make PYTHON=python3.12 ..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "cannot make $(VENV): is the venv module installed (Debian: apt-get install python3-venv)?"; exit 1; }
 	@$(SHOWN) -r requirements/torch.txt
-	@$(SHOWN) --no-deps -r requirements/cpu.txt
-	@$(SHOWN) --no-deps -r requirements/dev.txt
+	@$(SHOWN) --no-deps -r requirements/cpu.txt & cpu=$$!; $(SHOWN) --no-deps -r requirements/dev.txt && wait $$cpu
 	@$(PIP) --no-deps --no-build-isolation --editable . 2>/dev/null || $(PIP) --no-deps --no-build-isolation --editable .
 	@rm -f $(VENV)/.steercap-*; touch $@
 
