@@ -39,7 +39,7 @@ $(STAMP): $(REQUIREMENTS) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "steercap needs Python 3.11 or newer; this is $$($(PYTHON) --version). Use make PYTHON=python3.12 ..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "cannot make $(VENV): is the venv module installed (Debian: apt-get install python3-venv)?"; exit 1; }
 	@$(SHOWN) -r requirements/torch.txt
-	@$(SHOWN) --no-deps -r requirements/cpu.txt & cpu=$$!; $(SHOWN) --no-deps -r requirements/dev.txt && wait $$cpu
+	@$(SHOWN) --no-deps -r requirements/cpu.txt & cpu=$$!; $(SHOWN) --no-deps -r requirements/dev.txt; dev=$$?; wait $$cpu && exit $$dev
 	@$(PIP) --no-deps --no-build-isolation --editable . 2>/dev/null || $(PIP) --no-deps --no-build-isolation --editable .
 	@rm -f $(VENV)/.steercap-*; touch $@
 

@@ -7,6 +7,7 @@ long as a request.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
@@ -24,12 +25,10 @@ from steercap.kernels.codecs.uniform import CALIBRATED
 from steercap.steering.calibration import Calibrated, calibration_of, compile_calibration
 from steercap.steering.lowering import CompiledProjection, Lowered, compile_projection, lower, points_of
 from steercap.steering.monitor import Monitor, check_widths, compile_probes
-from steercap.steering.spec import SteeringSpec, spec_of
+from steercap.steering.spec import Steering, spec_of
 
 if TYPE_CHECKING:
     from steercap.steering.calibration import Calibration
-    from steercap.steering.edits import Edit
-    from steercap.steering.spec import LogitBias
 
 
 class Compiler:
@@ -63,7 +62,7 @@ class Compiler:
         self._armed, self._schemas, self._ranks = armed, schemas, ranks
         self._num_layers, self._settings, self._exists = num_layers, settings, exists
         self._refused, self._vocabulary, self._names = refused, vocabulary, names
-        self._lowered: WeakKeyDictionary[SteeringSpec | Edit | LogitBias, Lowered] = WeakKeyDictionary()
+        self._lowered: WeakKeyDictionary[Steering, Lowered] = WeakKeyDictionary()
         self._captured: tuple[CaptureSpec, tuple[Point, ...], tuple[int, ...]] | None = None  # the last one
         self._coded: tuple[CaptureSpec, Coding] | None = None  # likewise
         # Likewise, by weak references: an SAE is kept alive by its users alone, and the workers hold it as long.
@@ -73,14 +72,16 @@ class Compiler:
         self._calibrated: WeakKeyDictionary[Calibration, dict[tuple[Point, ...], Calibrated]] = WeakKeyDictionary()
 
     def lowered(self, steering: Any) -> Lowered:
-        """Compile a steering spec, an edit or a logit bias; warn if a vector was made for another model.
+        """Compile what `steering=` takes; warn if a vector was made for another model.
 
         Raises:
             InvalidSpec, PointNotArmed: it is none of these, or does not fit the model; see `steering.lowering.lower`.
         """
-        spec = spec_of(steering)
-        found = self._lowered.get(steering)
+        found = None
+        with suppress(TypeError):  # of another type, of which `spec_of` says so
+            found = self._lowered.get(steering)
         if found is None:
+            spec = spec_of(steering)
             for model in sorted({edit.model for edit in spec.of_rows()}):
                 warn_of_other_model("a vector of steering=", model, self._names)
             found = self._lowered[steering] = lower(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar, get_args
 
+from steercap.core.display import span
 from steercap.core.spec import CaptureSpec
 from steercap.core.values import choices, shown
 from steercap.errors import InvalidSpec
@@ -154,8 +155,12 @@ def _monitor_of(value: Any, library: Library, owner: str) -> Monitor:
         given.setdefault("site", vectors.site)
         given.setdefault("name", name)
         given.setdefault("model", vectors.model)
-        if given.get("layer") is None and len(vectors) == 1:
-            given["layer"] = next(iter(vectors))
+        if given.get("layer") is None:
+            if len(vectors) > 1:
+                raise InvalidSpec(
+                    f"a monitor with probe={name!r}: there are vectors for layers {span(list(vectors))}; give layer="
+                )
+            (given["layer"],) = vectors
         given["probe"] = vectors.named(name)
     return _constructed(Monitor, Monitor, given)
 
@@ -184,7 +189,11 @@ def _edits_of(asked: Any, library: Library, owner: str) -> Sequence[Edit | Logit
     if not named:
         return [_constructed(kind, kind, given)]
     found = {name: layer_vectors(value, library, owner).named(value) for name, value in named.items()}
-    return _constructed(kind, partial(SteeringSpec.by_layer, kind), given | found).edits
+    return _constructed(
+        kind,
+        partial(SteeringSpec.by_layer, kind),
+        {name: value for name, value in given.items() if value is not None} | found,
+    ).edits
 
 
 def _bias_of(value: Mapping[str, Any]) -> LogitBias:

@@ -171,11 +171,13 @@ class SteeringSpec:
         ]
         asked = layers if layer is None else layer
         wanted = common if asked is None else layers_among(asked, common)
-        if not (common and wanted):
+        if not common:
             raise InvalidVector(
-                f"{edit.__name__}: no layer that is asked for has each of its vectors; give LayerVectors, such "
-                "as directions['name'], and some of their layers"
+                f"{edit.__name__}: no vectors by layer, or for no layer in common; give LayerVectors, such as "
+                "directions['name']"
             )
+        if not wanted:
+            raise InvalidVector(f"{edit.__name__}: layers={shown(asked)}; give some of {common}")
         named = {"site": getattr(vectors[0], "site", "resid_post")} | named
         once = [layer for place, layer in enumerate(wanted) if layer not in wanted[:place]]
         return cls([edit(*given, **named, layer=layer) for layer in once])

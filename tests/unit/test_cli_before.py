@@ -801,6 +801,7 @@ def test_off_a_terminal_what_is_under_way_is_said_now_and_then() -> None:
 
 def test_each_stage_is_a_bar_with_its_details(monkeypatch) -> None:
     """Until a call reports its first stage, it is preparing."""
+    monkeypatch.setenv("TERM", "xterm")  # with "dumb" no bar is drawn before the end
     terminal, written = Terminal(Output()), io.StringIO()
     monkeypatch.setattr(terminal, "err", Console(file=written, force_terminal=True, force_interactive=True, width=200))
     with terminal.progress() as tell:

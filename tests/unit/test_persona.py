@@ -263,6 +263,7 @@ def reply(text: str, tops: dict[str, float] | None = None) -> dict:
         ("8 out of ten", {"8": 0.6, "10": 0.4}, None),
         ("4 stars", {"4": 0.6, "10": 0.4}, None),
         ("a score of 85", None, 85.0),
+        ("a mark of 85 out of a hundred", None, 85.0),
         ("<think>\n2 sentences, all formal.\n</think>\n\n85", None, 85.0),
         ("It has 2 sentences.</think>85", None, 85.0),  # where the chat template begins the thoughts
         ("<think>It has 2 sentences.</think>High", None, None),
@@ -323,6 +324,9 @@ def test_candidates_of_a_part_of_the_number_do_not_count(text, first, score) -> 
         ("85\n", 85.0),
         ("**Score:** 85. The answer is", 85.0),
         ("I give it a score of 85 because", 85.0),
+        ("I would rate this response 85 because", 85.0),
+        ("I'd give it a rating of about 85, since", 85.0),
+        ("Evaluation: 85, as the answer", 85.0),
     ],
 )
 def test_a_number_that_the_limit_may_have_cut_is_no_score(text, score) -> None:

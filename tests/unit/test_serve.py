@@ -249,6 +249,7 @@ def test_a_name_that_means_no_vector_is_told_what_would(place, name, says, libra
             {"steering": {"op": "add", "vector": "calm", "layers": [3, "x"]}},
             "Add: layer='x' is not one layer",
         ),
+        ({"monitors": [{"probe": "calm", "threshold": 1}]}, "vectors for layers 3, 5; give layer="),
         (
             {"monitors": [{"probe": "calm", "threshold": 1, "layer": -4}]},
             "Monitor: probe 'calm' has no vector for layer=-4; .* count from 0 here",

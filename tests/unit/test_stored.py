@@ -1169,7 +1169,7 @@ def test_a_stored_training_is_read_and_one_that_was_stopped_goes_on(tmp_path) ->
     folder = copied("training", tmp_path / "training", checkpoint)
     state = training_folder.load_state(folder)
     assert (state.step, state.traits["calm"].best_step) == (2, 2)
-    found = trained(checkpoint, folder, lambda at, _total: done.append(at))
+    found = trained(checkpoint, folder, lambda at: done.append(at.done))
     assert (done[-1:], found.best_step) == ([2], 2)
     assert [(one.step, round(one.validation_loss, 4)) for one in found.history] == [(0, 7.7341), (1, 7.73), (2, 7.7279)]
     (edit,) = SteeringSpec.load(STORED / "training" / "calm.safetensors").flat()
@@ -1178,7 +1178,7 @@ def test_a_stored_training_is_read_and_one_that_was_stopped_goes_on(tmp_path) ->
     done.clear()
     folder = copied("training_stopped", tmp_path / "stopped", checkpoint)
     assert training_folder.load_state(folder).step == 1
-    again = trained(checkpoint, folder, lambda at, _total: done.append(at))
+    again = trained(checkpoint, folder, lambda at: done.append(at.done))
     assert done[-1] == 2
     assert 0 not in done
     torch.testing.assert_close(again.spec.flat()[0].vector, edit.vector, rtol=1e-3, atol=1e-4)

@@ -71,6 +71,7 @@ from steercap.lab.training.examples import ExampleTokens, split, tokens_of
 from steercap.lab.training.folder import FOLDER, TrainingDefinition
 from steercap.lab.training.formula import Doses, changed, gate, stacked
 from steercap.lab.training.objectives import BiPO, Distillation, Likelihood, RePS, objective_of
+from steercap.lab.training.rates import RATES_FOLDER, RatesDefinition
 from steercap.lab.training.settings import Penalties, TrainingSettings
 from steercap.lab.training.steered import SteeredTraits
 from steercap.lab.training.trainable import TrainableSpec
@@ -676,6 +677,10 @@ def test_equal_numbers_are_the_same_objective(tmp_path) -> None:
         for other in (made(1.5), made(2), made(-1), made(1, 2), made(1, 0.1)):
             with pytest.raises(RunDiffers, match="was"):
                 FOLDER.open(tmp_path / str(at), other)
+    RATES_FOLDER.write(tmp_path / "rates", RatesDefinition(made(1), [0.1]))
+    assert RATES_FOLDER.open(tmp_path / "rates", RatesDefinition(made(1.0), [0.1])) is not None
+    with pytest.raises(RunDiffers, match=r"training\.objective was"):
+        RATES_FOLDER.open(tmp_path / "rates", RatesDefinition(made(2), [0.1]))
 
 
 @pytest.mark.filterwarnings("ignore:x. no step lowered:UserWarning")
@@ -867,7 +872,7 @@ def test_losses_that_are_no_numbers_end_the_training(model, tmp_path) -> None:
         ({"edit": Replace(drawn(1, WIDTH), positions=[0], layer=1)}, InvalidSpec, "trains edits"),
         ({"edit": Add(drawn(5), layer=1)}, InvalidVector, "width 5"),
         ({"edit": TrainableAdd(layers=[9])}, InvalidSpec, "9"),
-        ({"edit": 3}, InvalidSpec, "steering"),
+        ({"edit": 3}, InvalidSpec, "edit=3 is of type int"),
     ],
 )
 def test_what_does_not_fit_is_refused(model, tmp_path, changes, error, says) -> None:

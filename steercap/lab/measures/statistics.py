@@ -61,7 +61,8 @@ class Difference(msgspec.Struct, frozen=True):
 
 def clusters_of(items: Sequence[Any]) -> list[int]:
     """Return for each item, such as a question, the index of the first that equals it: equal ones are one cluster."""
-    return [items.index(item) for item in items]
+    first: dict[str, int] = {}
+    return [first.setdefault(repr(item), at) for at, item in enumerate(items)]
 
 
 def cluster_means(values: Sequence[Sequence[float]], *, log: bool = False) -> Floats:

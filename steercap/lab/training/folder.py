@@ -159,10 +159,11 @@ class TrainingDefinition(msgspec.Struct, frozen=True):
 
 def _differing(stored: TrainingDefinition, expected: TrainingDefinition) -> list[str]:
     """Return the differences; numbers within a text, such as an objective's, are compared as numbers: 1 is 1.0."""
-    return differences(*(_in_real_numbers(one) for one in (stored, expected)))
+    return differences(*(in_real_numbers(one) for one in (stored, expected)))
 
 
-def _in_real_numbers(one: TrainingDefinition) -> TrainingDefinition:
+def in_real_numbers(one: TrainingDefinition) -> TrainingDefinition:
+    """Return a definition whose texts of objective, optimiser and scheduler write whole numbers as 1.0."""
     texts = {name: one.settings[name] for name in ("optimizer", "scheduler") if name in one.settings}
     told = {
         name: _WHOLE.sub(r"\g<0>.0", _NUMPY_WITHIN.sub(r"\1", text))

@@ -6,7 +6,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +18,7 @@ from steercap.core.protocols import Progress, ProgressCallback
 from steercap.core.values import shown
 from steercap.errors import InvalidRequest, InvalidSetting, InvalidSpec, TrainingDiverged
 from steercap.files.base import write_whole
-from steercap.files.folder import FolderKind, locked
+from steercap.files.folder import FolderKind, differences, locked
 from steercap.lab.training.datasets import (
     HELD_OUT,
     RESULT,
@@ -32,7 +32,7 @@ from steercap.lab.training.datasets import (
     read_result,
 )
 from steercap.lab.training.examples import Example, ExampleTokens, Prompted
-from steercap.lab.training.folder import Trained, TrainingDefinition, check_name, write_trained
+from steercap.lab.training.folder import Trained, TrainingDefinition, check_name, in_real_numbers, write_trained
 from steercap.lab.training.hooked import HookedModel
 from steercap.lab.training.loop import rank, world
 from steercap.lab.training.objectives import Objective, objective_of
@@ -72,8 +72,12 @@ class RatesDefinition(msgspec.Struct, frozen=True):
     rates: list[float]
 
 
+def _differing(*both: RatesDefinition) -> list[str]:
+    return differences(*(msgspec.structs.replace(one, training=in_real_numbers(one.training)) for one in both))
+
+
 #: Kind of folder that holds the training on one data set: its definition's file and type.
-RATES_FOLDER: Final = FolderKind("rates.json", RatesDefinition, "training at several rates")
+RATES_FOLDER: Final = FolderKind("rates.json", RatesDefinition, "training at several rates", _differing)
 
 
 def train_datasets(
@@ -119,12 +123,9 @@ def train_datasets(
         check_name(name)
     if not isinstance(budget, TokenBudget):
         raise InvalidSetting(f"budget={shown(budget)}; give TokenBudget(training=..., validation=...)")
-    how = objective_of(objective)
-    run = RatesRun(hooked_of(model, wanted), how, wanted, edit, Path(out), rates_of(rates), budget)
-    results: dict[str, DatasetTrained] = {}
-    skipped: dict[str, str] = {}
-    for at, name in enumerate(datasets):
-        examples = datasets[name]
+    run = RatesRun(hooked_of(model, wanted), objective_of(objective), wanted, edit, Path(out), rates_of(rates), budget)
+    results, skipped = dict[str, DatasetTrained](), dict[str, str]()
+    for at, (name, examples) in enumerate(datasets.items()):
         found = run.dataset(name, examples, partial(_report, progress, at, len(datasets), len(run.rates)))
         if isinstance(found, str):
             label = datasets.label if isinstance(datasets, ExampleFolder) else None
@@ -161,8 +162,7 @@ class RatesRun:
         used = [sum(counts[place] for place in side) for side in places]
         if used[0] < self.budget.training or used[1] < self.budget.validation:
             report(len(self.rates))
-            needed = self.budget.training + self.budget.validation
-            return f"{sum(counts):,} tokens in {len(examples)} examples, of {needed:,}"
+            return f"{sum(counts):,} tokens in {len(examples)} examples, of {sum(astuple(self.budget)):,}"
         folder, parts = self.out / name, [[examples[place] for place in side] for side in places]
         with self._opened(folder, name, Sides(*([tokens[place] for place in side] for side in places))):
             if not (folder / RESULT).exists():

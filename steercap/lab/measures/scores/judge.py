@@ -33,7 +33,7 @@ LEAST_MASS: Final = 0.25
 #: Mentions of the scale, such as "0-100", which are not scores.
 SCALE: Final = re.compile(r"(?<![\d.,\-])0\s*(?:-|–|—|\bto\b)\s*100(?![\d.,]*\d)", re.IGNORECASE)
 #: Mention of the maximum after a score, such as "/100".
-OF_WHAT: Final = re.compile(r"(?<=\d)\s*(?:/|(?:out )?of)\s*100(?![\d.,]*\d)", re.IGNORECASE)
+OF_WHAT: Final = re.compile(r"(?<=\d)\s*(?:/|(?:out )?of)\s*(?:100(?![\d.,]*\d)|(?:a|one) hundred\b)", re.IGNORECASE)
 #: Beginning of a range after its first number, or of the maximum after a score.
 _UNTIL: Final = r"[/\-\u2010-\u2015\u2212]|\bto\b|(?:\bout )?\bof\b"
 #: Another scale after its first number, in words: "8 out of ten", "4 stars".
@@ -44,9 +44,15 @@ NUMBER: Final = re.compile(
     re.IGNORECASE,
 )
 #: Text before a number that is a maximum: "eighty out of 100"; not that of "a score of 80".
-MAXIMUM: Final = re.compile(r"(?:/|(?:\A|(?<!score)(?<!rating)(?<!grade)(?<!value)\s)of\b)\s*\Z", re.IGNORECASE)
+MAXIMUM: Final = re.compile(
+    r"(?:/|(?:\A|(?<!score)(?<!rating)(?<!grade)(?<!value)(?<!mark)(?<!level)\s)of\b)\s*\Z", re.IGNORECASE
+)
 #: Text before a number that is named as the score: that of a reply which was cut off may be of anything else.
-NAMED: Final = re.compile(r"(?:\A|\b(?:score|rating)\W*(?:(?:is|of|would be)\b\W*)?)\W*\Z", re.IGNORECASE)
+NAMED: Final = re.compile(
+    r"(?:\A|\b(?:score|rat(?:e|ing)|grade|value|mark|evaluation|give)\b"
+    r"(?:\W+(?:it|this|the|an?|answer|response|score|rating|as|at|is|of|about|around|would|be)\b){0,6})\W*\Z",
+    re.IGNORECASE,
+)
 #: First mark of a numbered list, at the beginning of a reply that was cut off.
 LISTED: Final = re.compile(r"\W*1[.)]\s")
 #: Thoughts of a judge, which are no part of its reply; their beginning may be in the chat template, their end cut off.
@@ -86,7 +92,8 @@ class Judge(Scorer):
     the reply, alone or before "/100", "%", "out of 100"; the scale itself ("0-100", "0 to 100") does not count. None if
     there is no number, several ("8/10"), one outside 0 to 100, in a word ("CO2"), of another scale ("8 out of ten") or
     that may have been cut off, or the reply is REFUSAL, as a rubric may ask for. If the reply was cut off, a number
-    counts only at its beginning, after "score" or "rating", or before "/100". Text in <think> tags is no reply.
+    counts only at its beginning, after a word such as "score" or "rate", or before "/100". Text in <think> tags is no
+    reply.
 
     Args:
         base_url: URL of the endpoint, such as "https://api.openai.com/v1".

@@ -122,9 +122,11 @@ class Method:
         ]
 
     def _added(self, vectors: LayerVectors) -> SteeringSpec:
-        return SteeringSpec.by_layer(
-            Add, vectors, layers=self.layers, tokens="generated" if self.tokens is None else self.tokens
-        )
+        tokens = "generated" if self.tokens is None else self.tokens
+        try:
+            return SteeringSpec.by_layer(Add, vectors, layers=self.layers, tokens=tokens)
+        except InvalidSpec as error:
+            raise InvalidSpec(f"Method {self.name!r}: {error}") from error
 
     def _doses(self) -> tuple[float, ...]:
         given = [number_of(dose) for dose in parts_of(self.doses, "Method: doses") or ()]
