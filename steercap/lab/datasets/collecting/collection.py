@@ -106,7 +106,7 @@ def tell(
     if progress is None:
         return
     size, seconds = written / 1e6, max(seconds, 1e-9)
-    details = {"documents": documents, "shards": shards}
+    details: dict[str, float] = {"documents": documents, "shards": shards}
     details |= {"tokens": tokens, "tokens/s": tokens / seconds, "MB": size, "MB/s": size / seconds}
     if source.bytes and read is not None:
         progress(Progress("bytes of the corpus", min(read, source.bytes), source.bytes, details))
