@@ -10,6 +10,8 @@ from jupyter_client.provisioning import local_provisioner
 from nbclient import NotebookClient
 from preloaded import PRELOADED
 
+#: What a notebook does less of here, by its name: text of its code, and what stands in its place. Its outputs are of all.
+SMALLER = {"09_personas_at_scale": ("n_questions=6", "n_questions=3")}
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 
 
@@ -20,6 +22,10 @@ async def test_a_notebook_runs(path: Path, monkeypatch) -> None:
     if path != NOTEBOOKS[0]:
         monkeypatch.setattr(local_provisioner, "launch_kernel", PRELOADED.launch_kernel)
     notebook = nbformat.read(path, as_version=4)
+    if path.stem in SMALLER:
+        whole, less = SMALLER[path.stem]
+        (cell,) = [cell for cell in notebook.cells if cell.cell_type == "code" and whole in cell.source]
+        cell.source = cell.source.replace(whole, less)
     at = {"metadata": {"path": path.parent}}
     client = NotebookClient(notebook, timeout=900, startup_timeout=300, kernel_name="python3", resources=at)
     await client.async_execute()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import pytest
 import torch
 from support.rows import GREEDY
 from support.specs import vector
@@ -55,6 +56,7 @@ async def contrast(model) -> torch.Tensor:
     return means[: len(SEA)].mean(0) - means[len(SEA) :].mean(0)
 
 
+@pytest.mark.extended  # test_experiments shows the same of a trait, with random vectors beside it
 async def test_a_contrast_vector_changes_what_the_model_says(smol, record_property) -> None:
     """Words of the sea in 8 continuations of 40 tokens: many with the vector, few without, with its reverse, and with
     each of 20 random vectors of its norm.

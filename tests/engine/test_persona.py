@@ -217,6 +217,7 @@ def _answers(process: subprocess.Popen[bytes], url: str) -> bool:
     return False
 
 
+@pytest.mark.extended  # a second engine; unit tests of the judge have replies of vLLM's form
 async def test_a_judge_behind_vllms_own_server_scores(server) -> None:
     """Rubric, candidates and text come through a real endpoint; what this small a judge says means nothing."""
     told = [Scored("How will it go?", f"It will be fine, for the {place}th time.") for place in range(6)]

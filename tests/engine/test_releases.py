@@ -35,7 +35,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("kind", ["Model Runner V1", "VllmConfig"])
+@pytest.mark.parametrize("kind", [pytest.param("Model Runner V1", marks=pytest.mark.extended), "VllmConfig"])
 def test_what_a_release_lacks_is_named_by_the_start(kind, tmp_path) -> None:
     """In the worker, whose own log nobody need read for it, and in the client."""
     (tmp_path / "lacking.py").write_text(LACKING.format(kind=kind))

@@ -392,6 +392,7 @@ async def test_cancelling_and_dropping_on_the_way_leaves_nothing(spilling) -> No
     assert await settled(spilling) == await empty(spilling) == (0, 0, 0)
 
 
+@pytest.mark.extended  # test_memory holds the same of two thousand requests
 async def test_memory_does_not_grow_with_what_was_spilled(spilling, record_property) -> None:
     """Over 1,500 handles that go to disk and come back, the client's memory stays where 300 had put it."""
     process = psutil.Process()
