@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -59,20 +59,14 @@ def read_arguments(model: str, engine_args: Mapping[str, Any]) -> AsyncEngineArg
     return args
 
 
-def drafting(args: AsyncEngineArgs, config: Any) -> dict[str, Any]:
-    """Return engine arguments to override so that speculative decoding works with taps; {} if it is off.
+def remade(args: AsyncEngineArgs, config: Any, changed: Mapping[str, Any]) -> Any:
+    """Return `config`, which was made from `args`, made anew with some arguments changed.
 
-    Async scheduling is switched off unless the user set it, since with drafts it does not know rows' positions; and
-    `spec_method` and the like are cleared, which vLLM has copied into `speculative_config` and refuses to copy twice.
-
-    Args:
-        args: engine arguments from which `config` was made.
-        config: the `VllmConfig`.
+    `spec_method` and the like are left out: vLLM has copied them into `speculative_config` and refuses to do so twice.
     """
-    if config.speculative_config is None:
-        return {}
-    written: dict[str, Any] = dict.fromkeys(name for name in _SPECULATIVE if hasattr(args, name))
-    return written if args.async_scheduling else {**written, "async_scheduling": False}
+    if config.speculative_config is not None:
+        changed = {**dict.fromkeys(name for name in _SPECULATIVE if hasattr(args, name)), **changed}
+    return replace(args, **changed).create_engine_config()
 
 
 def check_supported(config: Any) -> None:
@@ -114,10 +108,6 @@ def check_supported(config: Any) -> None:
     _check_model(config.model_config)
     if config.cache_config.kv_sharing_fast_prefill:
         raise UnsupportedRunner("kv_sharing_fast_prefill leaves prompt rows out of the last layers; switch it off")
-    if config.speculative_config is not None and config.scheduler_config.async_scheduling:
-        raise UnsupportedRunner(
-            "with speculative decoding, async_scheduling=True schedules positions before it knows them; leave it out"
-        )
 
 
 def _check_model(config: Any) -> None:
@@ -248,6 +238,15 @@ def overshoot(config: Any) -> int:
     """Return the number of positions that vLLM may compute past a sequence's end before its scheduler knows the end."""
     passes = int(config.max_concurrent_batches)
     return (passes - 1) * (1 + drafts(config)) + drafts(config)
+
+
+def ahead(config: Any) -> int:
+    """Return the maximum number of positions by which vLLM schedules a request beyond what the device will compute.
+
+    Asynchronous scheduling counts on all drafts of the passes under way; 0 without drafts or with it off.
+    """
+    passes = int(config.max_concurrent_batches) if config.scheduler_config.async_scheduling else 1
+    return (passes - 1) * drafts(config)
 
 
 def source_digest() -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
-from dataclasses import replace
 from typing import Any, Final, Protocol
 
 from vllm.exceptions import VLLMClientError, VLLMError
@@ -24,10 +23,10 @@ from steercap.adapters.arguments import (
     CONFIG_KEY,
     check_heads,
     check_supported,
-    drafting,
     expected_family,
     overshoot,
     read_arguments,
+    remade,
     worker_config,
 )
 from steercap.adapters.connection import FRESH_SECONDS, Connection
@@ -157,9 +156,8 @@ class VllmEngine:
             needed: dict[str, Any] = attention_for(config)
             if unserved := torchvision.unserved_media(config):
                 needed["limit_mm_per_prompt"] = {**args.limit_mm_per_prompt, **dict.fromkeys(unserved, 0)}
-            needed |= drafting(args, config)
             if needed:
-                config = replace(args, **needed).create_engine_config()
+                config = remade(args, config, needed)
         except Exception as error:
             raise ModelNotLoaded(f"vLLM cannot load {model!r}: {error}") from error
         require("VllmConfig", config)

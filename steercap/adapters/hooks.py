@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader import base_loader
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from steercap.adapters import RUNTIME_ATTRIBUTE
-from steercap.adapters.arguments import armed_points, candidate_of, tap_sizes
+from steercap.adapters.arguments import ahead, armed_points, candidate_of, tap_sizes
 from steercap.adapters.lora import without_adapters
 from steercap.adapters.modules import attention_rules, choosing
 from steercap.adapters.observing import Observations, ends_of
@@ -315,6 +315,7 @@ def attach(runner: Any) -> None:
         attention=rules,
         samples=last,
         longest=model_config.max_model_len,
+        ahead=ahead(config),
     )
     setattr(runner, RUNTIME_ATTRIBUTE, runtime)
     bind(taps)

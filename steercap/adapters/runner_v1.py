@@ -184,6 +184,7 @@ def _preprocess(original: Callable[[], Any], runner: Any, scheduler_output: Any,
             num_tokens=int(counts.sum()),
             token_ids=runner.input_ids.gpu,
             positions=runner.positions,
+            ahead=np.full(requests, runtime.ahead) if runtime.ahead else None,
         )
     )
     return prepared

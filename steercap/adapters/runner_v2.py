@@ -44,6 +44,10 @@ def _load_model(original: Callable[[], Any], runner: Any, *_args: Any, **_option
 def _prepare_inputs(original: Callable[[], Any], runner: Any, *_args: Any, **_options: Any) -> Any:
     batch = original()
     runtime: Runtime = getattr(runner, RUNTIME_ATTRIBUTE)
+    ahead = None
+    if runtime.ahead:
+        ahead = np.full(len(batch.req_ids), runtime.ahead)
+        ahead[getattr(batch, "is_prefilling_np", slice(0))] = 0  # not in older releases
     runtime.begin_step(
         BatchRows(
             request_ids=batch.req_ids,
@@ -52,6 +56,7 @@ def _prepare_inputs(original: Callable[[], Any], runner: Any, *_args: Any, **_op
             num_tokens=batch.num_tokens,
             token_ids=batch.input_ids,
             positions=batch.positions,
+            ahead=ahead,
         )
     )
     return batch

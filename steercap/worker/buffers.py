@@ -83,8 +83,8 @@ class ChunkedBuffer(ArenaBuffer):
         stop, origin = self._places.block(row)
         return min(end, stop + self._base + shift), origin - (shift + self._base) * self._record
 
-    def mark_computed(self, start: int, stop: int) -> None:
-        super().mark_computed(start, stop)
+    def mark_computed(self, start: int, stop: int, rows: int) -> None:
+        super().mark_computed(start, stop, rows)
         self._saved = min(self._saved, int(self._ranks[start]))
 
     def _save(self, stop: int) -> None:

@@ -134,9 +134,9 @@ class CaptureBuffer(ABC):
     def _take_ahead(self, start: int, end: int, shift: int) -> tuple[int, int | None]:
         """Compute the result of `ahead` for captured positions [start, end); their row numbers are position - shift."""
 
-    def mark_computed(self, start: int, stop: int) -> None:
-        """Count positions [start, stop) as captured, at the places that `ahead` predicted."""
-        self.writes += stop - start
+    def mark_computed(self, start: int, stop: int, rows: int) -> None:  # noqa: ARG002 -- for subclasses
+        """Count positions [start, stop) as captured, in `rows` rows at the places that `ahead` predicted."""
+        self.writes += rows
 
     @abstractmethod
     def reads(self, total: int) -> int:
@@ -271,8 +271,8 @@ class ArenaBuffer(CaptureBuffer):
         stop, origin = self._places.block(start - shift)
         return min(end, stop + shift), origin - shift * self._record
 
-    def mark_computed(self, start: int, stop: int) -> None:
-        super().mark_computed(start, stop)
+    def mark_computed(self, start: int, stop: int, rows: int) -> None:
+        super().mark_computed(start, stop, rows)
         self._last = max(self._last, int(self._ranks[stop - 1]) + 1)
 
     def reads(self, total: int) -> int:

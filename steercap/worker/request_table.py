@@ -126,13 +126,17 @@ class RequestTable:
     def __init__(self, programs: Programs, layouts: Layouts) -> None:
         self._programs = programs
         self._layouts = layouts
-        #: Prediction of each request: its tokens from position `next` up to `stop`, which is excluded, have the work
+        #: Prediction of each request: its tokens from position `first` up to `stop`, which is excluded, have the work
         #: that its column of `work` says, as a step's table does, but with the line of position 0; or, if it is not
-        #: `busy`, none.
+        #: `busy`, none. Those below `next` were computed before, as drafts that may have been rejected.
+        self._first: Ints = np.zeros(64, dtype=np.int64)
         self._next: Ints = np.zeros(64, dtype=np.int64)
         self._stop: Ints = np.zeros(64, dtype=np.int64)
         self._busy = np.zeros(64, dtype=np.bool_)
         self._work: Ints = np.full((COLUMNS, 64), NONE, dtype=np.int64)
+        #: Tokens that were computed again, and the lowest of their positions, since the last `flush` of the request.
+        self._again: Ints = np.zeros(64, dtype=np.int64)
+        self._lowest: Ints = np.full(64, NEVER, dtype=np.int64)
         self._tracked: list[Tracked | None] = [None] * len(self._next)
         self._holding = np.zeros(len(self._next), dtype=np.bool_)  # True where the request's rows are held
         #: Token id that the model read at each position of each request that keeps rows, NONE where it read none.
@@ -177,7 +181,9 @@ class RequestTable:
         self._indices[request_id] = tracked.index
         self._last = None
         self._owners[tracked.owner] = tracked
-        self._next[tracked.index] = self._stop[tracked.index] = 0
+        for numbers in (self._first, self._next, self._stop, self._again):
+            numbers[tracked.index] = 0
+        self._lowest[tracked.index] = NEVER
         if (capture_buffer := tracked.capture_buffer) is not None:
             if capture_buffer.limit > self._token_ids.shape[1]:
                 self._widen(capture_buffer.limit)
@@ -217,14 +223,18 @@ class RequestTable:
     def flush(self, tracked: Tracked) -> None:
         """Report to a request's capture buffer and steering state the tokens that were handled in the array alone."""
         self._sync_positions()
-        reached = NONE if tracked.index == NONE else int(self._next[tracked.index])
-        if reached <= tracked.run_from:
+        if (index := tracked.index) == NONE:
             return
-        if tracked.capture_buffer is not None and self._work[DEVICE + LAYOUT, tracked.index] != NONE:
-            tracked.capture_buffer.mark_computed(tracked.run_from, reached)
+        reached, again = int(self._next[index]), int(self._again[index])
+        if reached <= tracked.run_from and not again:
+            return
+        start = min(tracked.run_from, int(self._lowest[index]))
+        if tracked.capture_buffer is not None and self._work[DEVICE + LAYOUT, index] != NONE:
+            tracked.capture_buffer.mark_computed(start, reached, reached - tracked.run_from + again)
         if tracked.steered is not None:
-            tracked.steered.mark_computed(tracked.run_from, reached)
+            tracked.steered.mark_computed(start, reached)
         tracked.run_from = reached
+        self._again[index], self._lowest[index] = 0, NEVER
 
     def stop_keeping(self, tracked: Tracked) -> None:
         """Stop capturing rows of a request; its steering goes on. The caller frees the rows' pages."""
@@ -255,13 +265,15 @@ class RequestTable:
 
     # The pass
 
+    def follows(self, batch: BatchRows) -> bool:
+        """Return whether any request of a batch is in the table."""
+        return bool(self._indices and batch.request_ids and len(self._find_all(tuple(batch.request_ids))[0]))
+
     def make_step(self, batch: BatchRows) -> Step | None:
         """Build the step of a pass: what is captured and edited, token by token; None if nothing is."""
-        if not self._indices or not len(batch.request_ids):
+        if not self.follows(batch):
             return None
         tracked, indices = self._find_all(tuple(batch.request_ids))
-        if not len(tracked):
-            return None
         if self._steady is not None:
             if (step := self._steady.next(batch)) is not None:
                 self._begun += 1
@@ -291,7 +303,11 @@ class RequestTable:
             starts, counts, first_tokens = starts[tracked], counts[tracked], first_tokens[tracked]
         ends = starts + counts
         # Requests whose prediction covers all tokens in this pass.
-        alike = (starts == self._next[indices]) & (ends <= self._stop[indices])
+        reached, within = self._next[indices], ends <= self._stop[indices]
+        alike = (starts == reached) & within
+        if not alike.all() and (repeat := (starts < reached) & (self._first[indices] <= starts) & within).any():
+            self._compute_again(indices[repeat], starts[repeat], ends[repeat])
+            alike |= repeat
         others = []
         for other in (~alike).nonzero()[0].tolist():
             index = int(indices[other])
@@ -301,13 +317,13 @@ class RequestTable:
             else:
                 others.append(other)
         if not others:
-            self._next[indices] = ends
+            self._next[indices] = np.maximum(self._next[indices], ends)
             step = self._alike_tokens(indices, starts, counts, first_tokens, num_tokens=num_tokens)
-            if len(step) and num_tokens == len(batch.counts):
+            if len(step) and num_tokens == len(batch.counts) and (self._next[indices] == ends).all():
                 left = int((self._stop[indices] - ends).min())
                 self._steady = SteadyDecode(tracked, indices, batch.starts + 1, left, step)
             return step if len(step) else None
-        self._next[indices[alike]] = ends[alike]
+        self._next[indices[alike]] = np.maximum(self._next[indices[alike]], ends[alike])
         own = [numbers[alike] for numbers in (indices, starts, counts, first_tokens)]
         parts = [self._alike_tokens(*own, num_tokens=num_tokens)]
         for other in others:
@@ -317,6 +333,11 @@ class RequestTable:
                 parts.append(part)
         parts = [part for part in parts if len(part)]
         return Step.joined(parts) if parts else None
+
+    def _compute_again(self, indices: Ints, starts: Ints, ends: Ints) -> None:
+        """Count tokens that some requests compute again, after drafts were rejected: int64 [requests] each."""
+        self._again[indices] += np.minimum(self._next[indices], ends) - starts
+        self._lowest[indices] = np.minimum(self._lowest[indices], starts)
 
     def _find_all(self, names: tuple[str, ...]) -> tuple[Ints, Ints]:
         """Return the batch indices and the table indices of the tracked requests: int64 [tracked requests] each."""
@@ -402,7 +423,8 @@ class RequestTable:
                 slot = steered.steering.slot
                 work[DEVICE + SLOT], work[DEVICE + MASK] = slot, mask
                 work[EDITS] = self._programs.checksum(slot, mask)
-        self._next[request.index], self._stop[request.index] = start, stop
+        self._first[request.index] = self._next[request.index] = start
+        self._stop[request.index] = stop
         self._busy[request.index] = max(work[DEVICE + LAYOUT], work[DEVICE + SLOT]) != NONE
 
     def totals(self, wanted: Iterable[Wanted]) -> Ints:
@@ -442,7 +464,10 @@ class RequestTable:
 
     def _grow(self) -> None:
         size = len(self._next)
-        self._next, self._stop = (np.concatenate([one, np.zeros_like(one)]) for one in (self._next, self._stop))
+        self._first, self._next, self._stop, self._again, self._lowest = (
+            np.concatenate([one, np.zeros_like(one)])  # `enter` writes them
+            for one in (self._first, self._next, self._stop, self._again, self._lowest)
+        )
         self._busy = np.concatenate([self._busy, np.zeros_like(self._busy)])
         self._work = np.concatenate([self._work, np.full_like(self._work, NONE)], axis=1)
         self._tracked += [None] * size

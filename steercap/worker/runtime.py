@@ -99,6 +99,7 @@ class Runtime:
         attention: attention rules of the layers whose queries and keys are armed, by layer.
         samples: True on the last pipeline stage, where logits are computed.
         longest: maximum tokens of a sequence.
+        ahead: maximum number of positions by which a request is scheduled ahead of the device; see `BatchRows`.
     """
 
     def __init__(
@@ -114,8 +115,10 @@ class Runtime:
         attention: Mapping[int, AttentionRule] = MappingProxyType({}),
         samples: bool = True,
         longest: int = LONGEST,
+        ahead: int = 0,
     ) -> None:
         self.taps = taps
+        self.ahead: Final = ahead
         self._longest = longest
         self._loaded = loaded
         self._unembed = unembed
@@ -204,6 +207,8 @@ class Runtime:
         self._steps += 1
         if (blocking := self.taps.blocking) is not None:
             self._take_completed(blocking)
+        if batch.ahead is not None and self._request_table.follows(batch):
+            batch = batch.settled()
         if self._samples:
             self.biasing.begin(batch)
         step = self._request_table.make_step(batch)

@@ -35,6 +35,8 @@ class BatchRows(NamedTuple):
         num_tokens: sum of `counts`.
         token_ids: token ids that the model reads, [num_tokens] or longer, on the model's device.
         positions: positions that the model reads, [num_tokens] or longer, on the model's device.
+        ahead: number of positions by which each start may be ahead of the device's, since asynchronous scheduling
+            counts on all drafts in flight: integers [requests]; None where all starts are exact.
     """
 
     request_ids: Sequence[str]
@@ -43,6 +45,19 @@ class BatchRows(NamedTuple):
     num_tokens: int
     token_ids: torch.Tensor
     positions: torch.Tensor
+    ahead: npt.NDArray[np.integer] | None = None
+
+    def settled(self) -> BatchRows:
+        """Return the batch with the starts that the device has, after waiting for the passes before it.
+
+        A start that rejected drafts do not explain stays as scheduled, so that the pass's report fails its request.
+        """
+        if self.ahead is None or not self.ahead.any():
+            return self
+        scheduled, counts = self.starts.astype(np.int64), self.counts.astype(np.int64)
+        read = self.positions[: self.num_tokens].cpu().numpy()[counts.cumsum() - counts]
+        explained = (read <= scheduled) & (scheduled <= read + self.ahead)
+        return self._replace(starts=np.where(explained, read, scheduled), ahead=None)
 
 
 class StepColumn:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import LlamaConfig
 
-from steercap.adapters.arguments import check_supported, drafting, read_arguments
+from steercap.adapters.arguments import ahead, check_supported, overshoot, read_arguments, remade
 from steercap.errors import UnsupportedRunner
 
 
@@ -30,26 +29,25 @@ def reading(tmp_path: Path) -> Callable[..., Any]:
         {"spec_method": "ngram", "spec_tokens": 2},
     ],
 )
-def test_drafts_are_scheduled_when_positions_are_known(reading, given) -> None:
-    """However they were asked for; and vLLM takes the arguments a second time."""
+def test_vllm_takes_arguments_with_drafts_twice(reading, given) -> None:
+    """However they were asked for."""
     args = reading(**given)
-    needed = drafting(args, args.create_engine_config())
-    assert needed["async_scheduling"] is False
-    config = replace(args, **needed).create_engine_config()
+    config = remade(args, args.create_engine_config(), {"max_num_seqs": 7})
     assert config.speculative_config.num_speculative_tokens == 2
-    assert not config.scheduler_config.async_scheduling
+    assert config.scheduler_config.max_num_seqs == 7
     check_supported(config)
 
 
-def test_what_a_user_asked_for_is_refused_not_changed(reading) -> None:
-    """Asynchronous scheduling, of an engine that drafts; one that drafts nothing needs nothing."""
-    args = reading(speculative_config={"method": "ngram", "num_speculative_tokens": 2})
-    config = args.create_engine_config()
-    assert "async_scheduling" not in drafting(replace(args, async_scheduling=True), config)
-    config.scheduler_config.async_scheduling = True
-    with pytest.raises(UnsupportedRunner, match="async_scheduling=True schedules positions"):
-        check_supported(config)
-    assert drafting(args, reading().create_engine_config()) == {}
+@pytest.mark.parametrize(
+    ("drafts", "asynchronous", "ahead_by", "past_end"), [(2, True, 2, 5), (2, False, 0, 2), (0, True, 0, 1)]
+)
+def test_passes_are_scheduled_ahead_of_drafts(reading, drafts, asynchronous, ahead_by, past_end) -> None:
+    """With asynchronous scheduling alone, by the drafts of the pass before."""
+    given = {"speculative_config": {"method": "ngram", "num_speculative_tokens": drafts}} if drafts else {}
+    config = reading(**given).create_engine_config()
+    config.scheduler_config.async_scheduling = asynchronous
+    assert (ahead(config), overshoot(config)) == (ahead_by, past_end)
+    check_supported(config)
 
 
 @pytest.mark.parametrize("mode", ["raw_logits", "processed_logits"])

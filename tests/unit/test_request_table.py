@@ -42,10 +42,11 @@ CONFIGURATION = Configuration(
 
 @dataclass
 class Running:
-    """A request of the engine, and how far it got."""
+    """A request of the engine, how far it got, and how often a row of it was captured."""
 
     plan: Plan
     at: int = 0
+    rows: int = 0
 
 
 def configured() -> Runtime:
@@ -125,15 +126,25 @@ def compare(runtime: Runtime, step: Step | None, parts: list[tuple[Running | Non
     return len(found)
 
 
-def some_count(rng: np.random.Generator, request: Running) -> int:
-    """Chunks of a prompt, drafts, or most often one token."""
+def some_count(rng: np.random.Generator, request: Running, drafted: float) -> int:
+    """Chunks of a prompt, drafts, or one token."""
     if request.at < request.plan.prompt_len:
         return int(rng.integers(1, 9))
-    return int(rng.integers(2, 5)) if rng.random() < 0.08 else 1
+    return int(rng.integers(2, 5)) if rng.random() < drafted else 1
 
 
+def rows_written(runtime: Runtime, request: Running) -> int | None:
+    """The rows of a request that were written so far; None if none are captured, or they were given back."""
+    tracked = runtime._request_table.find(Owner(request.plan.key, 0))
+    if tracked is None or tracked.capture_buffer is None:
+        return None
+    runtime._request_table.flush(tracked)
+    return tracked.capture_buffer.writes
+
+
+@pytest.mark.parametrize("drafted", [0.08, 0.9], ids=["few", "most"])
 @pytest.mark.parametrize("seed", range(6))
-def test_each_token_has_the_work_of_its_own_plan_whatever_changes(seed) -> None:
+def test_each_token_has_the_work_of_its_own_plan_whatever_changes(seed, drafted) -> None:
     """Requests come, go, are preempted, drafted and rejected, given back, moved in the batch, and some have no plan."""
     rng = np.random.default_rng(seed)
     runtime = configured()
@@ -145,7 +156,9 @@ def test_each_token_has_the_work_of_its_own_plan_whatever_changes(seed) -> None:
             name, made = f"r{made}", made + 1
             running[name] = Running(some_plan(rng, name))
             runtime.register(name, running[name].plan.encode(), 0)
-        batch_of = [(name, some_count(rng, request)) for name, request in running.items() if rng.random() < 0.97]
+        batch_of = [
+            (name, some_count(rng, request, drafted)) for name, request in running.items() if rng.random() < 0.97
+        ]
         if number % 5 == 0:
             batch_of += [(f"x{number}", 3)]  # of no plan of steercap's
             rng.shuffle(batch_of)
@@ -161,9 +174,13 @@ def test_each_token_has_the_work_of_its_own_plan_whatever_changes(seed) -> None:
         if step is not None:
             runtime.taps.accumulators.update(step)
             table.complete(1)
-        for name, count in zip(names, counts, strict=True):
+        for name, start, count in zip(names, starts, counts, strict=True):
             if (request := running.get(name)) is None:
                 continue
+            if request.plan.capture is not None:
+                request.rows += int(selected(request.plan.capture.ranges, LIMIT)[start : start + count].sum())
+                if rng.random() < 0.3:
+                    assert rows_written(runtime, request) in {None, request.rows}
             request.at += 1 + int(rng.integers(0, count)) if request.at >= request.plan.prompt_len else count
             chance = rng.random()
             if chance < 0.02:

@@ -1,0 +1,192 @@
+"""Drafts with asynchronous scheduling: passes are scheduled before it is known which drafts of the last were accepted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.bench import POINTS, WIDTH, Bench
+from workers import KINDS, batch, device_of, tap
+
+from steercap.core.messages import Collect, Configure, Configured, GetSteeringRecord, Owner, Placed, Vectors, Wanted
+from steercap.core.plan import CapturePlan, Plan
+from steercap.core.program import Blob, Configuration, Entry, Response, SteeringPlan, blob_digest
+from steercap.core.schema import RAW
+from steercap.core.tokens import Range, selected
+
+DRAFTS, ADDED = 3, 500.0
+VECTOR = np.full(WIDTH, ADDED, dtype=np.float32).tobytes()
+CONFIGURATION = Configuration(
+    (Entry(0, (0, 2), 0, 0, response=Response(offset=1.0)),), (Blob(blob_digest(VECTOR, 1), 1),), 1, 0
+)
+
+
+@pytest.fixture(params=KINDS, autouse=True)
+def kind(request):
+    Bench.kind = request.param
+    return request.param
+
+
+@dataclass
+class Running:
+    """A request as the engine sees it.
+
+    Args:
+        plan: its plan.
+        at: position of its next pass's first token on the device.
+        scheduled: the same as the scheduler has it, which counts on drafts in flight.
+        prompt: number of positions to prefill; after a preemption also those of generated tokens.
+    """
+
+    plan: Plan
+    at: int = 0
+    scheduled: int = 0
+    prompt: int = 0
+
+    @property
+    def prefills(self) -> bool:
+        return self.at < self.prompt
+
+    @property
+    def number(self) -> int:
+        return int(self.plan.key[1:])
+
+
+class Engine:
+    """An engine that drafts, over a runtime whose taps are called by hand; each row says whose it is, and if a draft's."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.rng = rng
+        self.bench = Bench(8 << 20)
+        vectors = Vectors(CONFIGURATION.blobs[0].digest, (5,), VECTOR)
+        assert self.bench.ask(Configure((vectors,), (Placed(0, CONFIGURATION, ((5,),)),))) == Configured(())
+        self.running: dict[str, Running] = {}
+        self.made = 0
+
+    def begin(self, capture: CapturePlan | None, steering: SteeringPlan | None, prompt: int, limit: int) -> Running:
+        self.made += 1
+        plan = Plan(f"r{self.made}", prompt, limit, capture=capture, steering=steering)
+        self.bench.runtime.register(plan.key, plan.encode(), 0)
+        self.running[plan.key] = request = Running(plan, prompt=prompt)
+        return request
+
+    def step(self, names: list[str], wrong: str | None = None) -> None:
+        """Run a pass of some requests; the positions on the device of `wrong` are not what drafts explain."""
+        parts = []
+        for name in names:
+            one = self.running[name]
+            left = one.prompt - one.at
+            count = int(self.rng.integers(1, left + 1)) if one.prefills else 1 + DRAFTS
+            parts.append((one, count))
+        positions = np.concatenate(
+            [
+                np.arange(one.at, one.at + count) - (name == wrong) * 9
+                for name, (one, count) in zip(names, parts, strict=True)
+            ]
+        )
+        accepted = [count if one.prefills else 1 + int(self.rng.integers(0, DRAFTS + 1)) for one, count in parts]
+        rejected = np.concatenate([np.arange(count) >= held for (_, count), held in zip(parts, accepted, strict=True)])
+        owner = np.concatenate([np.full(count, one.number) for one, count in parts])
+        starts = [one.scheduled for one, _ in parts]
+        given = batch(
+            self.bench.kind, names, starts, [count for _, count in parts], positions + 7 + 1000 * rejected, positions
+        )
+        ahead = np.array([0 if one.prefills else DRAFTS for one, _ in parts])
+        self.bench.runtime.begin_step(given._replace(ahead=ahead))
+        values = torch.from_numpy(owner * 1000.0 + positions + 0.25 * rejected)[:, None].expand(-1, WIDTH)
+        for point in range(POINTS):
+            rows = (values + point / 10).to(torch.float32).contiguous().to(device_of(self.bench.kind))
+            tap(self.bench.runtime, rows, torch.zeros_like(rows), point)
+        self.bench.runtime.end_step()
+        for (one, count), held in zip(parts, accepted, strict=True):
+            one.at, one.scheduled = one.at + held, one.at + count
+
+    def end(self, request: Running) -> None:
+        self.bench.runtime.end_requests([request.plan.key])
+        del self.running[request.plan.key]
+
+    async def check(self, request: Running, total: int) -> None:
+        """Compare the rows, labels and edits of a request's first `total` tokens with what they must be."""
+        plan, owner = request.plan, Owner(request.plan.key, 0)
+        scope = (
+            np.zeros(total, dtype=bool)
+            if plan.steering is None
+            else selected(plan.steering.scopes[0], plan.limit)[:total]
+        )
+        if plan.steering is not None:
+            (record,) = self.bench.ask(GetSteeringRecord((Wanted(owner, total),), (False,))).records
+            assert record.failure is None
+            assert record.rows == (2 * int(scope.sum()),)
+        if plan.capture is None or plan.capture.reduce:
+            return
+        kept = np.flatnonzero(selected(plan.capture.ranges, plan.limit)[:total])
+        captured, rows = await self.bench.rows(plan.key, total)
+        assert captured.failure is None
+        assert np.frombuffer(captured.positions, dtype=np.int64).tolist() == kept.tolist()
+        assert np.frombuffer(captured.token_ids, dtype=np.int64).tolist() == (kept + 7).tolist()
+        for point in range(POINTS):
+            added = ADDED * scope[kept] * (point in {0, 2})
+            wanted = torch.from_numpy(request.number * 1000.0 + kept + point / 10 + added)
+            torch.testing.assert_close(rows[point][:, 0], wanted.to(torch.float32))
+
+
+def some_ranges(rng: np.random.Generator, limit: int) -> tuple[Range, ...]:
+    first, last = sorted(rng.integers(0, limit, 2).tolist())
+    return ((Range(0, None),), (Range(first, last + 1),), (Range(first, None),))[rng.integers(0, 3)]
+
+
+def some_request(rng: np.random.Generator, engine: Engine) -> Running:
+    prompt = int(rng.integers(1, 12))
+    limit = prompt + int(rng.integers(1, 60))
+    reduce = "sum" if rng.random() < 0.1 else None
+    capture: Any = CapturePlan((0, 1, 2), some_ranges(rng, limit), reduce, RAW)
+    steering: Any = SteeringPlan(0, CONFIGURATION.digest, b"id%d" % engine.made, (some_ranges(rng, limit),), ())
+    some = rng.random()
+    return engine.begin(capture if some < 0.7 else None, steering if some > 0.4 else None, prompt, limit)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_rows_and_edits_are_those_of_the_positions_that_were_computed(seed) -> None:
+    """Requests come, go, are preempted and moved in the batch; any number of each pass's drafts is rejected."""
+    rng = np.random.default_rng(seed)
+    engine = Engine(rng)
+    checked = 0
+    for _ in range(120):
+        while len(engine.running) < 4 or rng.random() < 0.1:
+            some_request(rng, engine)
+        names = [name for name in engine.running if rng.random() < 0.95]
+        rng.shuffle(names)
+        if not names:
+            continue
+        engine.step(names)
+        for name in names:
+            request = engine.running[name]
+            if request.at >= request.plan.limit + int(rng.integers(0, 2 * DRAFTS)):
+                engine.end(request)
+                await engine.check(request, request.plan.limit)
+                engine.bench.ask(Collect(()), (Owner(name, 0),))
+                checked += 1
+            elif rng.random() < 0.02:
+                request.prompt, request.at = max(request.at, request.prompt), int(rng.integers(0, 3))
+                request.scheduled = request.at
+            elif rng.random() < 0.1:
+                await engine.check(request, min(request.at, request.plan.limit))
+    assert checked > 20
+
+
+async def test_positions_that_no_draft_explains_fail_their_request() -> None:
+    """Of two requests in a pass, the device has one at a position that is further off than drafts could be."""
+    engine = Engine(np.random.default_rng(1))
+    capture = CapturePlan((0, 1, 2), (Range(0, None),), None, RAW)
+    one, two = (engine.begin(capture, None, 4, 60) for _ in range(2))
+    while one.prefills or two.prefills:
+        engine.step([name for name, request in engine.running.items() if request.prefills])
+    for _ in range(8):
+        engine.step(["r1", "r2"])
+    engine.step(["r1", "r2"], wrong="r2")
+    await engine.check(one, one.at)
+    (captured,) = engine.bench.ask(Collect((Wanted(Owner("r2", 0), two.at),))).shares
+    assert "the runner computes position" in captured.failure
