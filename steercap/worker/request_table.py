@@ -137,6 +137,10 @@ class RequestTable:
         #: Tokens that were computed again, and the lowest of their positions, since the last `flush` of the request.
         self._again: Ints = np.zeros(64, dtype=np.int64)
         self._lowest: Ints = np.full(64, NEVER, dtype=np.int64)
+        #: Lowest position at which each request's next pass can begin, where passes are scheduled ahead of the device.
+        self._least: Ints = np.zeros(64, dtype=np.int64)
+        #: Maximum number of positions of each request.
+        self._limit: Ints = np.zeros(64, dtype=np.int64)
         self._tracked: list[Tracked | None] = [None] * len(self._next)
         self._holding = np.zeros(len(self._next), dtype=np.bool_)  # True where the request's rows are held
         #: Token id that the model read at each position of each request that keeps rows, NONE where it read none.
@@ -181,10 +185,13 @@ class RequestTable:
         self._indices[request_id] = tracked.index
         self._last = None
         self._owners[tracked.owner] = tracked
-        for numbers in (self._first, self._next, self._stop, self._again):
+        for numbers in (self._first, self._next, self._stop, self._again, self._least):
             numbers[tracked.index] = 0
         self._lowest[tracked.index] = NEVER
+        if tracked.steered is not None:
+            self._limit[tracked.index] = tracked.steered.limit
         if (capture_buffer := tracked.capture_buffer) is not None:
+            self._limit[tracked.index] = capture_buffer.limit
             if capture_buffer.limit > self._token_ids.shape[1]:
                 self._widen(capture_buffer.limit)
             self._token_ids[tracked.index, : capture_buffer.limit] = NONE
@@ -210,7 +217,7 @@ class RequestTable:
             token_ids: token id that the model read at each token of the step, int64 [tracked].
         """
         requests, positions = step.requests, step.positions
-        kept = step.kept & self._holding[requests]
+        kept = step.kept & self._holding[requests] & (positions < self._token_ids.shape[1])
         if not kept.all():
             requests, positions, token_ids = requests[kept], positions[kept], token_ids[kept]
         self._token_ids[requests, positions] = token_ids
@@ -230,7 +237,8 @@ class RequestTable:
             return
         start = min(tracked.run_from, int(self._lowest[index]))
         if tracked.capture_buffer is not None and self._work[DEVICE + LAYOUT, index] != NONE:
-            tracked.capture_buffer.mark_computed(start, reached, reached - tracked.run_from + again)
+            rows, limit = reached - tracked.run_from + again, tracked.capture_buffer.limit
+            tracked.capture_buffer.mark_computed(min(start, limit - 1), min(reached, limit), rows)
         if tracked.steered is not None:
             tracked.steered.mark_computed(start, reached)
         tracked.run_from = reached
@@ -275,7 +283,7 @@ class RequestTable:
             return None
         tracked, indices = self._find_all(tuple(batch.request_ids))
         if self._steady is not None:
-            if (step := self._steady.next(batch)) is not None:
+            if batch.ahead is None and (step := self._steady.next(batch)) is not None:
                 self._begun += 1
                 return step
             self._end_steady()
@@ -301,25 +309,18 @@ class RequestTable:
         first_tokens, num_tokens = behind - counts, int(behind[-1])
         if len(tracked) < len(starts):
             starts, counts, first_tokens = starts[tracked], counts[tracked], first_tokens[tracked]
-        ends = starts + counts
+        starts, lowest = self._starts(batch, tracked, indices, starts, counts)
+        ends, loose = starts + counts, lowest < starts
         # Requests whose prediction covers all tokens in this pass.
         reached, within = self._next[indices], ends <= self._stop[indices]
-        alike = (starts == reached) & within
-        if not alike.all() and (repeat := (starts < reached) & (self._first[indices] <= starts) & within).any():
-            self._compute_again(indices[repeat], starts[repeat], ends[repeat])
-            alike |= repeat
-        others = []
-        for other in (~alike).nonzero()[0].tolist():
-            index = int(indices[other])
-            self._predict(self.at(index), int(starts[other]))
-            if ends[other] <= self._stop[index]:
-                alike[other] = True
-            else:
-                others.append(other)
+        alike = (starts == reached) & within & ~loose
+        others = [] if alike.all() else self._differing(alike, indices, starts, ends, lowest)
         if not others:
             self._next[indices] = np.maximum(self._next[indices], ends)
             step = self._alike_tokens(indices, starts, counts, first_tokens, num_tokens=num_tokens)
-            if len(step) and num_tokens == len(batch.counts) and (self._next[indices] == ends).all():
+            if batch.ahead is not None:
+                self._bound(step, indices, lowest, loose)
+            elif len(step) and num_tokens == len(batch.counts) and (self._next[indices] == ends).all():
                 left = int((self._stop[indices] - ends).min())
                 self._steady = SteadyDecode(tracked, indices, batch.starts + 1, left, step)
             return step if len(step) else None
@@ -332,12 +333,68 @@ class RequestTable:
             if part is not None:
                 parts.append(part)
         parts = [part for part in parts if len(part)]
-        return Step.joined(parts) if parts else None
+        if not parts:
+            return None
+        step = Step.joined(parts)
+        self._bound(step, indices, lowest, loose)
+        return step
 
-    def _compute_again(self, indices: Ints, starts: Ints, ends: Ints) -> None:
-        """Count tokens that some requests compute again, after drafts were rejected: int64 [requests] each."""
-        self._again[indices] += np.minimum(self._next[indices], ends) - starts
-        self._lowest[indices] = np.minimum(self._lowest[indices], starts)
+    def _starts(self, batch: BatchRows, tracked: Ints, indices: Ints, starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
+        """Return where the tracked requests begin a pass, and the lowest positions at which they may: int64 [requests].
+
+        The two are alike unless the pass is scheduled ahead of the device. If the work of a token depends on which of
+        these positions it is, or a running reduction does, this waits for the device's positions.
+        """
+        if batch.ahead is None:
+            return starts, starts
+        ahead, lowest = batch.ahead[tracked], starts
+        if not batch.exact:
+            lowest = np.minimum(np.maximum(starts - ahead, self._least[indices]), starts)
+        if not self._covers(indices, lowest, starts, starts + counts):
+            starts = lowest = batch.settled().starts[tracked]
+        self._least[indices] = np.where(ahead > 0, lowest + 1, starts + counts)
+        return starts, lowest
+
+    def _differing(
+        self, alike: npt.NDArray[np.bool_], indices: Ints, starts: Ints, ends: Ints, lowest: Ints
+    ) -> list[int]:
+        """Return the places of the requests in a pass that no prediction covers; mark all others in `alike`.
+
+        Arguments are as in `_step_of`, bool and int64 [requests].
+        """
+        reached, within = self._next[indices], ends <= self._stop[indices]
+        repeat = (lowest < starts) | ((starts < reached) & (self._first[indices] <= starts) & within)
+        # Tokens that are computed again, after drafts were rejected.
+        again = indices[repeat]
+        self._again[again] += np.minimum(self._next[again], ends[repeat]) - starts[repeat]
+        self._lowest[again] = np.minimum(self._lowest[again], lowest[repeat])
+        alike |= repeat
+        others = []
+        for other in (~alike).nonzero()[0].tolist():
+            index = int(indices[other])
+            self._predict(self.at(index), int(starts[other]))
+            if ends[other] <= self._stop[index]:
+                alike[other] = True
+            else:
+                others.append(other)
+        return others
+
+    def _covers(self, indices: Ints, lowest: Ints, starts: Ints, ends: Ints) -> bool:
+        """Return whether one prediction covers each request's tokens wherever it starts, if that is not known.
+
+        Tokens past a request's limit are treated as those before; their rows are dropped once positions are known.
+        """
+        stops, reduced = self._stop[indices], self._work[ACCUMULATOR, indices] != NONE
+        fits = (self._first[indices] <= lowest) & (lowest <= self._next[indices]) & ~reduced
+        fits &= (ends <= stops) | (stops == self._limit[indices])
+        return bool((fits | (lowest == starts)).all())
+
+    def _bound(self, step: Step, indices: Ints, lowest: Ints, loose: npt.NDArray[np.bool_]) -> None:
+        """Note in a step where its requests may begin the pass, and where their rows end, if they are `loose`."""
+        if loose.any() and len(step):
+            bounds = np.full((2, len(self._next)), NEVER, dtype=np.int64)
+            bounds[0, indices], bounds[1, indices] = lowest, np.where(loose, self._stop[indices], NEVER)
+            step.bounds = bounds[:, step.requests]
 
     def _find_all(self, names: tuple[str, ...]) -> tuple[Ints, Ints]:
         """Return the batch indices and the table indices of the tracked requests: int64 [tracked requests] each."""
@@ -464,10 +521,8 @@ class RequestTable:
 
     def _grow(self) -> None:
         size = len(self._next)
-        self._first, self._next, self._stop, self._again, self._lowest = (
-            np.concatenate([one, np.zeros_like(one)])  # `enter` writes them
-            for one in (self._first, self._next, self._stop, self._again, self._lowest)
-        )
+        for name in ("_first", "_next", "_stop", "_again", "_lowest", "_least", "_limit"):  # `enter` writes the rest
+            setattr(self, name, np.concatenate([getattr(self, name), np.zeros(size, dtype=np.int64)]))
         self._busy = np.concatenate([self._busy, np.zeros_like(self._busy)])
         self._work = np.concatenate([self._work, np.full_like(self._work, NONE)], axis=1)
         self._tracked += [None] * size

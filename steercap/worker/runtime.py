@@ -207,7 +207,7 @@ class Runtime:
         self._steps += 1
         if (blocking := self.taps.blocking) is not None:
             self._take_completed(blocking)
-        if batch.ahead is not None and self._request_table.follows(batch):
+        if self.biasing:  # biases go by position, before the pass's report
             batch = batch.settled()
         if self._samples:
             self.biasing.begin(batch)
@@ -309,7 +309,7 @@ class Runtime:
             if (tracked := self._request_table.find(item.owner)) is not None:
                 self._request_table.flush(tracked)
         totals, pending = self._request_table.totals(wanted), reversed(self.taps.pending)
-        self._take_completed(next((step for step in pending if (step.positions < totals[step.requests]).any()), None))
+        self._take_completed(next((step for step in pending if (step.lowest < totals[step.requests]).any()), None))
 
     # The client's calls
 

@@ -66,7 +66,7 @@ class SteeredSample:
         self.steering = steering
         self.slot = slot
         self.failure: str | None = None
-        self._limit = plan.limit
+        self.limit = plan.limit
         self._since: int | None = None if steering.held else 0
         scopes = (steering.since(None) if steering.held else steering).scopes
         self._masks, self._stops = scope_masks(scopes, plan.limit), _stops(scopes, plan.limit)
@@ -144,7 +144,7 @@ class SteeredSample:
         if self._since is None:
             self._since = self._next
             scopes = self.steering.since(self._since).scopes
-            self._masks, self._stops = scope_masks(scopes, self._limit), _stops(scopes, self._limit)
+            self._masks, self._stops = scope_masks(scopes, self.limit), _stops(scopes, self.limit)
         return self._since
 
     def put(self, position: int, entries: int) -> None:

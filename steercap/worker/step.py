@@ -36,7 +36,8 @@ class BatchRows(NamedTuple):
         token_ids: token ids that the model reads, [num_tokens] or longer, on the model's device.
         positions: positions that the model reads, [num_tokens] or longer, on the model's device.
         ahead: number of positions by which each start may be ahead of the device's, since asynchronous scheduling
-            counts on all drafts in flight: integers [requests]; None where all starts are exact.
+            counts on all drafts in flight: integers [requests]; None without drafts in flight.
+        exact: True if the starts are the device's all the same.
     """
 
     request_ids: Sequence[str]
@@ -46,18 +47,19 @@ class BatchRows(NamedTuple):
     token_ids: torch.Tensor
     positions: torch.Tensor
     ahead: npt.NDArray[np.integer] | None = None
+    exact: bool = False
 
     def settled(self) -> BatchRows:
         """Return the batch with the starts that the device has, after waiting for the passes before it.
 
         A start that rejected drafts do not explain stays as scheduled, so that the pass's report fails its request.
         """
-        if self.ahead is None or not self.ahead.any():
+        if self.ahead is None or self.exact:
             return self
         scheduled, counts = self.starts.astype(np.int64), self.counts.astype(np.int64)
         read = self.positions[: self.num_tokens].cpu().numpy()[counts.cumsum() - counts]
         explained = (read <= scheduled) & (scheduled <= read + self.ahead)
-        return self._replace(starts=np.where(explained, read, scheduled), ahead=None)
+        return self._replace(starts=np.where(explained, read, scheduled), exact=True)
 
 
 class StepColumn:
@@ -95,12 +97,15 @@ class Step:
             tracked; only for tokens with a replacement.
         series: identity of the series of passes that share `table`; they differ in positions, firsts and lines alone.
         ahead: number of passes since the first step of the series.
+        bounds: for each token, the lowest position at which its request may begin the pass, and the position from which
+            on its rows are dropped, int64 [2, tracked], until `settle` corrects the positions; None if they are exact.
     """
 
     table: Ints
     replaced: dict[int, Ints] = field(default_factory=dict)
     series: object = field(default_factory=object, repr=False, compare=False)
     ahead: int = 0
+    bounds: Ints | None = None
 
     #: Index of each token in the batch.
     tokens = StepColumn(TOKEN)
@@ -179,9 +184,34 @@ class Step:
         """Return the next step of the series: positions grow by 1, arena lines by those of a record."""
         return Step(self.table, self.replaced, self.series, self.ahead + 1)
 
+    @property
+    def lowest(self) -> Ints:
+        """Lowest position that each token may have: int64 [tracked]."""
+        return self.positions if self.bounds is None else self.positions - self.firsts + self.bounds[0]
+
+    def settle(self, read: Ints) -> None:
+        """Correct the positions of a pass that was scheduled ahead of the device, and its rows' lines; idempotent.
+
+        A position that rejected drafts do not explain stays as scheduled, so that the pass's report fails its request.
+
+        Args:
+            read: positions that the model read, int64 [tracked].
+        """
+        if self.bounds is None:
+            return
+        (lowest, stops), self.bounds = self.bounds, None
+        begins = np.flatnonzero(np.diff(self.requests, prepend=NONE))
+        firsts, found = self.firsts[begins], self.firsts[begins] + (read - self.positions)[begins]
+        shift = np.where((lowest[begins] <= found) & (found <= firsts), found - firsts, 0)
+        shift = shift.repeat(np.diff(begins, append=len(self)))
+        self.table[[POSITION, FIRST]] += shift
+        self.table[LINE] += shift * self.strides
+        past = self.positions >= stops
+        self.table[LINE, past], self.table[STRIDE, past] = NONE, 0
+
     def keeping_nothing(self) -> Step:
         """Return a step with the same edits that captures no rows."""
-        step = Step(self.table.copy(), self.replaced, ahead=self.ahead)
+        step = Step(self.table.copy(), self.replaced, ahead=self.ahead, bounds=self.bounds)
         step.table[[LINE, DEVICE + LAYOUT]] = NONE
         step.table[[STRIDE, RAW_LINES, ENCODED, COPIES, DEVICE + BEFORE]] = 0
         return step

@@ -173,7 +173,7 @@ class CudaTaps(Taps):
                 return None
         pattern, failure = self._pattern_of(step, batch), None
         opened = Pass(step, pattern, *read, number, 0)
-        large = self._large(step, pattern, updates)
+        large = self._large(step, pattern, updates, batch)
         if large is not None and large.lines <= self._lines.size:
             opened.large = large
             self._copy_away()  # rows of requests that are gone may still be on their way to these pages
@@ -187,11 +187,13 @@ class CudaTaps(Taps):
         self._open, self.open_step = opened, opened.step
         return failure
 
-    def _large(self, step: Step, pattern: Pattern, updates: Updates | None) -> LargePass | None:
+    def _large(self, step: Step, pattern: Pattern, updates: Updates | None, batch: BatchRows) -> LargePass | None:
         """Return the plan of a pass that runs no CUDA graph and needs much of the ring; None for any other pass."""
         most = int(self._lines.size * PART)
         if not self._addresses or pattern.lines <= most or len(pattern.table) <= self.sizes.graph_tokens:
             return None
+        if step.bounds is not None:  # its rows are on their way before its report is there
+            step.settle(batch.positions.cpu().numpy()[step.tokens])
         arena = None if self.arena is None else self.arena.lines
         return LargePass(self._memory, step, pattern, updates, self.layouts, self._layers, most, arena)
 
@@ -251,7 +253,7 @@ class CudaTaps(Taps):
         # Rows of earlier passes only: this pass's own would delay its sampled tokens, which the runner copies next.
         full = len(self._waiting) >= BUNDLE or self._waiting_lines >= self._bundle_lines
         if full or self._bundles:
-            self._bundle()
+            self._bundle(wait=False)
             self._queue(BESIDE_BYTES + int(BESIDE_SHARE * num_tokens * self._record_bytes))
         if done.large is not None:
             # After its report too, which comes behind the copies of the parts.
@@ -284,9 +286,20 @@ class CudaTaps(Taps):
         self._stays = done, line
         return line - done.line
 
-    def _bundle(self, through: Pass | None = None) -> None:
-        """Bundle the copies of waiting passes up to `through`, or of all."""
+    def _settle(self, done: Pass, *, wait: bool) -> bool:
+        """Correct the positions of a pass by its report; False if the report is not there yet and `wait` is False."""
+        if done.step.bounds is not None:
+            if not (wait or self._transfers.done(done.closed)):
+                return False
+            self._transfers.wait(done.closed)
+            _, positions, *_ = self._said[done.number, : len(done.step)].T
+            done.step.settle(positions)
+        return True
+
+    def _bundle(self, through: Pass | None = None, *, wait: bool = True) -> None:
+        """Bundle the copies of waiting passes up to `through`, or of all; without `wait`, of those with known lines."""
         count = len(self._waiting) if through is None else self._waiting.index(through) + 1
+        count = next((at for at in range(count) if not self._settle(self._waiting[at], wait=wait)), count)
         passes, self._waiting = self._waiting[:count], self._waiting[count:]
         self._waiting_lines = sum(done.pattern.lines for done in self._waiting)
         if not passes:
@@ -314,7 +327,7 @@ class CudaTaps(Taps):
             bundle = self._bundles[0]
             targets, sources, sizes = (numbers[bundle.queued :] for numbers in bundle.copies)
             count = int(np.searchsorted(np.cumsum(sizes), most, side="right"))
-            if not count:
+            if len(sizes) and not count:
                 return
             now = targets[:count], sources[:count], sizes[:count]
             event = self._transfers.fetch(bundle.passes[-1].closed, *now, urgent=through is not None)
@@ -357,6 +370,8 @@ class CudaTaps(Taps):
             elif last.copied is None or not self._transfers.done(last.copied):
                 return
             steps = [done.step for done in passes]
+            for done in passes:
+                self._settle(done, wait=True)
             said = np.concatenate([self._said[done.number, : len(done.step)] for done in passes])
             for done in passes:
                 self._passed.popleft()

@@ -45,6 +45,8 @@ def runs(targets: Ints, sources: Ints, records: Ints) -> tuple[Ints, Ints, Ints]
     Returns:
         First target line, first source line and number of lines of each run.
     """
+    if not len(records):
+        return targets, sources, records
     follows = [lines[1:] == lines[:-1] + records[:-1] for lines in (targets, sources)]
     first = np.flatnonzero(np.concatenate([[True], ~(follows[0] & follows[1])]))
     return targets[first], sources[first], np.add.reduceat(records, first)

@@ -66,6 +66,7 @@ class HostTaps(Taps):
         self._num_tokens = batch.num_tokens
         tokens = torch.from_numpy(step.tokens)
         self._labels = _host(batch.token_ids, tokens), _host(batch.positions, tokens)
+        step.settle(self._labels[1])
         self._keeping = ([], [])
         if self.arena is not None:
             if updates is not None:

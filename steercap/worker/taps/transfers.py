@@ -218,6 +218,8 @@ class CudaTransfers:
 
     def _fetch_all(self, targets: Ints, sources: Ints, sizes: Ints, handle: ctypes.c_void_p) -> bool:
         """Queue copies, as for `fetch`, on the CUDA stream `handle` in one call; return False if it took none."""
+        if not len(sizes):
+            return True
         arrays = [np.ascontiguousarray(numbers, dtype=np.uint64) for numbers in (targets, sources, sizes)]
         pointers = [ctypes.c_void_p(numbers.ctypes.data) for numbers in arrays]
         count, one = ctypes.c_size_t(len(sizes)), ctypes.c_size_t(1)
