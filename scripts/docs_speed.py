@@ -30,7 +30,7 @@ def kept(path: Path, note: str) -> dict[str, Any]:
     """What is kept of one file of results: per workload its rounds and, of each mode, the median and range in per cent.
 
     Returns:
-        By "shape workload", the entry; the shape ends in "-tp2" where two GPUs share each layer.
+        By "shape workload", the entry; the shape ends in "-tp2" where two GPUs share each layer, and in the method of drafts.
 
     Raises:
         ValueError: the file has no round of any workload.
@@ -40,6 +40,8 @@ def kept(path: Path, note: str) -> dict[str, Any]:
     shape = words[words.index("--shape") + 1] if "--shape" in words else "qwen3-8b"
     if (gpus := data["engine_args"].get("tensor_parallel_size", 1)) > 1:
         shape += f"-tp{gpus}"
+    if drafts := data["engine_args"].get("speculative_config"):
+        shape += f"-{drafts['method']}"
     date = dt.datetime.fromtimestamp(path.stat().st_mtime, dt.UTC).date().isoformat()
     card = data["machine"]["gpus"].splitlines()[-1].split(",")[0]
     about = {"date": date, "commit": data["machine"]["commit"][:8], "card": card, "note": note}

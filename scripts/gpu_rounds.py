@@ -39,6 +39,8 @@ LIMITS: Mapping[str, Mapping[str, float]] = {
     "qwen3-8b": {"idle": 0.5, "capture-all": 2.5, "steer-1": 1.5, "steer-each": 2.0},
     "qwen3-8b~": {"idle": 0.5, "capture-all": 4.0, "steer-1": 3.0, "steer-each": 3.0},
     "qwen3-8b-tp2": {"idle": 0.5, "capture-all": 3.0, "steer-1": 2.0, "steer-each": 2.5},
+    "qwen3-8b-ngram_gpu": {"idle": 0.5, "capture-all": 2.5, "steer-1": 1.5, "steer-each": 2.0},
+    "qwen3-8b-ngram_gpu~": {"idle": 0.5, "capture-all": 4.0, "steer-1": 3.0, "steer-each": 3.0},
     "qwen3-0.6b": {"idle": 1.0, "capture-all": 6.0, "steer-1": 4.0, "steer-each": 5.0},
 }
 

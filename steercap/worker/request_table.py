@@ -351,7 +351,7 @@ class RequestTable:
         if not batch.exact:
             lowest = np.minimum(np.maximum(starts - ahead, self._least[indices]), starts)
         if not self._covers(indices, lowest, starts, starts + counts):
-            starts = lowest = batch.settled().starts[tracked]
+            starts = lowest = batch.settled().starts[tracked].astype(np.int64)
         self._least[indices] = np.where(ahead > 0, lowest + 1, starts + counts)
         return starts, lowest
 
