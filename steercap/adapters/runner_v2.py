@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from steercap.adapters import RUNTIME_ATTRIBUTE
 from steercap.adapters.hooks import attach, finding_modules, require_requests, rest, run_step, wrap
 from steercap.adapters.releases import require
+from steercap.core.rows import Ints
 from steercap.worker.runtime import Runtime
 from steercap.worker.step import BatchRows
 
@@ -44,10 +45,6 @@ def _load_model(original: Callable[[], Any], runner: Any, *_args: Any, **_option
 def _prepare_inputs(original: Callable[[], Any], runner: Any, *_args: Any, **_options: Any) -> Any:
     batch = original()
     runtime: Runtime = getattr(runner, RUNTIME_ATTRIBUTE)
-    ahead = None
-    if runtime.ahead:
-        ahead = np.full(len(batch.req_ids), runtime.ahead)
-        ahead[getattr(batch, "is_prefilling_np", slice(0))] = 0  # not in older releases
     runtime.begin_step(
         BatchRows(
             request_ids=batch.req_ids,
@@ -56,10 +53,21 @@ def _prepare_inputs(original: Callable[[], Any], runner: Any, *_args: Any, **_op
             num_tokens=batch.num_tokens,
             token_ids=batch.input_ids,
             positions=batch.positions,
-            ahead=ahead,
+            ahead=_ahead(batch, runtime.ahead) if runtime.ahead else None,
         )
     )
     return batch
+
+
+def _ahead(batch: Any, most: int) -> Ints:
+    """Return by how many positions each request may be scheduled ahead of the device: int64 [requests].
+
+    Prompts are where they are scheduled, and so is what follows them, unless their last token is computed with drafts.
+    """
+    ahead: Ints = np.full(len(batch.req_ids), most, dtype=np.int64)
+    prefills = getattr(batch, "is_prefilling_np", False)  # not in older releases
+    drafts = getattr(batch, "num_draft_tokens_per_req", None)
+    return np.where(prefills & (drafts is None or drafts == 0), 0, ahead)
 
 
 def _execute_model(

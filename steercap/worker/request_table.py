@@ -222,6 +222,10 @@ class RequestTable:
             requests, positions, token_ids = requests[kept], positions[kept], token_ids[kept]
         self._token_ids[requests, positions] = token_ids
 
+    def within(self, step: Step) -> npt.NDArray[np.bool_]:
+        """Return the mask of the tokens below the limit of their request: bool [tracked]."""
+        return step.positions < self._limit[step.requests]
+
     def complete(self, passes: int) -> None:
         """Count the next `passes` passes, in order, as completed, and free the indices that no pending pass names."""
         self._completed += passes
@@ -273,15 +277,13 @@ class RequestTable:
 
     # The pass
 
-    def follows(self, batch: BatchRows) -> bool:
-        """Return whether any request of a batch is in the table."""
-        return bool(self._indices and batch.request_ids and len(self._find_all(tuple(batch.request_ids))[0]))
-
     def make_step(self, batch: BatchRows) -> Step | None:
         """Build the step of a pass: what is captured and edited, token by token; None if nothing is."""
-        if not self.follows(batch):
+        if not self._indices or not len(batch.request_ids):
             return None
         tracked, indices = self._find_all(tuple(batch.request_ids))
+        if not len(tracked):
+            return None
         if self._steady is not None:
             if batch.ahead is None and (step := self._steady.next(batch)) is not None:
                 self._begun += 1
@@ -326,14 +328,11 @@ class RequestTable:
             return step if len(step) else None
         self._next[indices[alike]] = np.maximum(self._next[indices[alike]], ends[alike])
         own = [numbers[alike] for numbers in (indices, starts, counts, first_tokens)]
-        parts = [self._alike_tokens(*own, num_tokens=num_tokens)]
+        parts: list[Step | None] = [self._alike_tokens(*own, num_tokens=num_tokens)]
         for other in others:
             request = self.at(int(indices[other]))
-            part = self._work_out(request, int(starts[other]), int(first_tokens[other]), int(counts[other]))
-            if part is not None:
-                parts.append(part)
-        parts = [part for part in parts if len(part)]
-        if not parts:
+            parts.append(self._work_out(request, int(starts[other]), int(first_tokens[other]), int(counts[other])))
+        if not (parts := [part for part in parts if part]):
             return None
         step = Step.joined(parts)
         self._bound(step, indices, lowest, loose)

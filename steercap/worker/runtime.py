@@ -247,7 +247,8 @@ class Runtime:
         """
         whole = Step.compared(steps)
         wrong = (report.positions != whole.positions) | (report.edits != whole.edits) | (report.copies != whole.copies)
-        wrong |= report.overflowed != NONE
+        if (overflowed := report.overflowed != NONE).any():
+            wrong |= overflowed & self._request_table.within(whole)
         if report.failure:
             wrong[:] = True
         if wrong.any():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from support.bench import POINTS, WIDTH, Bench
 from workers import KINDS, batch, device_of, some_runtime, tap
 
+from steercap.adapters.runner_v2 import _ahead
 from steercap.core.messages import (
     Attach,
     Attached,
@@ -109,7 +111,7 @@ class Engine:
         for name in names:
             one = self.running[name]
             left = one.prompt - one.at
-            count = int(self.rng.integers(1, min(left, 9) + 1)) if one.prefills else 1 + DRAFTS
+            count = int(self.rng.integers(1, min(left, 9) + 1)) if one.prefills and not self.drafts(one) else 1 + DRAFTS
             parts.append((one, count))
         positions = np.concatenate(
             [
@@ -117,14 +119,14 @@ class Engine:
                 for name, (one, count) in zip(names, parts, strict=True)
             ]
         )
-        accepted = [count if one.prefills else 1 + int(self.rng.integers(0, DRAFTS + 1)) for one, count in parts]
+        accepted = [1 + int(self.rng.integers(0, DRAFTS + 1)) if self.drafts(one) else count for one, count in parts]
         rejected = np.concatenate([np.arange(count) >= held for (_, count), held in zip(parts, accepted, strict=True)])
         owner = np.concatenate([np.full(count, one.number) for one, count in parts])
         starts = [one.scheduled for one, _ in parts]
         given = batch(
             self.bench.kind, names, starts, [count for _, count in parts], positions + 7 + 1000 * rejected, positions
         )
-        ahead = np.array([0 if one.prefills else DRAFTS for one, _ in parts])
+        ahead = np.array([DRAFTS * self.drafts(one) for one, _ in parts])
         self.bench.runtime.begin_step(given._replace(ahead=ahead))
         values = torch.from_numpy(owner * 1000.0 + positions + 0.25 * rejected)[:, None].expand(-1, WIDTH)
         for point in range(POINTS):
@@ -133,6 +135,11 @@ class Engine:
         self.bench.runtime.end_step()
         for (one, count), held in zip(parts, accepted, strict=True):
             one.at, one.scheduled = one.at + held, one.at + count
+
+    @staticmethod
+    def drafts(request: Running) -> bool:
+        """Say if a request's next pass has drafts: vLLM pads the last token of a prompt with them too, if it is left alone."""
+        return request.at >= request.prompt - (request.number % 2)
 
     def end(self, request: Running) -> None:
         self.bench.runtime.end_requests([request.plan.key])
@@ -210,6 +217,32 @@ async def test_rows_and_edits_are_those_of_the_positions_that_were_computed(seed
             elif rng.random() < 0.1:
                 await engine.check(request, min(request.at, request.plan.limit))
     assert checked > 5
+
+
+@pytest.mark.parametrize(("drafts", "ahead"), [(None, [0, 0, 3]), ([0, 3, 3], [0, 3, 3])])
+def test_a_prompt_is_where_it_is_scheduled_unless_drafts_follow_it(drafts, ahead) -> None:
+    given = {"is_prefilling_np": np.array([True, True, False]), "req_ids": ["a", "b", "c"]}
+    found = _ahead(SimpleNamespace(**given, num_draft_tokens_per_req=None if drafts is None else np.array(drafts)), 3)
+    assert found.tolist() == ahead
+    older = SimpleNamespace(req_ids=["a"], num_draft_tokens_per_req=None)
+    assert _ahead(older, 3).tolist() == [3]
+
+
+async def test_an_edit_that_overflows_past_the_end_fails_nothing(tmp_path) -> None:
+    """A draft at the limit, which is no input of the sequence, is edited with the others."""
+    engine = Engine(np.random.default_rng(1), tmp_path)
+    steering = SteeringPlan(0, CONFIGURATION.digest, b"id", ((Range(0, None),),), ())
+    request = engine.begin(None, steering, 4, 10)
+    for scheduled, start, ahead in ((0, 0, 0), (4, 4, DRAFTS), (8, 7, DRAFTS)):
+        positions = np.arange(start, start + 4)
+        given = batch(engine.bench.kind, ["r1"], [scheduled], [4], positions + 7, positions)
+        engine.bench.runtime.begin_step(given._replace(ahead=np.array([ahead])))
+        values = torch.from_numpy(np.where(positions < 10, 1.0, np.inf))[:, None].expand(-1, WIDTH)
+        rows = values.to(torch.float32).contiguous().to(device_of(engine.bench.kind))
+        for point in range(POINTS):
+            tap(engine.bench.runtime, rows.clone(), torch.zeros_like(rows), point)
+        engine.bench.runtime.end_step()
+    await engine.check(request, 10)
 
 
 async def test_positions_that_no_draft_explains_fail_their_request(tmp_path) -> None:

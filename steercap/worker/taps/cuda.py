@@ -6,7 +6,8 @@ consists of one copy to the device on the model's stream, the forward pass, and 
 report and makes the tables idle again. Within a series that kernel writes the next pass's tables instead, and nothing
 is copied. Rows wait in a ring buffer on the device while another stream copies them into the pinned arena that the
 client maps; those of a large pass leave it layer by layer while the pass runs (`taps.large`). The model's stream never
-waits for the host, and for a copy only when the ring is full.
+waits for the host, and for a copy only when the ring is full; the host then waits for a pass with drafts, whose rows'
+lines come with its report.
 """
 
 from __future__ import annotations
