@@ -7,7 +7,7 @@ It relies on the names in `releases`, and in both runners on this: after `load_m
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -319,6 +319,22 @@ def attach(runner: Any) -> None:
     )
     setattr(runner, RUNTIME_ATTRIBUTE, runtime)
     bind(taps)
+
+
+def misplaced(rows: Mapping[str, int], names: Sequence[str], computed: Sequence[int]) -> str | None:
+    """Return an error message if the requests of a batch are computed from each other's states; None if not.
+
+    Positions and token ids do not tell requests with one prompt apart.
+
+    Args:
+        rows: row of each request in the runner's table of states, by its id.
+        names: ids of the batch's requests.
+        computed: rows that the batch's tokens are computed from.
+    """
+    known = list(map(rows.get, names))
+    if known == list(computed):
+        return None
+    return f"the runner computes requests from rows {list(computed)} of its table, and they are in rows {known}"
 
 
 def _row(runner: Any) -> torch.Tensor:

@@ -171,9 +171,12 @@ NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "InputBatch of Model Runner V2": (
         "cu_num_logits_np",
+        "idx_mapping_np",
         "input_ids",
+        "is_prefilling_np",
         "logits_indices",
         "num_computed_tokens_np",
+        "num_draft_tokens_per_req",
         "num_scheduled_tokens",
         "num_tokens",
         "positions",

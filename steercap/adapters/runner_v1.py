@@ -34,7 +34,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
 
 from steercap.adapters import RUNTIME_ATTRIBUTE
-from steercap.adapters.hooks import attach, finding_modules, require_requests, rest, run_step, wrap
+from steercap.adapters.hooks import attach, finding_modules, misplaced, require_requests, rest, run_step, wrap
 from steercap.adapters.releases import require
 from steercap.worker.runtime import Runtime
 from steercap.worker.step import BatchRows
@@ -185,6 +185,7 @@ def _preprocess(original: Callable[[], Any], runner: Any, scheduler_output: Any,
             token_ids=runner.input_ids.gpu,
             positions=runner.positions,
             ahead=np.full(requests, runtime.ahead) if runtime.ahead else None,
+            failure=misplaced(batch.req_id_to_index, names, range(requests)),
         )
     )
     return prepared

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from steercap.adapters import RUNTIME_ATTRIBUTE
-from steercap.adapters.hooks import attach, finding_modules, require_requests, rest, run_step, wrap
+from steercap.adapters.hooks import attach, finding_modules, misplaced, require_requests, rest, run_step, wrap
 from steercap.adapters.releases import require
 from steercap.core.rows import Ints
 from steercap.worker.runtime import Runtime
@@ -54,6 +54,7 @@ def _prepare_inputs(original: Callable[[], Any], runner: Any, *_args: Any, **_op
             token_ids=batch.input_ids,
             positions=batch.positions,
             ahead=_ahead(batch, runtime.ahead) if runtime.ahead else None,
+            failure=misplaced(runner.req_states.req_id_to_index, batch.req_ids, batch.idx_mapping_np.tolist()),
         )
     )
     return batch
@@ -65,9 +66,8 @@ def _ahead(batch: Any, most: int) -> Ints:
     Prompts are where they are scheduled, and so is what follows them, unless their last token is computed with drafts.
     """
     ahead: Ints = np.full(len(batch.req_ids), most, dtype=np.int64)
-    prefills = getattr(batch, "is_prefilling_np", False)  # not in older releases
-    drafts = getattr(batch, "num_draft_tokens_per_req", None)
-    return np.where(prefills & (drafts is None or drafts == 0), 0, ahead)
+    drafts = batch.num_draft_tokens_per_req
+    return np.where(batch.is_prefilling_np & (drafts is None or drafts == 0), 0, ahead)
 
 
 def _execute_model(

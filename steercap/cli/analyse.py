@@ -89,12 +89,8 @@ def report(anatomy: Anatomy, about: dict[str, Any], out: Path | None, terminal: 
         OSError: the folder cannot be written.
     """
     files = written(anatomy, out)
-    document = {
-        **about,
-        "tables": {part: table.to_pylist() for part, table in anatomy.tables.items()},
-        "left_out": anatomy.left_out,
-        "files": list(map(str, files)),
-    }
+    tables = {part: table.to_pylist() for part, table in anatomy.tables.items()}
+    document = {**about, "tables": tables, "left_out": anatomy.left_out, "files": list(map(str, files))}
     shown = [table_of(part, table, rows) for part, table in anatomy.tables.items()]
     said = {**about, **{f"no {part}": reason for part, reason in anatomy.left_out.items()}, "files": out or ""}
     terminal.show(document, *shown, facts("", said))

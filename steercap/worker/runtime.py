@@ -142,6 +142,7 @@ class Runtime:
         self._samples = samples
         self._steps = 0
         self._rows_written = 0
+        self._failure: str | None = None  # of the pass that was begun last
         #: Lock held during a runner's step and during each answer; the channel answers on threads of its own.
         self.turn: Final = threading.Lock()
         self._listener: Listener | None = None
@@ -211,7 +212,7 @@ class Runtime:
             batch = batch.settled()
         if self._samples:
             self.biasing.begin(batch)
-        step = self._request_table.make_step(batch)
+        step, self._failure = self._request_table.make_step(batch), batch.failure
         if step is None:
             self.taps.rest()
             return
@@ -230,7 +231,7 @@ class Runtime:
     def end_step(self, error: BaseException | None = None) -> None:
         """Close the tables after a pass was launched, or failed with `error`; process the passes completed by now."""
         if self.taps.open_step is not None:
-            self.taps.close(f"the forward pass failed: {error!r}" if error else None)
+            self.taps.close(f"the forward pass failed: {error!r}" if error else self._failure)
         self._take_completed()
 
     def _take_completed(self, through: Step | None = None) -> None:

@@ -38,6 +38,7 @@ class BatchRows(NamedTuple):
         ahead: number of positions by which each start may be ahead of the device's, since asynchronous scheduling
             counts on all drafts in flight: integers [requests]; None without drafts in flight.
         exact: True if the starts are the device's all the same.
+        failure: reason why rows of the pass may be of another request than it says; None if there is none.
     """
 
     request_ids: Sequence[str]
@@ -48,6 +49,7 @@ class BatchRows(NamedTuple):
     positions: torch.Tensor
     ahead: npt.NDArray[np.integer] | None = None
     exact: bool = False
+    failure: str | None = None
 
     def settled(self) -> BatchRows:
         """Return the batch with the starts that the device has, after waiting for the passes before it.

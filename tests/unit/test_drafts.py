@@ -13,7 +13,7 @@ import torch
 from support.bench import POINTS, WIDTH, Bench
 from workers import KINDS, batch, device_of, some_runtime, tap
 
-from steercap.adapters.runner_v2 import _ahead
+from steercap.adapters import RUNTIME_ATTRIBUTE, runner_v1, runner_v2
 from steercap.core.messages import (
     Attach,
     Attached,
@@ -222,10 +222,42 @@ async def test_rows_and_edits_are_those_of_the_positions_that_were_computed(seed
 @pytest.mark.parametrize(("drafts", "ahead"), [(None, [0, 0, 3]), ([0, 3, 3], [0, 3, 3])])
 def test_a_prompt_is_where_it_is_scheduled_unless_drafts_follow_it(drafts, ahead) -> None:
     given = {"is_prefilling_np": np.array([True, True, False]), "req_ids": ["a", "b", "c"]}
-    found = _ahead(SimpleNamespace(**given, num_draft_tokens_per_req=None if drafts is None else np.array(drafts)), 3)
+    found = runner_v2._ahead(
+        SimpleNamespace(**given, num_draft_tokens_per_req=None if drafts is None else np.array(drafts)), 3
+    )
     assert found.tolist() == ahead
-    older = SimpleNamespace(req_ids=["a"], num_draft_tokens_per_req=None)
-    assert _ahead(older, 3).tolist() == [3]
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("version", [1, 2])
+async def test_requests_of_one_prompt_that_change_places_are_seen(version, swapped, tmp_path) -> None:
+    """Their positions and token ids are alike: the runner's table of states tells which of them is computed where."""
+    bench = Filed(tmp_path)
+    for name in ("r1", "r2"):
+        bench.plan(name)
+    rows, names = {"r1": 1, "r2": 0} if swapped else {"r1": 0, "r2": 1}, ["r1", "r2"]
+    ids = torch.arange(3).repeat(2).to(device_of(bench.kind))
+    counts = np.full(2, 3)
+    runner: Any = SimpleNamespace(**{RUNTIME_ATTRIBUTE: bench.runtime})
+    if version == 1:
+        runner.input_batch = SimpleNamespace(
+            num_reqs=2, req_ids=names, req_id_to_index=rows, num_computed_tokens_cpu=np.zeros(2, dtype=np.int32)
+        )
+        runner.input_ids, runner.positions = SimpleNamespace(gpu=ids), ids
+        runner_v1._preprocess(lambda: None, runner, SimpleNamespace(num_scheduled_tokens={"r1": 3, "r2": 3}))
+    else:
+        runner.req_states = SimpleNamespace(req_id_to_index=rows)
+        given = {"idx_mapping_np": np.arange(2), "num_computed_tokens_np": np.zeros(2, dtype=np.int64), "num_tokens": 6}
+        given |= {"num_scheduled_tokens": counts, "input_ids": ids, "positions": ids, "req_ids": names}
+        runner_v2._prepare_inputs(lambda: SimpleNamespace(**given), runner)
+    for point in range(POINTS):
+        hidden = torch.zeros(6, WIDTH, device=device_of(bench.kind))
+        tap(bench.runtime, hidden, torch.zeros_like(hidden), point)
+    bench.runtime.end_step()
+    for name in names:
+        (captured,) = bench.ask(Collect((Wanted(Owner(name, 0), 3),))).shares
+        assert (captured.failure is not None) == swapped
+        assert not swapped or "rows [0, 1] of its table, and they are in rows [1, 0]" in captured.failure
 
 
 async def test_an_edit_that_overflows_past_the_end_fails_nothing(tmp_path) -> None:
