@@ -108,6 +108,9 @@ def _first(file: Callable[[str], Path | None], folder: str, where: str) -> SAEFi
         InvalidFile: no format's files exist, or the format is not supported.
     """
     within, known = folder.rstrip("/").rpartition("/")[::2] if _FILE.fullmatch(folder) else (folder, "")
+    for name in (str(layout.weights) for layout in LAYOUTS if "/" in str(layout.weights)):
+        if f"/{folder}".endswith(f"/{name}"):
+            within, known = folder[: -len(name)].rstrip("/"), name
     lacking = ""
     for layout in _candidates(known):
         weights = known or str(layout.weights)

@@ -145,6 +145,8 @@ def parts_of(tensors: Tensors, settings: SAESettings) -> SAEParts:
     if settings.rescaled:
         norms = decoder.norm(dim=1)
         weight, bias = weight * norms, bias * norms
+        if settings.architecture == "gated" and threshold is not None:  # that of the response without norms
+            threshold = threshold * norms
         decoder = decoder / norms.where(norms > 0, 1.0)[:, None]  # a feature that writes nothing is never active
     shift = decoder_bias if settings.shifted else None
     encoder = Encoder(weight, bias, threshold, shift, settings.k, settings.normalisation, settings.centred)

@@ -31,7 +31,8 @@ from steercap.lab.mechanism.patching import (
 )
 from steercap.lab.mechanism.patching.plots import Scale
 from steercap.lab.mechanism.patching.points import PatchedPlace, ResolvedGrid, elements_of, positions_of
-from steercap.lab.mechanism.patching.running import pairs_of
+from steercap.lab.mechanism.patching.results import effect_of
+from steercap.lab.mechanism.patching.running import Pair, pairs_of
 from steercap.testing import tiny_checkpoint
 
 HEADS = PointSchema((3, 8), "float32")
@@ -236,6 +237,19 @@ def test_columns_are_heads_where_positions_are_not() -> None:
         effects.array("effect")
     whole = Effects([effect(3.0, position=None)], [["a"]])
     assert (whole.columns, whole.labels()) == ([None], ["several"])
+
+
+def test_tokens_changed_together_are_at_no_position_even_if_there_is_one() -> None:
+    """Pairs whose selections have one token and two: one column, as of groups of one length."""
+    pairs = [Pair(0, (1, 2), (1, 3), ("a", "b")), Pair(1, (1, 2, 4), (1, 3, 4), ("a", "b", "c"))]
+    cells = [PatchedPlace(Point(0, "z"), None, (1,)), PatchedPlace(Point(0, "z"), None, (1, 2))]
+    records = [
+        effect_of(pair, cell, value=value, base=0.0, source=4.0, together=True)
+        for pair, cell, value in zip(pairs, cells, (1.0, 3.0), strict=True)
+    ]
+    effects = Effects(records, [pair.tokens for pair in pairs])
+    assert effects.columns == [None]
+    np.testing.assert_allclose(effects.array("difference"), [[2.0]])
 
 
 def test_groups_of_tokens_that_were_changed_together_are_not_averaged() -> None:

@@ -295,6 +295,22 @@ def test_a_published_layout_is_read(name, tmp_path) -> None:
     np.testing.assert_allclose(sae.decode(found, rows).numpy(), back, rtol=1e-5, atol=1e-5)
 
 
+def test_a_weights_file_in_a_folder_of_its_format_can_be_named(tmp_path) -> None:
+    """The file that `SAE.load` finds of itself."""
+    case = CASES["llama scope"]
+    folder = case.write(tmp_path)
+    named = f"{folder}/checkpoints/final.safetensors".lstrip("/")
+    rows = torch.from_numpy(ROWS)
+    assert torch.equal(SAE.load(tmp_path, named).encode(rows), SAE.load(tmp_path, folder).encode(rows))
+
+
+def test_a_folder_named_embedding_says_nothing_of_a_layer(tmp_path) -> None:
+    """A user's own, above the repository's."""
+    case = CASES["gemma scope"]
+    sae = SAE.load(tmp_path / "embedding", case.write(tmp_path / "embedding"))
+    assert (sae.input, sae.output) == case.point
+
+
 # Files that are wrong
 
 

@@ -112,6 +112,16 @@ def test_norms_of_the_decoder_are_multiplied_in(tmp_path) -> None:
     np.testing.assert_allclose(sae.decode(sae.encode(ROWS)).numpy(), back, rtol=1e-3, atol=1e-3)
 
 
+def test_norms_of_the_decoder_open_no_other_gates(tmp_path) -> None:
+    """Of a gated SAE: the same features and reconstructions as without, activations multiplied by the norms."""
+    plain = SAE.load(some("gated").write(tmp_path / "plain"))
+    sae = SAE.load(some("gated", rescale_acts_by_decoder_norm=True).write(tmp_path / "scaled"))
+    found, known = sae.encode(ROWS), plain.encode(ROWS)
+    assert 0 < (known > 0).float().mean() < 1
+    torch.testing.assert_close(found, known * plain.decoder.norm(dim=1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sae.decode(found), plain.decode(known), rtol=1e-4, atol=1e-4)
+
+
 def test_older_configurations_say_the_same(tmp_path) -> None:
     """Flat, with other names, without what was not written then."""
     own = some("topk")

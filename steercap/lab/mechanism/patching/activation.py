@@ -82,7 +82,7 @@ async def over_grids(
         async def one_cell(cell: PatchedPlace) -> PatchEffect:
             change = SteeringSpec([replaced(runs.model, cell, rows(cell))])
             found = await runs.value(pair.number, pair.base, change)
-            return effect_of(pair, cell, value=found, base=base, source=value)
+            return effect_of(pair, cell, value=found, base=base, source=value, together=place.grid.together)
 
         return await runs.each_change(place.cells(at), one_cell)
 

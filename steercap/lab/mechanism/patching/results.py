@@ -242,10 +242,20 @@ class Effects:
 
 
 def effect_of(
-    pair: Pair, cell: PatchedPlace, *, value: float, base: float, source: float | None, receiver: str = ""
+    pair: Pair,
+    cell: PatchedPlace,
+    *,
+    value: float,
+    base: float,
+    source: float | None,
+    receiver: str = "",
+    together: bool = False,
 ) -> PatchEffect:
-    """Return the result of a run of `pair` that was patched at `cell`; the other arguments are as in `PatchEffect`."""
-    position = cell.positions[0] if len(cell.positions) == 1 else None
+    """Return the result of a run of `pair` that was patched at `cell`; the other arguments are as in `PatchEffect`.
+
+    Where all tokens of a grid are changed `together`, the effect is at no one position, even if there is one token.
+    """
+    position = cell.positions[0] if len(cell.positions) == 1 and not together else None
     return PatchEffect(
         pair=pair.number,
         layer=cell.point.layer,
