@@ -1,45 +1,74 @@
 """Assembly of the records in an arena into one tensor per point.
 
-Shape legend: record = the encoded rows of one token, point after point; piece = the unit of copying, the greatest
-number of bytes that divides every offset and size involved.
+Shape legend: record = the encoded rows of one token, point after point; run = consecutive records, [records, bytes].
 
-Rows are gathered by piece numbers, in the result's order: one call copies any number of pages, so a page costs a few
-nanoseconds of index, and any slice of the result can be filled by itself, on any thread. Fresh memory costs as much as
-the copy if it comes 4 KiB at a time; NumPy asks for huge pages (`MADV_HUGEPAGE`) from 4 MiB on, which torch does not.
+Rows are copied by strides, run by run, and any points and rows of the result can be filled by themselves, on any
+thread. Records lie in one run, but for an arena that was crowded. Fresh memory costs as much as the copy if it comes
+4 KiB at a time; NumPy asks for huge pages (`MADV_HUGEPAGE`) from 4 MiB on, which torch does not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
-from math import gcd
-from typing import Final
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import groupby, product
+from operator import attrgetter
+from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from steercap.core.messages import CapturedRows, LineRange
-from steercap.core.rows import Ints
+from steercap.core.messages import CapturedRows
 from steercap.core.schema import LINE_BYTES, PointSchema
 from steercap.errors import CaptureIncomplete
 from steercap.kernels.codecs import ENCODINGS, Codec, packed, record_of
 from steercap.kernels.codecs.coded import CodedRows
 from steercap.worker.memory import Readable
 
-#: Bytes gathered in one call: a millisecond or two of a core, and whole huge pages of the result.
-PART_BYTES: Final = 8 << 20
-#: Rows of fewer bytes are gathered as whole records, and split afterwards.
+#: Bytes copied in one call: about a millisecond of a core, and whole huge pages of the result.
+PART_BYTES: Final = 4 << 20
+#: Rows of fewer bytes are copied as whole records, and split afterwards.
 SMALL_BYTES: Final = 512
+#: Number of runs from which on a call copies all points of a few runs, not a few points of all.
+MANY_RUNS: Final = 16
+
+
+class Block(NamedTuple):
+    """Rows of consecutive points with one schema, or whole records as the rows of one point.
+
+    Args:
+        schemas: schemas of the points; of all points, if `rows` are records.
+        offset: offset of the first point's row in a record, in bytes.
+        padded: distance from a point's row to the next point's, in bytes.
+        rows: memory of the rows, uint8 [points, rows, row bytes].
+    """
+
+    schemas: Sequence[PointSchema]
+    offset: int
+    padded: int
+    rows: npt.NDArray[np.uint8]
+
+
+class Part(NamedTuple):
+    """Points and rows of a block that are copied in one call."""
+
+    block: Block
+    points: slice
+    rows: slice
 
 
 class Assembly:
-    """Tensors of one worker's captured rows while they are gathered, part by part in any order and on any thread.
+    """Tensors of one worker's captured rows while they are copied, part by part in any order and on any thread.
 
     Args:
         captured_rows: the worker's message that describes the rows.
         schemas: schemas of the message's points.
         source: the lines that hold the rows.
         shard: index of the worker among those that hold shards of the same rows.
+
+    Attributes:
+        parts: parts that together cover the rows, about `PART_BYTES` each; arguments of `fill`.
 
     Raises:
         CaptureIncomplete: the message's lines are outside `source`, or their number does not match its records.
@@ -49,65 +78,53 @@ class Assembly:
         self, captured_rows: CapturedRows, schemas: Sequence[PointSchema], source: Readable, shard: int = 0
     ) -> None:
         self._captured_rows, self._shard = captured_rows, shard
-        self._schemas = tuple(schemas)
         self._encoding = ENCODINGS[captured_rows.coding.encoding]
-        self._shape = self._encoding.record(self._schemas, captured_rows.coding)
-        # Whole lines are gathered, so that pieces are never small; the encoding has them to itself.
-        self._padded = tuple(-(-size // LINE_BYTES) * LINE_BYTES for size in self._shape.sizes)
+        self._shape = self._encoding.record(schemas, captured_rows.coding)
         self._whole = self._encoding.align < LINE_BYTES or min(self._shape.sizes, default=0) < SMALL_BYTES
-        records = _records(captured_rows, self._shape.lines, source)
-        self._piece, self._indices = self._pieces(records)
-        flat = source.lines.numpy().reshape(-1)
-        self._source = flat[: len(flat) // self._piece * self._piece].reshape(-1, self._piece)
-        self._result = np.empty((len(self._indices), self._piece), dtype=np.uint8)
+        self._runs = _runs(captured_rows, self._shape.lines, source)
+        self._blocks = list(self._allocated(schemas))
+        self._firsts = [first for first, _ in self._runs]
+        self.parts = [part for block in self._blocks for part in _parts(block, scattered=len(self._runs) >= MANY_RUNS)]
 
-    def _pieces(self, records: Ints) -> tuple[int, Ints]:
-        """Return the size of a piece in bytes, and the source index of each piece of the result: int64 [pieces]."""
-        starts = records * LINE_BYTES
+    def _allocated(self, schemas: Sequence[PointSchema]) -> Iterator[Block]:
+        """Allocate memory for the rows, in one piece."""
+        rows, record = self._captured_rows.stored_rows, self._shape.lines * LINE_BYTES
         if self._whole:
-            stretches = [(0, self._shape.lines * LINE_BYTES)]
-        else:
-            stretches = list(zip(self._shape.offsets, self._padded, strict=True))
-        numbers = [number for stretch in stretches for number in stretch]
-        piece = gcd(int(np.gcd.reduce(starts)) if len(starts) else 0, *numbers) or LINE_BYTES
-        taken = [
-            ((starts + offset) // piece)[:, None] + np.arange(size // piece)
-            for offset, size in stretches
-            if len(starts)
-        ]
-        nothing: Ints = np.empty(0, dtype=np.int64)
-        return piece, np.concatenate([part.reshape(-1) for part in taken]) if taken else nothing
+            yield Block(schemas, 0, record, np.empty((1, rows, record), dtype=np.uint8))
+            return
+        memory, used, first = np.empty(rows * sum(self._shape.sizes), dtype=np.uint8), 0, 0
+        for _, group in groupby(schemas):
+            alike = list(group)
+            size, offset = self._shape.sizes[first], self._shape.offsets[first]
+            stop, padded = used + len(alike) * rows * size, -(-size // LINE_BYTES) * LINE_BYTES
+            yield Block(alike, offset, padded, memory[used:stop].reshape(len(alike), rows, size))
+            used, first = stop, first + len(alike)
 
-    @property
-    def parts(self) -> list[slice]:
-        """Slices of the result's pieces that together cover it, about `PART_BYTES` each; arguments of `fill`."""
-        pieces = max(1, PART_BYTES // self._piece)
-        return [slice(first, first + pieces) for first in range(0, len(self._result), pieces)]
-
-    def fill(self, part: slice) -> None:
-        """Copy the pieces of one slice from `parts` into the result; releases the GIL."""
-        # `clip`, since indices are checked, and `raise` would go through a buffer.
-        np.take(self._source, self._indices[part], axis=0, out=self._result[part], mode="clip")
+    def fill(self, part: Part) -> None:
+        """Copy one of `parts`; releases the GIL."""
+        block, points, rows = part
+        start, stop = (block.offset + point * block.padded for point in (points.start, points.stop))
+        runs = slice(bisect_right(self._firsts, rows.start) - 1, bisect_left(self._firsts, rows.stop))
+        for first, run in self._runs[runs]:
+            begin, end = max(first, rows.start), min(first + len(run), rows.stop)
+            stored = run[begin - first : end - first, start:stop].reshape(end - begin, -1, block.padded)
+            block.rows[points, begin:end] = stored[:, :, : block.rows.shape[2]].swapaxes(0, 1)
 
     def rows(self) -> list[torch.Tensor | CodedRows]:
         """Return each point's rows, once all parts are filled: [rows, *shard shape] each, in memory of their own.
 
         Projected rows are [rows, directions]; rows in a lossy codec are returned as their codes.
         """
-        rows, flat = self._captured_rows.stored_rows, torch.from_numpy(self._result).view(-1)
         if self._whole:
-            records = flat.view(rows, -1) if rows else flat.view(0, self._shape.lines * LINE_BYTES)
-            spans = zip(self._shape.offsets, self._shape.sizes, strict=True)
-            each = zip(self._schemas, spans, strict=True)
-            parts = (self._in_client_form(records[:, at : at + size], schema, 1) for schema, (at, size) in each)
-            return [kept for part in parts for kept in part]
-        found, first = [], 0
-        for (schema, size, padded), group in groupby(zip(self._schemas, self._shape.sizes, self._padded, strict=True)):
-            count = len(list(group))
-            stored = flat[first : first + count * rows * padded].view(count * rows, padded)[:, :size]
-            found += self._in_client_form(stored, schema, count)
-            first += count * rows * padded
-        return found
+            (block,) = self._blocks
+            records, spans = _tensor(block), zip(self._shape.offsets, self._shape.sizes, strict=True)
+            alone = zip(block.schemas, spans, strict=True)
+            parts = (self._in_client_form(records[:, at : at + size], schema, 1) for schema, (at, size) in alone)
+        else:
+            parts = (
+                self._in_client_form(_tensor(block), block.schemas[0], len(block.schemas)) for block in self._blocks
+            )
+        return [rows for part in parts for rows in part]
 
     def _in_client_form(self, stored: torch.Tensor, schema: PointSchema, count: int) -> list[torch.Tensor | CodedRows]:
         """Convert stored rows of `count` points with equal schemas, uint8 [count * rows, row bytes], for the client.
@@ -129,24 +146,45 @@ def stored_bytes(captured_rows: CapturedRows, schemas: Sequence[PointSchema]) ->
     return captured_rows.stored_rows * sum(record_of(schemas, captured_rows.coding).sizes)
 
 
-def _records(captured_rows: CapturedRows, record: int, source: Readable) -> Ints:
-    """Return each record's first line in `source`, int64 [rows]; raise CaptureIncomplete if lines do not match rows."""
-    starts, counts = _arrays(source.ranges)
-    rows, lines = captured_rows.stored_rows, int(counts.sum())
-    if lines != rows * record or (record and (counts % record).any()):
+def _tensor(block: Block) -> torch.Tensor:
+    """View a block as stored rows, point after point: uint8 [points * rows, row bytes]."""
+    flat = torch.from_numpy(block.rows.reshape(-1))  # before its shape: NumPy's empty arrays have no strides
+    return flat.view(-1, block.rows.shape[2])
+
+
+def _parts(block: Block, *, scattered: bool) -> Iterator[Part]:
+    """Split a block into parts of about `PART_BYTES`: by points, or by rows if these are `scattered`."""
+    points, rows, size = block.rows.shape
+    if block.rows.size:
+        most_points = points if scattered else max(1, PART_BYTES // (rows * size))
+        most_rows = max(1, PART_BYTES // (most_points * size))
+        for point, row in product(range(0, points, most_points), range(0, rows, most_rows)):
+            own = slice(point, min(point + most_points, points)), slice(row, min(row + most_rows, rows))
+            yield Part(block, *own)
+
+
+def _runs(captured_rows: CapturedRows, record: int, source: Readable) -> list[tuple[int, npt.NDArray[np.uint8]]]:
+    """Find runs of records in `source`; raise CaptureIncomplete if its lines do not match the rows.
+
+    Args:
+        captured_rows: the worker's message that describes the rows.
+        record: lines of a record.
+        source: the lines that hold the rows.
+
+    Returns:
+        For each range of lines the number of its first row, and its records: uint8 [records, record bytes].
+    """
+    name, rows, lines = captured_rows.owner.key, captured_rows.stored_rows, sum(item.count for item in source.ranges)
+    if lines != rows * record or (record and any(item.count % record for item in source.ranges)):
         raise CaptureIncomplete(
-            f"{captured_rows.owner.key}: {rows} records of {len(captured_rows.points)} points, {record} lines each, "
-            f"expected; the worker names {lines} lines"
+            f"{name}: {rows} records of {len(captured_rows.points)} points, {record} lines each, expected; the worker "
+            f"names {lines} lines"
         )
-    if (starts < 0).any() or (starts + counts > len(source.lines)).any():
-        raise CaptureIncomplete(f"{captured_rows.owner.key}: the worker names lines outside of its arena")
-    if not lines:
-        return np.empty(0, dtype=np.int64)
-    # Lines of all ranges one after the other: a range's start, less what came before it, plus the line's own number.
-    shifts: Ints = np.repeat(starts - (np.cumsum(counts) - counts), counts // record)
-    return shifts + np.arange(0, lines, record)
-
-
-def _arrays(ranges: Sequence[LineRange]) -> tuple[Ints, Ints]:
-    starts = np.fromiter((item.start for item in ranges), dtype=np.int64, count=len(ranges))
-    return starts, np.fromiter((item.count for item in ranges), dtype=np.int64, count=len(ranges))
+    if any(item.start < 0 or item.start + item.count > len(source.lines) for item in source.ranges):
+        raise CaptureIncomplete(f"{name}: the worker names lines outside of its arena")
+    found, first, memory = [], 0, source.lines.numpy()
+    for item in filter(attrgetter("count"), source.ranges):
+        run = memory[item.start : item.start + item.count].reshape(-1, record * LINE_BYTES)
+        found.append((first, run))
+        first += len(run)
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -52,11 +53,12 @@ def test_rows_of_a_record_lie_one_behind_the_other(sizes, align) -> None:
     st.integers(1, 7),
     st.lists(st.integers(1, 9), min_size=1, max_size=10),
     st.sampled_from([100, 5000, assembly.PART_BYTES]),
+    st.sampled_from([1, assembly.MANY_RUNS]),
     st.integers(0, 2**32 - 1),
 )
 @settings(max_examples=200, deadline=None)
 def test_records_come_back_bit_for_bit(  # noqa: PLR0917 -- hypothesis gives them by their places
-    points, name, rows, numbers, pages, part_bytes, seed
+    points, name, rows, numbers, pages, part_bytes, many_runs, seed
 ) -> None:
     """Any points, encoding and split into ranges: every row is decoded from just the bytes that were stored of it."""
     encoding, rng = ENCODINGS[name], np.random.default_rng(seed)
@@ -87,11 +89,10 @@ def test_records_come_back_bit_for_bit(  # noqa: PLR0917 -- hypothesis gives the
     captured_rows = CapturedRows(
         Owner("r", 0), coding, tuple(range(len(points))), ranges, rows, labels, labels, rows, None
     )
-    before, assembly.PART_BYTES = assembly.PART_BYTES, part_bytes
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assembly, "PART_BYTES", part_bytes)
+        patch.setattr(assembly, "MANY_RUNS", many_runs)
         found = assemble(captured_rows, points, Readable(arena, ranges))
-    finally:
-        assembly.PART_BYTES = before
     arena.zero_()  # what was handed over is in memory of its own
     for schema, own, got in zip(points, stored, found, strict=True):
         if isinstance(encoding, Codec):
