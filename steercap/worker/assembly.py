@@ -34,7 +34,7 @@ SMALL_BYTES: Final = 512
 MANY_RUNS: Final = 16
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """Rows of consecutive points with one schema, or whole records as the rows of one point.
 
     Args:
@@ -50,10 +50,10 @@ class Block(NamedTuple):
     rows: npt.NDArray[np.uint8]
 
 
-class Part(NamedTuple):
+class RowPart(NamedTuple):
     """Points and rows of a block that are copied in one call."""
 
-    block: Block
+    block: RowBlock
     points: slice
     rows: slice
 
@@ -86,21 +86,21 @@ class Assembly:
         self._firsts = [first for first, _ in self._runs]
         self.parts = [part for block in self._blocks for part in _parts(block, scattered=len(self._runs) >= MANY_RUNS)]
 
-    def _allocated(self, schemas: Sequence[PointSchema]) -> Iterator[Block]:
+    def _allocated(self, schemas: Sequence[PointSchema]) -> Iterator[RowBlock]:
         """Allocate memory for the rows, in one piece."""
         rows, record = self._captured_rows.stored_rows, self._shape.lines * LINE_BYTES
         if self._whole:
-            yield Block(schemas, 0, record, np.empty((1, rows, record), dtype=np.uint8))
+            yield RowBlock(schemas, 0, record, np.empty((1, rows, record), dtype=np.uint8))
             return
         memory, used, first = np.empty(rows * sum(self._shape.sizes), dtype=np.uint8), 0, 0
         for _, group in groupby(schemas):
             alike = list(group)
             size, offset = self._shape.sizes[first], self._shape.offsets[first]
             stop, padded = used + len(alike) * rows * size, -(-size // LINE_BYTES) * LINE_BYTES
-            yield Block(alike, offset, padded, memory[used:stop].reshape(len(alike), rows, size))
+            yield RowBlock(alike, offset, padded, memory[used:stop].reshape(len(alike), rows, size))
             used, first = stop, first + len(alike)
 
-    def fill(self, part: Part) -> None:
+    def fill(self, part: RowPart) -> None:
         """Copy one of `parts`; releases the GIL."""
         block, points, rows = part
         start, stop = (block.offset + point * block.padded for point in (points.start, points.stop))
@@ -146,13 +146,13 @@ def stored_bytes(captured_rows: CapturedRows, schemas: Sequence[PointSchema]) ->
     return captured_rows.stored_rows * sum(record_of(schemas, captured_rows.coding).sizes)
 
 
-def _tensor(block: Block) -> torch.Tensor:
+def _tensor(block: RowBlock) -> torch.Tensor:
     """View a block as stored rows, point after point: uint8 [points * rows, row bytes]."""
     flat = torch.from_numpy(block.rows.reshape(-1))  # before its shape: NumPy's empty arrays have no strides
     return flat.view(-1, block.rows.shape[2])
 
 
-def _parts(block: Block, *, scattered: bool) -> Iterator[Part]:
+def _parts(block: RowBlock, *, scattered: bool) -> Iterator[RowPart]:
     """Split a block into parts of about `PART_BYTES`: by points, or by rows if these are `scattered`."""
     points, rows, size = block.rows.shape
     if block.rows.size:
@@ -160,7 +160,7 @@ def _parts(block: Block, *, scattered: bool) -> Iterator[Part]:
         most_rows = max(1, PART_BYTES // (most_points * size))
         for point, row in product(range(0, points, most_points), range(0, rows, most_rows)):
             own = slice(point, min(point + most_points, points)), slice(row, min(row + most_rows, rows))
-            yield Part(block, *own)
+            yield RowPart(block, *own)
 
 
 def _runs(captured_rows: CapturedRows, record: int, source: Readable) -> list[tuple[int, npt.NDArray[np.uint8]]]:

@@ -706,6 +706,34 @@ async def test_what_a_large_pass_left_is_copied_beside_the_small_ones(monkeypatc
 
 
 @DEVICE_ALONE
+async def test_rows_wait_for_a_pass_without_prompts(monkeypatch) -> None:
+    """The device waits for the host in a pass with prompts. Eight passes at most wait; every row is where it belongs."""
+    monkeypatch.setattr(cuda, "BUNDLE_BYTES", LINE_BYTES)
+    bench, waiting = Bench(8 << 20), []
+    totals = dict.fromkeys(range(1, 20), 3)
+
+    def step(*passes: tuple[str, int, int]) -> None:
+        bench.step(*passes)
+        waiting.append(len(bench.runtime.taps._waiting))
+
+    for number in totals:
+        bench.plan(f"r{number}", limit=100)
+    step(("r1", 0, 3))
+    for position in (3, 4):
+        step(("r1", position, 1))
+    step(("r2", 0, 3), ("r1", 5, 1))
+    step(("r1", 6, 1), ("r2", 3, 1))
+    for number in range(3, 20):
+        step((f"r{number}", 0, 3), ("r1", 4 + number, 1))
+    assert waiting[:5] == [1, 1, 1, 2, 1]
+    assert max(waiting) == cuda.BUNDLE
+    for number, total in (totals | {1: 24, 2: 4}).items():
+        _, rows = await bench.rows(f"r{number}", total)
+        for point in range(POINTS):
+            torch.testing.assert_close(rows[point], expected(number, range(total), point))
+
+
+@DEVICE_ALONE
 async def test_a_row_past_the_end_does_not_land_on_a_reduced_one() -> None:
     """A request of one row ran on for a pass, whose row is still on its way when the first is reduced."""
     bench = Bench(dtype=torch.bfloat16)

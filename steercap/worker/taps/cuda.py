@@ -66,6 +66,8 @@ TOGETHER, TOKENS_TOGETHER, WAITING = 16, 16_384, 24
 #: Number of passes, and bytes of rows, from which on copies to the host are queued.
 BUNDLE: Final = 8
 BUNDLE_BYTES: Final = 8 << 20
+#: Share of the ring that rows of up to BUNDLE passes may occupy while their copies wait for a pass without prompts.
+POSTPONED: Final = 1 / 8
 #: Maximum bytes of one copy, so that other copies can run in between.
 PIECE_BYTES: Final = 32 << 20
 #: Maximum bytes queued for copying beside a pass: a constant, plus this share of the bytes that the pass's own tokens
@@ -173,7 +175,8 @@ class CudaTaps(Taps):
                 self._open, self.open_step = Pass(step, before.pattern, *read, number, line), step
                 return None
         pattern, failure = self._pattern_of(step, batch), None
-        opened = Pass(step, pattern, *read, number, 0)
+        prompts = int(batch.counts.max()) > 1 + self.sizes.drafts
+        opened = Pass(step, pattern, *read, number, 0, prompts=prompts)
         large = self._large(step, pattern, updates, batch)
         if large is not None and large.lines <= self._lines.size:
             opened.large = large
@@ -253,7 +256,9 @@ class CudaTaps(Taps):
         done.closed = self._closed[done.number] = self._transfers.now(self._closed[done.number])
         # Rows of earlier passes only: this pass's own would delay its sampled tokens, which the runner copies next.
         full = len(self._waiting) >= BUNDLE or self._waiting_lines >= self._bundle_lines
-        if full or self._bundles:
+        # After a pass with prompts the device waits for the host; after a graph the host has time.
+        later = done.prompts and len(self._waiting) < BUNDLE and self._waiting_lines < self._lines.size * POSTPONED
+        if self._bundles or (full and not later):
             self._bundle(wait=False)
             self._queue(BESIDE_BYTES + int(BESIDE_SHARE * num_tokens * self._record_bytes))
         if done.large is not None:

@@ -100,6 +100,7 @@ class Pass:
             None until it is computed.
         updates: number of requests whose accumulators the pass updates.
         encoded: layouts with an encoding, and the slice of the encoder's upload with the records of each.
+        prompts: True if a request computes more than one token and its drafts, so that the pass is no single graph.
         large: the `LargePass`, if rows leave the ring while the pass runs; else None.
         failure: reason why the pass cannot be trusted, or None.
         closed: CUDA event at the end of the pass.
@@ -115,6 +116,7 @@ class Pass:
     sources: Ints | None = None
     updates: int = 0
     encoded: Sequence[tuple[RecordLayout, slice]] = ()
+    prompts: bool = False
     large: Any = None
     failure: str | None = None
     closed: Any = None
