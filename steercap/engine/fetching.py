@@ -146,9 +146,7 @@ class Fetcher:
 
         def begin() -> None:
             for order, readable in zip(orders, sources, strict=True):
-                _begin(order, readable)
-                large = (assembly for assembly in order.assemblies if len(assembly.parts) > 1)
-                parts.extend(partial(assembly.fill, part) for assembly in large for part in assembly.parts)
+                parts.extend(_begin(order, readable))
             if not parts:
                 end()
 
@@ -220,14 +218,17 @@ def _order(ranks: Ranks, found: WorkerAnswers) -> _Order:
     return _Order(gathered, None)
 
 
-def _begin(order: _Order, sources: Sequence[Readable]) -> None:
-    """Locate an order's rows and allocate memory for them; small ones are copied at once."""
+def _begin(order: _Order, sources: Sequence[Readable]) -> list[Callable[[], None]]:
+    """Locate an order's rows, allocate memory for them, and copy small ones; return the calls that copy large ones."""
     try:
         for (rank, captured_rows), source in zip(order.gathered, sources, strict=True):
             assembly = Assembly(captured_rows, rank.schemas_in(captured_rows), source, rank.attached.shard)
             order.assemblies.append(assembly)
-            if len(assembly.parts) == 1:
-                assembly.fill(assembly.parts[0])
     except CaptureIncomplete as error:
-        order.failure = str(error)
-        order.assemblies = []
+        order.failure, order.assemblies = str(error), []
+    parts = [partial(assembly.fill, part) for assembly in order.assemblies for part in assembly.parts]
+    if order.size >= PART_BYTES:
+        return parts
+    for fill in parts:
+        fill()
+    return []

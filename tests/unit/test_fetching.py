@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from steercap.core.messages import Attached, CapturedRows, LineRange, Owner, Unknown
 from steercap.core.schema import LINE_BYTES, RAW, REDUCED, Coding, PointSchema
+from steercap.engine import fetching
 from steercap.engine.fetching import Delivery, Fetcher
 from steercap.engine.ranks import Rank
 from steercap.errors import ModelClosed, WorkerFailure
@@ -122,11 +123,12 @@ async def busy(made: Fetcher) -> Iterator[threading.Event]:
 @pytest.mark.parametrize("threads", [1, 3])
 async def test_rows_come_bit_for_bit(threads, part_bytes, monkeypatch) -> None:
     """Any points, pages anywhere, in one part or many, many requests at once: the bytes of the arena, each in its place."""
-    monkeypatch.setattr(assembly, "PART_BYTES", part_bytes)
+    for module in (assembly, fetching):
+        monkeypatch.setattr(module, "PART_BYTES", part_bytes)
     asked = [paged(f"r{seed}", 1 + seed % 7, 1 + 37 * seed % 150, seed) for seed in range(40)]
     asked.append(captured_rows("pairs", 3, [(10, 6), (700, 6)], 2, REDUCED))  # float32 rows take twice the lines
     asked.append(captured_rows("none", 3, [], 0))
-    monkeypatch.setattr("steercap.engine.fetching.THREAD_BYTES", 20_000)  # both ways
+    monkeypatch.setattr(fetching, "THREAD_BYTES", min(part_bytes, 20_000))  # both ways
     async with fetcher(threads) as made:
         deliveries = await made.deliver([[rank()]], [[[one]] for one in asked])
     for one, delivery in zip(asked, deliveries, strict=True):
@@ -136,6 +138,26 @@ async def test_rows_come_bit_for_bit(threads, part_bytes, monkeypatch) -> None:
         assert rows.shape == (len(one.points), one.stored_rows, WIDTH)
         if one.stored_rows:
             assert torch.equal(rows.view(torch.uint8), by_hand(one))
+
+
+@pytest.mark.parametrize("part_bytes", [LINE_BYTES // 2, assembly.PART_BYTES])
+async def test_points_of_other_widths_come_in_one_delivery(part_bytes, monkeypatch) -> None:
+    """Whatever lies beside them in a record, and however few they are."""
+    for module in (assembly, fetching):
+        monkeypatch.setattr(module, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(fetching, "THREAD_BYTES", min(part_bytes, fetching.THREAD_BYTES))
+    wide = PointSchema((4 * WIDTH,), "bfloat16")
+    schemas = (SCHEMA, wide, SCHEMA, SCHEMA, wide)
+    lines = sum(ROW * schema.width // WIDTH for schema in schemas)
+    labels = np.arange(3).tobytes()
+    one = CapturedRows(Owner("r", 0), RAW, tuple(range(5)), (LineRange(7, 3 * lines),), 3, labels, labels, 3, None)
+    mixed = Rank(0, replace(attached(), points=tuple(range(5)), schemas=schemas), ArenaReader())
+    async with fetcher() as made:
+        (delivery,) = await made.deliver([[mixed]], [[[one]]])
+    records, at = ARENA[7 : 7 + 3 * lines].reshape(3, -1), 0
+    for (rows,), schema in zip(delivery.shards.values(), schemas, strict=True):
+        assert torch.equal(rows.view(torch.uint8), records[:, at : at + 2 * schema.width])
+        at += 2 * schema.width
 
 
 @pytest.mark.parametrize(
