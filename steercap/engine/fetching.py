@@ -226,7 +226,9 @@ def _begin(order: _Order, sources: Sequence[Readable]) -> list[Callable[[], None
             order.assemblies.append(assembly)
     except CaptureIncomplete as error:
         order.failure, order.assemblies = str(error), []
-    parts = [partial(assembly.fill, part) for assembly in order.assemblies for part in assembly.parts]
+    parts: list[Callable[[], None]] = [
+        partial(assembly.fill, part) for assembly in order.assemblies for part in assembly.parts
+    ]
     if order.size >= PART_BYTES:
         return parts
     for fill in parts:

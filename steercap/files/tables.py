@@ -28,7 +28,7 @@ PART_RECORDS, PART_SECONDS = 32, 5.0
 def write_table(path: str | Path, records: Sequence[msgspec.Struct]) -> Path:
     """Write records of one type to a Parquet file, one row each, whole or not at all; return its path.
 
-    Records are msgspec Structs of text, numbers, and lists or mappings of these.
+    Records are msgspec Structs of text, numbers, and lists of these. Mappings must have the same keys in all records.
 
     Raises:
         InvalidFile: the name has another extension than .parquet.

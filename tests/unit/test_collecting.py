@@ -178,6 +178,41 @@ def test_a_split_of_another_name_is_a_folder_or_a_part_of_a_file_s_name(tmp_path
     assert contents(open_source(tmp_path, split="math")) == ["math/train-0", "more.math"]
 
 
+@pytest.mark.parametrize(
+    ("held_out", "split"),
+    [("val", "val"), ("eval-0", "eval"), ("Test", "test"), ("test/en/0", "test"), ("holdout", "holdout")],
+)
+def test_splits_that_are_spelt_otherwise_are_not_read_together(held_out, split, tmp_path) -> None:
+    """Held-out documents do not enter a data set of training: shortened, in capitals, or in a folder of folders."""
+    for name in ("train/en/0", held_out):
+        (path := tmp_path / f"{name}.jsonl").parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"text": name}) + "\n")
+    with pytest.raises(InvalidFile, match="holds splits"):
+        open_source(tmp_path)
+    assert contents(open_source(tmp_path, split="train")) == ["train/en/0"]
+    assert contents(open_source(tmp_path, split=split)) == [held_out]
+
+
+async def test_an_iterator_that_was_begun_is_refused() -> None:
+    """Its first documents are gone: the same call again would make a data set without them."""
+    texts = (text for text in TEXTS)
+    source = open_source(texts)
+    next(iter(source))
+    for again in (source, open_source(texts)):
+        with pytest.raises(InvalidRequest, match="was begun by an earlier call"):
+            list(again)
+    assert contents(open_source(text for text in TEXTS)) == TEXTS
+
+    async def coming():
+        for text in TEXTS:
+            yield text
+
+    once = coming()
+    open_source(once).begin()
+    with pytest.raises(InvalidRequest, match="was begun by an earlier call"):
+        open_source(once).begin()
+
+
 def test_what_a_corpus_does_not_have_is_not_asked_for(tmp_path):
     """A split of one file, or a format of documents: the wrong text would be read, without a word."""
     path = tmp_path / "train.jsonl"
@@ -374,6 +409,9 @@ def test_a_beginning_that_is_there_is_not_doubled():
     """Text that the tokenizer begins itself, and token ids that bring theirs."""
     (found,) = windows_of(cutting(4, bos="window"), [256, 1, 2, 3, 4])
     assert [window.token_ids.tolist() for window in found] == [[256, 1, 2, 3], [256, 4]]
+    alone, again = windows_of(cutting(4, bos="window"), [256], [256, 1, 2, 3, 256, 4])
+    assert [window.token_ids.tolist() for window in alone] == [[256]]
+    assert [window.token_ids.tolist() for window in again] == [[256, 1, 2, 3], [256, 4]]
 
 
 def test_long_documents_are_cut_off_or_refused_as_asked():
@@ -443,6 +481,15 @@ def test_one_in_k_depends_on_the_place_alone():
     columns = np.mean(masks, axis=0)
     assert columns.min() > 0.02, "no position is preferred"
     assert columns.max() < 0.3
+
+
+def test_numbers_of_numpy_are_described() -> None:
+    """A data set's definition is JSON."""
+    probe = LayerVectors({np.int64(3): torch.ones(4)})
+    samples = (OneIn(np.int64(4), seed=np.int64(1)), ByProbe(probe, layer=3, above=np.float32(0.5)))
+    plain = (OneIn(4, seed=1), ByProbe(probe, layer=3, above=0.5))
+    for sample, same in zip(samples, plain, strict=True):
+        assert json.loads(json.dumps(sample.described())) == same.described()
 
 
 def test_one_in_k_draws_from_a_selection():

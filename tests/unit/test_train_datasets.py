@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -211,6 +212,13 @@ def prompted(count: int, seed: int = 0) -> list[Prompted]:
 
 
 SMALL = {"edit": TrainableAdd(layers=[LAYER]), "budget": TokenBudget(300, 120), "batch_size": 4}
+
+
+def test_a_data_set_of_one_source_is_skipped_for_that_reason(model, tmp_path) -> None:
+    """It has tokens enough, but its examples are in one part alone."""
+    data = {"one": prompted(60), "alone": [replace(example, source="s") for example in prompted(60)]}
+    found = train_datasets(model, data, out=tmp_path, rates=[0.1], **SMALL)
+    assert found.skipped["alone"].endswith("; all have one source, which cannot be in both parts")
 
 
 def test_each_data_set_keeps_the_vector_of_its_best_rate_alone(model, tmp_path) -> None:

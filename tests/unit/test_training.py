@@ -42,8 +42,10 @@ from steercap.architectures.sites import SITES
 from steercap.core.spec import Point
 from steercap.core.tokens import TokenSelection
 from steercap.errors import (
+    EmptySelection,
     InvalidFile,
     InvalidPrompt,
+    InvalidSelection,
     InvalidSetting,
     InvalidSpec,
     InvalidVector,
@@ -899,6 +901,37 @@ def test_traits_of_different_forms_are_refused(model, tmp_path) -> None:
     edits = {"one": Add(drawn(WIDTH), layer=1), "two": Add(drawn(WIDTH), layer=2)}
     with pytest.raises(InvalidSpec, match="two has other edits than one"):
         train_many(model, {"one": examples(), "two": examples()}, edit=edits, out=tmp_path, **QUICK)
+
+
+def test_traits_of_another_formula_are_refused(model, tmp_path) -> None:
+    """A relative edit beside an absolute one: both would be trained by the first one's formula."""
+    edits = {"one": Add(drawn(WIDTH), layer=1), "two": Add(drawn(WIDTH), layer=1, relative=True)}
+    for names in (("one", "two"), ("two", "one")):
+        with pytest.raises(InvalidSpec, match=f"{names[1]} has other edits than {names[0]}"):
+            train_many(model, dict.fromkeys(names, examples()), edit=edits, out=tmp_path, **QUICK)
+
+
+def test_the_files_of_traits_are_not_written_over(model, tmp_path) -> None:
+    """`a.directions.safetensors` holds the directions of "a"."""
+    edit = TrainableAdd(layers=[1])
+    with pytest.raises(InvalidFile, match=r"'a\.directions' must be usable as a file name"):
+        train_many(model, dict.fromkeys(("a", "a.directions"), examples()), edit=edit, out=tmp_path, **QUICK)
+
+
+@pytest.mark.parametrize(("tokens", "kind"), [("generated", EmptySelection), ([6], InvalidSelection)])
+def test_an_example_without_a_selected_token_is_found_before_any_step(tokens, kind, model, tmp_path) -> None:
+    """Its turn may come late, or never: no folder is made."""
+    short = Example([5, 6, 7], [8])
+    with pytest.raises(kind, match="an example of 3 prompt and 1 response tokens"):
+        train(model, [*examples(), short], edit=Add(drawn(WIDTH), layer=1, tokens=tokens), out=tmp_path / "x", **QUICK)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_site_that_the_model_lacks_is_named(model, tmp_path) -> None:
+    """Not by an attribute that some layer of torch's lacks."""
+    edit = Add(drawn(WIDTH), layer=1, site="mhc_streams_pre_mlp")
+    with pytest.raises(InvalidSpec, match=r"mhc_streams_pre_mlp\[1\]: the layers of .* have no such site"):
+        train(model, examples(), edit=edit, out=tmp_path, **QUICK)
 
 
 def test_the_system_prompt_is_in_front_of_the_teacher_alone() -> None:

@@ -25,6 +25,8 @@ from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec
 
 STATE: Final = "state.safetensors"
+#: End of the names of files of directions, before their suffix.
+DIRECTIONS: Final = ".directions"
 #: Names of settings that are real numbers.
 _REAL: Final = frozenset({"norm_penalty", "sparsity_penalty", "max_grad_norm", "gate_width"})
 #: Text of a number of NumPy's, whose own text is its group.
@@ -245,7 +247,7 @@ def write_trained(trained: Trained) -> None:
     with write_whole(trained.file.with_name(f"{trained.name}.history.json")) as scratch:
         scratch.write_bytes(msgspec.json.format(msgspec.json.encode(list(trained.history)), indent=2))
     with suppress(InvalidSpec):  # not all edits are directions
-        trained.directions.save(trained.file.with_name(f"{trained.name}.directions.safetensors"))
+        trained.directions.save(trained.file.with_name(f"{trained.name}{DIRECTIONS}.safetensors"))
 
 
 def check_name(name: str) -> None:
@@ -254,8 +256,12 @@ def check_name(name: str) -> None:
     Raises:
         InvalidFile: the name is empty, reserved, or not a plain file name.
     """
-    if not name or name.startswith(".") or Path(name).name != name or name == Path(STATE).stem:
-        raise InvalidFile(f"{name!r} must be usable as a file name; give one word other than {Path(STATE).stem!r}")
+    reserved = name == Path(STATE).stem or name.endswith(DIRECTIONS)
+    if not name or name.startswith(".") or Path(name).name != name or reserved:
+        raise InvalidFile(
+            f"{name!r} must be usable as a file name; give one word other than {Path(STATE).stem!r}, without "
+            f"{DIRECTIONS!r} at its end"
+        )
 
 
 def _kind() -> FileKind:

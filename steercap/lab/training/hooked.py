@@ -23,7 +23,7 @@ from steercap.architectures.sites import SITES
 from steercap.architectures.sites.base import Visit
 from steercap.core.extras import extra
 from steercap.core.spec import Point
-from steercap.errors import InvalidSetting, ModelNotLoaded, UnsupportedModel
+from steercap.errors import InvalidSetting, InvalidSpec, ModelNotLoaded, UnsupportedModel
 from steercap.files.fingerprint import nearest_path
 
 #: Number of tokens of the random text on which implementations of attention are compared.
@@ -116,9 +116,16 @@ class HookedModel:
         Args:
             hooks: stack that removes the hooks when it is closed.
             visits: pairs of a point and a function; functions of one module run in the order given.
+
+        Raises:
+            InvalidSpec: the model has no such point.
         """
         for point, visit in visits:
-            hooks.callback(SITES[point.site].visit(self.decoder.holder(point), self.family, visit).remove)
+            try:
+                hook = SITES[point.site].visit(self.decoder.holder(point), self.family, visit)
+            except AttributeError as error:
+                raise InvalidSpec(f"{point}: the layers of {self.path} have no such site ({error})") from error
+            hooks.callback(hook.remove)
 
     @contextmanager
     def checkpointed(self, layers: Iterable[int]) -> Iterator[None]:

@@ -162,7 +162,9 @@ class RatesRun:
         used = [sum(counts[place] for place in side) for side in places]
         if used[0] < self.budget.training or used[1] < self.budget.validation:
             report(len(self.rates))
-            return f"{sum(counts):,} tokens in {len(examples)} examples, of {sum(astuple(self.budget)):,}"
+            size = f"{sum(counts):,} tokens in {len(examples)} examples, of {sum(astuple(self.budget)):,}"
+            alone = len({one.source for one in examples}) == 1 and examples[0].source is not None
+            return f"{size}; all have one source, which cannot be in both parts" if alone else size
         folder, parts = self.out / name, [[examples[place] for place in side] for side in places]
         with self._opened(folder, name, Sides(*([tokens[place] for place in side] for side in places))):
             if not (folder / RESULT).exists():
@@ -210,10 +212,7 @@ class RatesRun:
         count: int,
         report: Callable[[int], None],
     ) -> None:
-        """Train on a data set at each rate, and write the best edit with the result.
-
-        `parts` are the examples to train on and those held out, `used` the number of tokens of each part.
-        """
+        """Train at each rate on the first of `parts`, which have `used` tokens; write the best edit with the result."""
         best, rates = self._at_each_rate(folder, name, parts, report)
         found = DatasetTrained(
             name=name,

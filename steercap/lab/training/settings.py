@@ -95,8 +95,9 @@ class TrainingSettings:
             gate's `probe`.
         steps: maximum optimiser steps.
         epochs: passes over the training examples, at most, instead of `steps` and `evaluate_every`: a validation after
-            each. An epoch's last step is filled up with examples of the next. Traits trained together then have
-            equally many steps in an epoch.
+            the step in which the first ends, and each time after as many steps. This step is filled up with examples
+            of the next epoch, so there may be fewer validations than epochs where a step takes a large part of the
+            examples. Traits trained together then have equally many steps in an epoch.
         batch_size: number of examples of each trait in a pass of the model.
         accumulation: number of passes in an optimiser step, whose gradients are added up: a step is of
             `batch_size * accumulation` examples of each trait.

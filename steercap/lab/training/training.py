@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,7 +19,7 @@ from steercap.core.extras import extra
 from steercap.core.prompts import repeating, warn_of_doubled
 from steercap.core.protocols import ProgressCallback
 from steercap.core.values import count_of, shown
-from steercap.errors import InvalidPrompt, InvalidSetting, InvalidSpec, TrainingDiverged
+from steercap.errors import InvalidPrompt, InvalidSelection, InvalidSetting, InvalidSpec, TrainingDiverged
 from steercap.files.fingerprint import model_name, weights_identity
 from steercap.lab.training.batches import EncodedExamples, Picked, generator, loader
 from steercap.lab.training.datasets import TextLoss
@@ -150,6 +151,7 @@ def train_many(
         name: start_of(edit[name] if isinstance(edit, Mapping) else edit, hooked, wanted, name) for name in examples
     }
     _check_form(starts)
+    _check_tokens(starts, parts)
     if how.needs_direction:
         _check_directions(starts)
     definition = definition_of(hooked, how, wanted, starts, parts)
@@ -323,7 +325,7 @@ def _check_form(starts: Mapping[str, SteeringSpec]) -> None:
     """
     forms = {
         name: [
-            (type(edit), edit.layer, str(edit.layers), edit.site, edit.selection, edit.part, keeper, len(edit.lower()))
+            (type(edit), edit.layer, str(edit.layers), edit.site, edit.selection, edit.part, keeper, _forms(edit))
             for edit, keeper in spec.segments()
             if isinstance(edit, Edit)
         ]
@@ -332,6 +334,28 @@ def _check_form(starts: Mapping[str, SteeringSpec]) -> None:
     first, *others = forms
     if odd := [name for name in others if forms[name] != forms[first]]:
         raise InvalidSpec(f"{odd[0]} has other edits than {first}: {starts[odd[0]].flat()}; train them in two calls")
+
+
+def _forms(edit: Edit) -> list[tuple[bool, ...]]:
+    """Return, for each rank-one edit, what no number of it says: see `steercap.lab.training.formula.Part`."""
+    return [(one.joined, one.read is None, one.response.relative) for one in edit.lower()]
+
+
+def _check_tokens(starts: Mapping[str, SteeringSpec], parts: Mapping[str, Sides]) -> None:
+    """Check that each edit selects tokens of every example.
+
+    Raises:
+        EmptySelection, InvalidSelection: it does not.
+    """
+    for name, spec in starts.items():
+        selections = dict.fromkeys(edit.selection for edit in spec.of_rows())
+        sequences = chain.from_iterable(parts[name].seen + parts[name].unseen)
+        for one, selection in product(sequences, selections):
+            try:
+                selection.ranges(one.prompt_len, one.inputs)
+            except InvalidSelection as error:
+                size = f"{one.prompt_len} prompt and {len(one.ids) - one.prompt_len} response tokens"
+                raise type(error)(f"{name}, an example of {size}: {error}; leave it out, or select others") from error
 
 
 def _check_directions(starts: Mapping[str, SteeringSpec]) -> None:

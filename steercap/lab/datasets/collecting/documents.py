@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
@@ -19,6 +21,9 @@ from steercap.lab.datasets.collecting.readers import KEYS, Bad, half_of_pair
 
 #: Contents of a document: text, token ids (int64 [tokens]), or {"role", "content"} messages.
 Content: TypeAlias = "str | npt.NDArray[np.int64] | list[dict[str, Any]]"
+
+#: Iterators of documents that were begun.
+_BEGUN: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 
 
 class NotDocument(ValueError):
@@ -148,6 +153,18 @@ class Window:
     where: str
 
 
+def begun(corpus: Any) -> Any:
+    """Return an iterable of documents; raise InvalidRequest if it is an iterator that was returned before."""
+    if isinstance(corpus, (Iterator, AsyncIterator)):
+        with contextlib.suppress(TypeError):  # `map` and its like have no weak references
+            if corpus in _BEGUN:
+                raise InvalidRequest(
+                    f"{shown(corpus)} was begun by an earlier call, which took documents; make it anew"
+                )
+            _BEGUN.add(corpus)
+    return corpus
+
+
 def check_cutting(context: int, long: object, bos: object) -> None:
     """Check those settings of `Cutting` that need no tokenizer.
 
@@ -233,7 +250,7 @@ class Cutting:
 
     def _cut(self, document: CorpusDocument, ids: npt.NDArray[np.int64]) -> list[Window]:
         bos = self.tokenizer.bos_token_id if self.bos == "window" else None
-        if bos is not None and len(ids) and ids[0] == bos:
+        if bos is not None and len(ids) > 1 and ids[0] == bos:
             ids = ids[1:]  # it comes back with the first window
         room = self.context - (bos is not None)
         if len(ids) > room and self.long == "refuse":
@@ -243,10 +260,7 @@ class Cutting:
             )
         stop = min(len(ids), room) if self.long == "cut" else len(ids)
         starts = range(0, stop, room)
-        begun = np.array([] if bos is None else [bos], dtype=np.int64)
-        return [
-            Window(
-                document.number, number, np.concatenate([begun, ids[start : min(start + room, stop)]]), document.where
-            )
-            for number, start in enumerate(starts)
-        ]
+        parts = [ids[start : min(start + room, stop)] for start in starts]
+        if bos is not None:
+            parts = [part if part[0] == bos else np.insert(part, 0, bos) for part in parts]
+        return [Window(document.number, number, part, document.where) for number, part in enumerate(parts)]

@@ -138,7 +138,7 @@ class OneIn(TokenSample):
         k, seed = index_of(self.k), index_of(self.seed)
         if k is None or seed is None or k < 1:
             raise InvalidSpec(f"OneIn(k={shown(self.k)}, seed={shown(self.seed)}); give whole numbers, k from 1")
-        object.__setattr__(self, "of", TokenSelection.parse(self.of))
+        vars(self).update(k=k, seed=seed, of=TokenSelection.parse(self.of))  # NumPy's numbers are no JSON
 
     def asked(self, window: Window, limit: int) -> TokenSelection | None:
         mask = Selected(self.of).mask(window, limit) & self._drawn(window, limit)
@@ -242,8 +242,8 @@ class ByProbe(TokenSample):
             raise InvalidSpec("ByProbe without a threshold; give above=, below=, or both, as numbers")
         if self.layer not in self.probe:
             raise InvalidSpec(f"the probe has no direction for layer {self.layer}; it has {list(self.probe)}")
-        object.__setattr__(self, "of", TokenSelection.parse(self.of))
-        object.__setattr__(self, "_vector", self.probe[self.layer].float().flatten())
+        vector = self.probe[self.layer].float().flatten()
+        vars(self).update(above=bounds[0], below=bounds[1], of=TokenSelection.parse(self.of), _vector=vector)
 
     @property
     def needs(self) -> Point | None:

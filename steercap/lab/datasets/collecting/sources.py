@@ -15,7 +15,7 @@ import msgspec
 from steercap.core.values import shown
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting
 from steercap.files.fingerprint import nearest_path
-from steercap.lab.datasets.collecting.documents import CorpusDocument, NotDocument, content_of
+from steercap.lab.datasets.collecting.documents import CorpusDocument, NotDocument, begun, content_of
 from steercap.lab.datasets.collecting.readers import READERS, Reader, ReaderSettings, Unit
 
 #: Accepted forms of a corpus: a path or a pattern, several paths, or documents.
@@ -27,7 +27,7 @@ OnBad = Literal["error", "skip"]
 #: Files of `datasets.save_to_disk`: of one data set, and of several splits.
 STATE, SPLITS = "state.json", "dataset_dict.json"
 #: Splits recognised in the names of files in a folder.
-KNOWN_SPLITS: Final = ("train", "test", "validation", "valid", "dev")
+KNOWN_SPLITS: Final = ("train", "test", "validation", "valid", "val", "dev", "eval", "evaluation", "heldout", "holdout")
 #: Maximum number of skipped items whose reasons are kept.
 COMPLAINTS: Final = 5
 
@@ -171,14 +171,13 @@ def _paths(corpus: Any) -> list[str] | None:
 
 def _of_items(corpus: Any, column: str | None, bad: OnBad) -> DocumentSource:
     if isinstance(corpus, AsyncIterable):
-        return DocumentSource("an async iterator", lambda: _numbered(corpus), column=column, bad=bad)
+        return DocumentSource("an async iterator", lambda: _numbered(begun(corpus)), column=column, bad=bad)
     if isinstance(corpus, (Mapping, bytes)) or not isinstance(corpus, Iterable):
         raise InvalidRequest(f"{shown(corpus)} is not a corpus; give a path, or an iterable of documents")
     count = len(corpus) if isinstance(corpus, Sequence) else None
-    items: Iterable[Any] = corpus
     return DocumentSource(
         "an iterator",
-        lambda: ((f"document {number}", item, None) for number, item in enumerate(items)),
+        lambda: ((f"document {number}", item, None) for number, item in enumerate(begun(corpus))),
         column=column,
         bad=bad,
         count=count,
@@ -247,11 +246,11 @@ def _of_folder(folder: Path, kind: str | None, split: str | None) -> list[tuple[
 
 
 def _split(files: Sequence[Path], split: str | None, folder: Path, given: str) -> list[Path]:
-    """Return the files of `split`, as their names say, else their folders', else `folder`'s; None for all, of one.
+    """Return the files of `split`, by their names, else their folders' from the nearest on; None for all, of one.
 
     Raises InvalidFile if there are several splits and none was named, or if no split has that name.
     """
-    by_split = {path: _split_in([path.name, path.parent.name][: 1 + (path.parent != folder)], split) for path in files}
+    by_split = {path: _split_in(Path(os.path.relpath(path, folder)).parts[::-1], split) for path in files}
     by_split = by_split if any(by_split.values()) else dict.fromkeys(files, _split_in([folder.name], split))
     if split is None:
         if len(names := {*by_split.values()} - {""}) > 1:
@@ -265,7 +264,9 @@ def _split(files: Sequence[Path], split: str | None, folder: Path, given: str) -
 def _split_in(names: Sequence[str], asked: str | None) -> str:
     """Return the split in the first name that has one, for `asked` alone if it is no usual one; "" if there is none."""
     known = KNOWN_SPLITS if asked is None or asked in KNOWN_SPLITS else (asked,)
-    return next((one for name in names for one in known if re.search(rf"(^|[-_.]){re.escape(one)}([-_.]|$)", name)), "")
+    split = rf"(?i)(?<![^-_.])({'|'.join(map(re.escape, known))})(?![^-_.])"
+    found = next(filter(None, (re.search(split, name) for name in names)), None)
+    return "" if found is None else found[1].lower() if asked in {None, *KNOWN_SPLITS} else str(asked)
 
 
 def _reader(path: Path, kind: str | None) -> Reader:
