@@ -169,12 +169,12 @@ class CaptureRun:
     def _add(
         self, handles: Mapping[Path, CaptureHandle], answer_id: str = "", time: float | None = None
     ) -> list[ManifestRequest]:
-        """Write capture files and list them together; return their entries. On failure the files are removed."""
-        before, known, new = self._journal.size, dict(self._layouts), list[JournalLine]()
+        """Write capture files and list them together; return their entries. On failure those written are removed."""
+        contents = {path: self._own(handle) for path, handle in handles.items()}
+        before, known, new, written = self._journal.size, dict(self._layouts), list[JournalLine](), list[Path]()
         try:
-            for path, handle in handles.items():
-                saved = self._own(handle)
-                files.write(saved, path, self._mode)
+            for path, saved in contents.items():
+                written.append(files.write(saved, path, self._mode))
                 key = msgspec.json.encode(layout := layout_of(saved))
                 if key not in known:
                     known[key] = len(known)
@@ -183,7 +183,7 @@ class CaptureRun:
             self._journal.append(*new)
         except BaseException:
             self._journal.cut(before)
-            for path in handles:
+            for path in written:
                 with contextlib.suppress(OSError):  # an unlisted file is no record, whether it is removed or not
                     path.unlink(missing_ok=True)
             raise

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 import steercap.sync
 from steercap import CaptureHandle, CaptureRun, Manifest, save_run, stack
-from steercap.captures import npz
+from steercap.captures import files, npz
 from steercap.captures.lifecycle import Lifecycle
 from steercap.captures.manifest import JOURNAL, TensorLayout, layout_of, versions
 from steercap.captures.npz import FORMULAS
@@ -31,7 +31,7 @@ from steercap.captures.saving import forget_run
 from steercap.core.receipt import Receipt, SteeringReceipt
 from steercap.core.schema import Coding, PointSchema
 from steercap.core.spec import Point
-from steercap.errors import CaptureNotFetched, InvalidFile, InvalidRequest, InvalidSpec, RunDiffers
+from steercap.errors import CaptureNotFetched, CaptureReleased, InvalidFile, InvalidRequest, InvalidSpec, RunDiffers
 from steercap.files.base import sweep
 from steercap.kernels.codecs import ENCODINGS, Codec
 from steercap.kernels.codecs.coded import CodedRows
@@ -677,6 +677,27 @@ def test_a_file_that_is_no_capture_is_not_written_over(tmp_path) -> None:
                 run.add(a_handle(), name)
         run.add(a_handle(), "a.safetensors")
     assert other.read_bytes() == before
+
+
+def test_a_file_that_is_not_listed_outlives_an_add_that_fails(tmp_path, monkeypatch) -> None:
+    """It was saved by hand, and nothing of the failed request was written in its place."""
+    mine = a_handle().save(tmp_path / "mine.safetensors")
+    before = mine.read_bytes()
+    released = a_handle()
+    released.release()
+    with CaptureRun(tmp_path, model="m") as run:
+        for handle, error in ((a_handle(model="other"), InvalidRequest), (released, CaptureReleased)):
+            with pytest.raises(error):
+                run.add(handle, name=mine.name)
+            assert mine.read_bytes() == before
+
+        def fails(*_given):
+            raise OSError(28, "no space")
+
+        monkeypatch.setattr(files, "write", fails)
+        with pytest.raises(OSError, match="no space"):
+            run.add(a_handle(), name=mine.name)
+    assert mine.read_bytes() == before
 
 
 def test_a_listed_name_is_not_written_over(tmp_path) -> None:
