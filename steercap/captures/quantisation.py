@@ -243,7 +243,10 @@ class Quantiser:
         for one in everything:
             index.add_sa_codes(self._codes(one))
         asked = count_of(k, "k", 1, index.ntotal, wrong=InvalidRequest)
-        values, numbers = index.search(self._own(queries), asked)
+        try:
+            values, numbers = index.search(self._own(queries), asked)
+        except RuntimeError as error:  # such as codebooks of two entries for parts of two elements
+            raise InvalidRequest(f"faiss cannot search codes of {self}: {error}; train with more bits") from error
         return torch.from_numpy(values), torch.from_numpy(numbers)
 
     def save(self, path: str | Path) -> Path:

@@ -125,14 +125,14 @@ def _check_widths(rows: Mapping[int, torch.Tensor], site: str) -> None:
         raise InvalidRequest(f"stack: rows of {site!r} are {held}; give layers= of one width")
 
 
-def _form(handle: CaptureHandle, site: str) -> tuple[int | str, torch.dtype] | None:
+def _form(handle: CaptureHandle, site: str) -> tuple[int | str | tuple[int, ...], torch.dtype] | None:
     point = next((point for point in handle.captures if point.site == site), None)
     if point is None:
         return None
     rows = handle.captures.whole(point)
     if isinstance(rows, CodedRows):  # decoded to numbers of one width they may be projections of several matrices
         return rows.terms, torch.float32
-    return rows.shape[-1], rows.dtype
+    return rows.shape[-1] if rows.ndim == 2 else tuple(rows.shape[1:]), rows.dtype
 
 
 def _point_rows(captures: Captures, point: Point, at: int) -> torch.Tensor:

@@ -260,7 +260,7 @@ class CaptureHandle(
         """Return the tokens that each head of a layer attends to most strongly, for each query token.
 
         The summary is computed here from captured `q` and `k`, or was computed in the worker with
-        `CaptureSpec(attention=)`: weights are then within 1/510 of the model's, the entropy within a 2,048th of itself.
+        `CaptureSpec(attention=)`: weights are then within 1/510 of the model's, the entropy within a 2,048th or 3e-8.
 
         Args:
             layer: index of the layer; its `q` and `k` must have been captured, for every token that is seen.

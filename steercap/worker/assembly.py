@@ -149,7 +149,8 @@ def stored_bytes(captured_rows: CapturedRows, schemas: Sequence[PointSchema]) ->
 def _tensor(block: RowBlock) -> torch.Tensor:
     """View a block as stored rows, point after point: uint8 [points * rows, row bytes]."""
     flat = torch.from_numpy(block.rows.reshape(-1))  # before its shape: NumPy's empty arrays have no strides
-    return flat.view(-1, block.rows.shape[2])
+    points, rows, size = block.rows.shape
+    return flat.view(points * rows, size)
 
 
 def _parts(block: RowBlock, *, scattered: bool) -> Iterator[RowPart]:

@@ -122,6 +122,34 @@ def test_vectors_that_belong_together_are_found() -> None:
     assert first["distance"] == pytest.approx(1 - float(unit[first["left"]][1] @ unit[first["right"]][1]), abs=1e-5)
 
 
+def test_a_group_of_the_tree_has_no_vectors_name() -> None:
+    """Rows would name both alike."""
+    vectors = {name: LayerVectors({1: torch.randn(WIDTH)}) for name in ("#0", "a", "b")}
+    with pytest.raises(InvalidSpec, match="a vector is called '#0'"):
+        analysis.merges(vectors, 1)
+
+
+def test_short_vectors_are_as_good_as_long_ones() -> None:
+    """A vector of length 1e-13 has a direction."""
+    long = {name: LayerVectors({1: torch.randn(WIDTH)}) for name in "ab"}
+    short = {name: vectors * 1e-14 for name, vectors in long.items()}
+    wanted, found = (column(analysis.cosines(vectors), "cosine") for vectors in (long, short))
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    given = LabelledRows(("g",), ("a",), short["a"][1][None])
+    assert float(given.units.norm()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("how", [{"centred": "no"}, {"unit": "no"}, {"unit": 1}])
+def test_flags_of_components_are_flags(how) -> None:
+    """Text would count as True."""
+    vectors = drawn(3, layers=(1,))
+    for verb in (analysis.scree, analysis.scores, analysis.ends):
+        with pytest.raises(InvalidSpec, match=f"{next(iter(how))}="):
+            verb(vectors, 1, **how)
+    with pytest.raises(InvalidSpec, match=f"{next(iter(how))}="):
+        analysis.principal(vectors, **how)
+
+
 def test_parallel_vectors_have_no_variance_once_they_are_of_one_length() -> None:
     """What float32 rounds differently is none."""
     drawn = torch.randn(96, generator=torch.Generator().manual_seed(5))
@@ -488,6 +516,9 @@ def test_methods_agree_where_there_is_something_and_not_beyond_their_data() -> N
     for row in nothing.to_pylist():
         assert max(abs(row["apart"]), row["ceiling"]) < 0.35
         assert abs(row["cosine"]) == pytest.approx(row["shuffled"], abs=0.25)
+    for row in analysis.method_similarity(contrast(8), [4, 5], methods=("difference", "pca", "probe")).to_pylist():
+        paired = "pca" in {row["first"], row["second"]}  # which no shuffled labels change but in its sign
+        assert math.isnan(row["shuffled"]) is paired
     trained = LayerVectors({4: torch.ones(32), 5: torch.ones(32)})
     table = analysis.method_similarity(contrast(2), [4, 5], methods=("difference",), others={"trained": trained})
     (first, _) = table.to_pylist()
@@ -807,7 +838,8 @@ def test_a_picture_of_methods_holds_all_of_its_lines(tmp_path, monkeypatch) -> N
     analysis.plot_methods(outlying(outlying(similar, "apart", -0.7), "ceiling", math.nan), tmp_path / "picture.png")
     (axes,) = figures[-1].axes
     low, high = axes.get_ylim()
-    assert low <= min(np.nanmin(line.get_ydata()) for line in axes.lines) == -0.7
+    lines = [line.get_ydata() for line in axes.lines]
+    assert low <= min(np.nanmin(line) for line in lines if not np.isnan(line).all()) == -0.7
     assert high >= 1
 
 

@@ -89,6 +89,19 @@ def test_search_is_by_what_codes_stand_for(paths, tmp_path, metric) -> None:
     assert int(numbers.max()) < 1200
 
 
+def test_codes_that_faiss_cannot_search_are_refused(paths, tmp_path, monkeypatch) -> None:
+    """Kernels of some processors take no codebooks of two entries for parts of two elements."""
+    quantiser = Quantiser.train(paths, 2, parts=PARTS)
+    codes = quantiser.encode_file(paths[0], tmp_path / "codes.safetensors")
+
+    def fails(*_given):
+        raise RuntimeError("Error: 'ksub % 8 == 0' failed")
+
+    monkeypatch.setattr(faiss.IndexPQ, "search", fails)
+    with pytest.raises(InvalidRequest, match=r"faiss cannot search codes of Quantiser.*ksub % 8.*train with more bits"):
+        quantiser.search(rows_of(3, 2), codes, 1)
+
+
 def test_what_does_not_fit_is_refused(paths, tmp_path) -> None:
     """Sizes, too few rows, rows that are not finite, files of two models, and codes of other codebooks."""
     for parts, bits in ((5, 8), (0, 8), (4, 0), (4, 17)):

@@ -20,6 +20,7 @@ from support.sae_features import check_features
 from workers import KINDS, batch, device_of, kept_of, some_runtime, tap
 
 from steercap import SAE, CaptureSpec, Point
+from steercap.captures.rows import Captures, Found
 from steercap.core.messages import (
     Attach,
     Call,
@@ -515,6 +516,46 @@ def test_an_amount_that_no_edit_can_follow_is_refused(tmp_path) -> None:
         plain.add_feature(9, 5.0)
 
 
+@pytest.mark.parametrize("normalisation", ["none", "layer_norm", "constant_norm_rescale"])
+def test_features_and_bias_add_up_to_what_the_sae_makes_of_a_row(normalisation, tmp_path) -> None:
+    """Also where it adds the row's mean, which a norm of root mean squares does not take away."""
+    checkpoint = tiny_checkpoint("llama")
+    path = some(normalize_activations=normalisation).write(tmp_path)
+    sae = SAE.load(path, input=(3, "resid_post"))
+    norm, head = torch.nn.RMSNorm(sae.d_in, eps=1e-6), torch.nn.Linear(sae.d_in, 260, bias=False)
+    unembedding = Unembedding(norm, head, None, blocks=1.0)
+    handle = a_handle((3,), model=str(checkpoint))
+    rows = torch.randn(4, sae.d_in) + 0.5
+    handle.lifecycle.found = Found(Captures({Point(3, "resid_post"): rows}, 4), handle.receipt)
+    found = logit_attribution(handle, checkpoint, sae, token=65, top=5, unembedding=unembedding)
+    direction = head.weight[65].detach() * rows.square().mean(1).add(1e-6).rsqrt()[:, None]
+    wanted = (direction * sae.decode(sae.encode(rows), rows)).sum(1)
+    torch.testing.assert_close(found.contributions.sum(1) + found.others + found.bias, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_features_of_another_sae_are_not_attributed(tmp_path) -> None:
+    """SAEs of a release have equal widths: the handle knows of which rows its features are."""
+    checkpoint, saes = tiny_checkpoint("llama"), []
+    for layer in (1, 3):
+        (path := tmp_path / str(layer)).mkdir()
+        saes.append(SAE.load(RandomSAE("standard", 2, 5).write(path), input=(layer, "resid_post")))
+    handle = a_handle((1, 3), model=str(checkpoint))
+    rows = {point: torch.randn(4, 2) for point in handle.points}
+    first, last = (sae.strongest(rows[sae.input], k=5) for sae in saes)
+    coded = CodedRows(
+        Coding("features", 5),
+        PointSchema((5,), "float32"),
+        {"indices": first.ids, "q": first.values, "active": first.active, "rest": first.rest},
+    )
+    norm, head = torch.nn.RMSNorm(2, eps=1e-6), torch.nn.Linear(2, 260, bias=False)
+    how = {"token": 65, "unembedding": Unembedding(norm, head, None, blocks=1.0)}
+    for captured in (rows, {**rows, saes[0].input: coded}):
+        handle.lifecycle.found = Found(Captures(captured, 4), handle.receipt)
+        with pytest.raises(InvalidRequest, match=r"are not those of SAE.*give features\[1, 'resid_post'\]"):
+            logit_attribution(handle, checkpoint, saes[0], features=last, **how)
+        logit_attribution(handle, checkpoint, saes[0], features=first, **how)
+
+
 @pytest.mark.parametrize("site", ["resid_pre", "resid_mid", "resid_post"])
 def test_no_feature_is_attributed_where_later_layers_scale_the_stream(site, tmp_path) -> None:
     """Gemma 4's do: a feature counts as it was written at the last layer alone, by the final norm's frozen scale."""
@@ -522,7 +563,7 @@ def test_no_feature_is_attributed_where_later_layers_scale_the_stream(site, tmp_
     assert Unembedding.load(checkpoint).blocks is None
     norm, head = torch.nn.RMSNorm(2, eps=1e-6), torch.nn.Linear(2, 260, bias=False)
     how = {"token": 65, "top": 5, "unembedding": Unembedding(norm, head, None, blocks=None)}
-    path, handle = RandomSAE("standard", 2, 5).write(tmp_path), a_handle((0, 3))
+    path, handle = RandomSAE("standard", 2, 5).write(tmp_path), a_handle((0, 3), model=str(checkpoint))
     with pytest.raises(InvalidRequest, match=r"layers of this model do more .* give an SAE of"):
         logit_attribution(handle, checkpoint, SAE.load(path, input=(0, site)), **how)
     if site == "resid_post":

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import pytest
 import torch
 from handles import a_handle
 
-from steercap import errors, stack
+from steercap import SAE, Point, errors, stack
 from steercap.captures.lifecycle import Lifecycle
 from steercap.captures.rows import Captures, Found
 from steercap.core.receipt import Receipt
+from steercap.core.schema import Coding, PointSchema
+from steercap.kernels.codecs import ENCODINGS
+from steercap.kernels.codecs.coded import CodedRows
+from steercap.saes.encoder import Encoder
 
 
 def test_the_last_prompt_token_is_the_default() -> None:
@@ -52,6 +58,38 @@ def test_layers_of_two_widths_are_no_tensor() -> None:
     with pytest.raises(errors.InvalidRequest, match=r"\[2\] at layers 0, 1, 3, \[4\] at layers 2; give layers="):
         stack([handle])
     assert stack([handle], layers=[0, 3]).shape == (1, 2, 2)
+
+
+def test_heads_of_two_numbers_are_no_tensor() -> None:
+    """Though each head is as wide."""
+    two, four = (a_handle((1,)) for _ in range(2))
+    for handle, heads in ((two, 2), (four, 4)):
+        rows = {point: torch.randn(4, heads, 8) for point in handle.captures}
+        handle.lifecycle = Lifecycle("r", found=Found(Captures(rows, 4), handle.receipt))
+    with pytest.raises(errors.InvalidRequest, match=r"differ in their width and dtype: \(\(2, 8\).*\(4, 8\)"):
+        stack([two, four])
+
+
+def test_features_are_no_rows() -> None:
+    """Of an SAE as wide as the stream; nor features of which another number was kept."""
+    rows = torch.randn(4, 8)
+    point = Point(1, "resid_post")
+    sae = SAE(Encoder(torch.randn(8, 8), torch.zeros(8)), torch.randn(8, 8), torch.zeros(8), point, point, "standard")
+    kinds = []
+    for coding in (Coding("features", 3), Coding("features", 2), Coding("full8")):
+        handle, schema, codec = a_handle((1,)), PointSchema((8,), "float32"), ENCODINGS[coding.encoding]
+        if coding.encoding == "features":
+            found = sae.strongest(rows, k=coding.k)
+            parts = {"indices": found.ids, "q": found.values, "active": found.active, "rest": found.rest}
+        else:
+            parts = codec.parts(codec.encode(rows, schema, coding, None), schema, coding)
+        coded = {point: CodedRows(coding, schema, parts) for point in handle.captures}
+        handle.lifecycle = Lifecycle("r", found=Found(Captures(coded, 4), handle.receipt))
+        kinds.append(handle)
+    for one, other in combinations(kinds, 2):
+        with pytest.raises(errors.InvalidRequest, match="differ in their width and dtype"):
+            stack([one, other])
+    assert stack([kinds[0]] * 2).shape[0] == 2
 
 
 def test_a_reduction_is_its_one_row() -> None:

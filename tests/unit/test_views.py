@@ -86,7 +86,7 @@ def lensed():
     """A handle with the rows of a tiny model, and the logits that model has for them."""
     reference = Reference(tiny_checkpoint("qwen3"))
     points = [Point(layer, site) for layer in range(4) for site in ("resid_post", "mlp_out")]
-    handle = a_handle(range(4), prompt=IDS, output=())
+    handle = a_handle(range(4), prompt=IDS, output=(), model=str(tiny_checkpoint("qwen3")))
     handle.points = tuple(points)
     handle.lifecycle.found = Found(Captures(reference.rows(IDS, points), 4), handle.receipt)
     with torch.inference_mode():
@@ -148,7 +148,7 @@ def test_a_lens_needs_rows_of_the_stream(lensed) -> None:
     for other, says in (
         (a_handle(reduce="mean"), "the mean"),
         (a_handle(directions=("joy",)), "projections"),
-        (a_handle(), "width 2"),
+        (a_handle(model=str(path)), "width 2"),
     ):
         with pytest.raises(errors.InvalidRequest, match=says):
             logit_lens(other, path)
@@ -156,6 +156,23 @@ def test_a_lens_needs_rows_of_the_stream(lensed) -> None:
         logit_lens(handle, "/no/such")
     with pytest.raises(errors.ModelNotLoaded, match="no tokenizer"):
         logit_lens(handle, "/no/such", unembedding=Unembedding.load(path))
+
+
+def test_rows_of_another_model_are_warned_of(lensed) -> None:
+    """Predictions of one model's rows by another's weights are of neither."""
+    other = a_handle(range(4), prompt=IDS, output=(), model="meta-llama/Llama-3.1-8B")
+    other.points, other.lifecycle.found = lensed[0].points, lensed[0].lifecycle.found
+    with pytest.warns(
+        UserWarning, match=r"rows are of model 'meta-llama/Llama-3\.1-8B', and the weights are of '.*qwen3"
+    ):
+        logit_lens(other, tiny_checkpoint("qwen3"))
+
+
+@pytest.mark.parametrize("zeros", [0, 10, 1000])
+def test_values_at_the_centre_hide_no_others(zeros) -> None:
+    """Most activations of a feature are 0: its greatest one is an outlier among those that are not."""
+    values = [300.0, *[0.0] * zeros, *[3.0] * 5]
+    assert TokenHeatmap(["x"] * len(values), values).limit == 3.0
 
 
 def test_a_logit_is_told_as_a_sum_of_all_its_terms() -> None:

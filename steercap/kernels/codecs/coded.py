@@ -82,7 +82,9 @@ class CodedRows:
     def terms(self) -> str:
         """Description of the rows' width and projection; rows can be compared if their descriptions are equal."""
         seeded = f", projected with k={self.coding.k}, seed={self.coding.seed}" if self._codec.seeded else ""
-        return f"of {self.schema.width} elements{seeded}" + ("" if self.shard is None else f", shard {self.shard}")
+        kept = f"the {self.coding.k} greatest of {self.schema.width} SAE features"
+        elements = kept if self.stores_features else f"of {self.schema.width} elements{seeded}"
+        return elements + ("" if self.shard is None else f", shard {self.shard}")
 
     def decoded(self) -> torch.Tensor:
         """Decode the rows; they differ from the captured rows by at most `error_bound`.

@@ -173,7 +173,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
 
         Returns:
             A summary whose positions and targets count in each row's own window; weights are within 1/510 of the
-            model's, the entropy within a 2,048th of itself.
+            model's, the entropy within a 2,048th or 3e-8.
 
         Raises:
             IndexError: there is no such row.

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from steercap.core.values import count_of
+from steercap.core.values import count_of, truth_of
 from steercap.errors import InvalidSpec
 from steercap.lab.mechanism.analysis.given import LabelledRows, Vectors, matrix, named, origin, random_units
 from steercap.lab.mechanism.analysis.tables import table_of
@@ -199,13 +199,14 @@ def explained_by(given: LabelledRows, axes: LabelledRows) -> dict[str, float | N
 def _rows(directions: DirectionSet, layer: int, *, unit: bool) -> Array:
     if len(directions) < 2:
         raise InvalidSpec(f"{list(directions)}: components are of two vectors at least")
+    truth_of(unit, "unit")
     found: Array = matrix(directions, layer).double().numpy()
     return found / np.linalg.norm(found, axis=1, keepdims=True) if unit else found
 
 
 def _components(rows: Array, *, centred: bool) -> _Found:
     """Compute components with variance above rounding error; the outermost vector is on the positive side of each."""
-    middle = rows - rows.mean(axis=0) if centred else rows
+    middle = rows - rows.mean(axis=0) if truth_of(centred, "centred") else rows
     left, sizes, axes = np.linalg.svd(middle, full_matrices=False)
     kept = sizes > np.linalg.norm(rows) * ROUNDING
     found = (left * sizes)[:, kept]

@@ -15,6 +15,7 @@ from steercap.core.spec import Layers
 from steercap.core.values import count_of, index_of, shown
 from steercap.errors import InvalidSpec
 from steercap.lab.directions.contrast import Contrast, directions_of
+from steercap.lab.directions.methods import METHODS
 from steercap.lab.mechanism.analysis.given import Vectors, chosen_layers, named, origin, units
 from steercap.lab.mechanism.analysis.tables import table_of
 from steercap.steering.directions import DirectionSet
@@ -93,6 +94,8 @@ def merges(vectors: Vectors, layer: int, *, linkage: Linkage = "average") -> pa.
 
     names = list(directions)
     labels = [*names, *(f"#{step}" for step in range(len(tree)))]
+    if taken := set(names) & set(labels[len(names) :]):
+        raise InvalidSpec(f"a vector is called {taken.pop()!r}, as a group of the table is; give it another name")
     columns: dict[str, Any] = {
         "step": np.arange(len(tree)),
         "left": [labels[int(one)] for one in tree[:, 0]],
@@ -180,7 +183,8 @@ def method_similarity(
         others: further vectors by name, such as trained ones, which are not recomputed on halves: `apart`, `ceiling`
             and `shuffled` are NaN for these.
         halves: number of random splits; a split needs at least two groups with texts of both kinds.
-        shuffles: number of shuffles of labels within pairs of texts, to measure agreement without any effect.
+        shuffles: number of shuffles of labels within pairs of texts, to measure agreement without any effect. Methods
+            that compare pairs, such as "pca", do not depend on these labels: `shuffled` is NaN for them.
         seed: seed of splits, shuffles and methods.
 
     Returns:
@@ -199,12 +203,14 @@ def method_similarity(
         raise InvalidSpec(f"halves={shown(halves)}, shuffles={shown(shuffles)}; give numbers above 0")
     whole = _found(contrast, layers, wanted, seed) | _kept(others or {}, layers, contrast.positive.shape[2])
     pairs = [_halved(contrast, layers, wanted, seed, seed + draw) for draw in range(halves)]
-    nothing = [_found(_shuffled(contrast, seed + draw), layers, wanted, seed) for draw in range(shuffles)]
+    unpaired = [method for method in wanted if not METHODS[method].paired]
+    nothing = [_found(_shuffled(contrast, seed + draw), layers, unpaired, seed) for draw in range(shuffles)]
     width, rows = contrast.positive.shape[2], []
     for layer, (first, second) in product(layers, combinations(whole, 2)):
         known = {first, second} <= set(wanted)
         apart, ceiling = _across(pairs, first, second, layer) if known else (math.nan, math.nan)
-        without = [abs(_cosine(found[first], found[second], layer)) for found in nothing] if known else [math.nan]
+        by_label = {first, second} <= set(unpaired)
+        without = [abs(_cosine(found[first], found[second], layer)) for found in nothing] if by_label else [math.nan]
         cosine = _cosine(whole[first], whole[second], layer)
         rows.append((layer, first, second, cosine, apart, ceiling, float(np.mean(without)), chance_cosine(width)))
     names = ("layer", "first", "second", "cosine", "apart", "ceiling", "shuffled", "chance")

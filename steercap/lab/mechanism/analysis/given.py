@@ -79,7 +79,7 @@ class LabelledRows:
     @property
     def units(self) -> Float[torch.Tensor, "rows hidden"]:
         """Rows scaled to L2 norm 1, float64 [rows, hidden]."""
-        return torch.nn.functional.normalize(self.rows.double(), dim=1)
+        return _of_length_1(self.rows)
 
     def scaled(self, length: float) -> LabelledRows:
         """Return the rows scaled to L2 norm `length`, so that all weigh the same, also against a norm's epsilon."""
@@ -146,8 +146,14 @@ def matrix(directions: DirectionSet, layer: int) -> Float[torch.Tensor, "names h
 
 def units(directions: DirectionSet, layer: int) -> Float[torch.Tensor, "names hidden"]:
     """Return the vectors of one layer, scaled to length 1: float32 [names, hidden]; errors as for `matrix`."""
-    found: torch.Tensor = torch.nn.functional.normalize(matrix(directions, layer).double(), dim=1).float()
-    return found
+    return _of_length_1(matrix(directions, layer)).float()
+
+
+def _of_length_1(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows divided by their norms, however small, float64 [rows, hidden]."""
+    exact = rows.double()
+    scaled: torch.Tensor = exact / exact.norm(dim=1, keepdim=True)
+    return scaled
 
 
 def chosen_layers(directions: DirectionSet, layers: Layers | None) -> list[int]:

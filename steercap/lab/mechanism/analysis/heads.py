@@ -1,7 +1,8 @@
 """Attention heads that read a vector in queries, keys and values, and their outputs for it.
 
 From weights alone (Elhage et al. 2021, A Mathematical Framework for Transformer Circuits). The gains of norms are
-folded in; their scales, which depend on the row, are left out: they multiply all numbers of a block equally. Rotary
+folded in; their scales, which depend on the row, are left out: they multiply all numbers of a block equally, or of a
+head where its queries and keys have norms of their own (Qwen 3, Gemma 3), so that only z compares heads there. Rotary
 embedding is left out: scores are of a query and a key at one position. Biases are left out: they add the same to the
 queries, keys, values and outputs of every vector. A score's terms of a bias and one vector are left out, too.
 """

@@ -19,7 +19,7 @@ from steercap.core.values import count_of, index_of, shown
 from steercap.errors import InvalidRequest
 from steercap.files.fingerprint import names_of, warn_of_other_model
 from steercap.kernels.bits import exact_products
-from steercap.lab.mechanism.views.lens import checkpoint_of, tokenizer_of
+from steercap.lab.mechanism.views.lens import checkpoint_of, tokenizer_of, warn_of_others_rows
 from steercap.lab.mechanism.weights.unembedding import Unembedding
 from steercap.saes.encoder import Features
 from steercap.saes.sae import SAE
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 #: Sites of the residual stream itself, and sites of block outputs that are added to it.
 RESIDUAL_SITES: Final = frozenset({"resid_pre", "resid_mid", "resid_post"})
 ADDED: Final = frozenset({"attn_out", "mlp_out"})
+#: Relative difference of an activation that a worker computed from rows in the model's dtype.
+SAME: Final = 0.02
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -48,7 +50,7 @@ class LogitAttribution:
         ids: features with the greatest contributions by magnitude, int64 [rows, top]; -1 where fewer are active.
         activations, contributions: activations and contributions of these features, float32 [rows, top].
         others: sum of the contributions of all other known features, float32 [rows].
-        bias: contribution of the decoder's bias, float32 [rows].
+        bias: contribution of the decoder's bias, and of the row's mean where the SAE adds it, float32 [rows].
         rest: contribution of everything else in the row: other layers, and the SAE's reconstruction error; float32
             [rows].
         constants: contribution of the biases of the final norm and the unembedding, float32 [rows].
@@ -117,7 +119,8 @@ def logit_attribution(
 ) -> LogitAttribution:
     """Compute the direct contributions of an SAE's features to a logit at each row.
 
-    It is computed on the client, from the weights of the checkpoint in float32, as by `logit_lens`.
+    It is computed on the client, from the weights of the checkpoint in float32, as by `logit_lens`, and from the rows
+    as they were captured: for the logits that the model predicted from, these are rows behind all edits.
 
     Args:
         handle: fetched handle with rows of "resid_post" of the model's last layer, and, without `features`, of
@@ -125,7 +128,8 @@ def logit_attribution(
         model: the open model of the handle, or the folder or name of its checkpoint.
         sae: SAE with the features.
         token: token whose logit is attributed: an id, or a text of one token; by default, the next token of each row.
-        features: features of the same rows computed in a worker: `handle.features[point]` of a capture with `sae=`.
+        features: features of the same rows, computed in a worker by the same SAE: `handle.features[point]` of a capture
+            with `sae=`. They are compared with those of `sae.input` if the handle has any.
         top: number of features in the table for each row.
         unembedding: unembedding of the model, if it was read before; None to read it.
 
@@ -140,11 +144,12 @@ def logit_attribution(
     count_of(top, "logit_attribution: top", wrong=InvalidRequest)
     checkpoint, revision = checkpoint_of(model)
     unembedding = unembedding or Unembedding.load(checkpoint, revision=revision)
+    warn_of_others_rows(handle, checkpoint)
     warn_of_other_model("sae=", sae.model, names_of(checkpoint), tuned=True)
     end = Point(handle.num_layers - 1, "resid_post")
     last = _rows(handle, end).float()
     factor = _factor(sae, unembedding, end)
-    dense, complete, scales = _activations(handle, sae, features)
+    dense, complete, scales, base = _activations(handle, sae, features)
     tokenizer = tokenizer_of(model)
     targets = _targets(handle, token, tokenizer)
     read, constants = unembedding.directions(last, targets)
@@ -154,7 +159,7 @@ def logit_attribution(
         )
     scaled = read * (scales * factor)[:, None]
     with exact_products():
-        gave, bias = dense * (scaled @ sae.decoder.T), scaled @ sae.decoder_bias
+        gave, bias = dense * (scaled @ sae.decoder.T), (read * factor * base).sum(dim=1)
     order = gave.abs().topk(min(top, gave.shape[1]), dim=1).indices
     active = dense.gather(1, order)
     contributions = gave.gather(1, order)
@@ -204,12 +209,17 @@ def _factor(sae: SAE, unembedding: Unembedding, end: Point) -> float:
 
 def _activations(
     handle: FetchedRows, sae: SAE, features: Features | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return activations [rows, d_sae], a mask of rows with all active features known, and output scales [rows]."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return activations [rows, d_sae], a mask of rows with all active features known, and what the SAE makes of them.
+
+    The latter are the output scales [rows], and the output without any feature [rows or 1, d_out], a skip left out.
+    """
     count = len(handle.positions)
     if features is None:
         rows = _rows(handle, sae.input)
-        return sae.encode(rows), torch.ones(count, dtype=torch.bool), sae.encoder.scales(rows.flatten(1))
+        dense, scales = sae.encode(rows), sae.encoder.scales(rows.flatten(1))
+        base = sae.decoder_bias[None] if sae.skip is not None else sae.decode(torch.zeros_like(dense), rows)
+        return dense, torch.ones(count, dtype=torch.bool), scales, base
     if len(features) != count or features.width != sae.d_sae:
         raise InvalidRequest(
             f"logit_attribution: {features!r} for {count} rows and {sae}; give those of the same tokens and SAE"
@@ -219,7 +229,22 @@ def _activations(
             f"logit_attribution: {sae} normalises rows, so what a feature writes depends on the row; capture "
             f"{sae.input} and leave features= out"
         )
-    return features.dense(), features.complete, torch.ones(count)
+    if not _are_of(features, handle, sae):
+        raise InvalidRequest(
+            f"logit_attribution: {features!r} are not those of {sae} for the handle's rows of {sae.input}; give "
+            f"features[{sae.input.layer}, {sae.input.site!r}] of the capture with that SAE"
+        )
+    return features.dense(), features.complete, torch.ones(count), sae.decoder_bias[None]
+
+
+def _are_of(features: Features, handle: FetchedRows, sae: SAE) -> bool:
+    """Check features against the handle's own, or the strongest of its first row; True where it has neither."""
+    if len(kept := handle.captures.features):
+        return sae.input in kept and torch.equal(kept[sae.input].ids, features.ids)
+    if sae.input not in handle.captures or not len(features):
+        return True
+    own, known = sae.encode(_rows(handle, sae.input)[:1])[0, features.ids[0, 0]], features.values[0, 0]
+    return not bool((own - known).abs() > SAME * known)
 
 
 def _targets(handle: FetchedRows, token: int | str | None, tokenizer: Any) -> torch.Tensor:

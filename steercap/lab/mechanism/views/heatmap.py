@@ -399,12 +399,10 @@ def _numbers(values: Any) -> npt.NDArray[np.float64]:
 
 
 def _usual(values: npt.NDArray[np.float64], centre: float) -> float:
-    """Return the default limit: the greatest distance from the centre, outliers excluded unless all else is at it."""
+    """Return the default limit: the greatest distance from the centre, without outliers among those above 0."""
     far = np.abs(values[np.isfinite(values)] - centre)
-    if not len(far):
-        return 0.0
-    usual = far[far <= FAR * np.median(far)]
-    return float(usual.max() or far.max())
+    far = far[far > 0]
+    return float(far[far <= FAR * np.median(far)].max()) if len(far) else 0.0
 
 
 def _shown(value: float) -> str:

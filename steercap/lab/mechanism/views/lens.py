@@ -12,9 +12,10 @@ import torch
 
 from steercap.core.extras import extra
 from steercap.core.prompts import FONT, drawn, lines_of, shortened, texts_of
-from steercap.core.values import count_of
+from steercap.core.values import count_of, warn
 from steercap.errors import InvalidRequest
 from steercap.files.base import save_figure
+from steercap.files.fingerprint import names_of, short_name
 from steercap.lab.mechanism.views.heatmap import ABOVE, CENTRE, colour, ink
 from steercap.lab.mechanism.weights import read_tokenizer
 from steercap.lab.mechanism.weights.unembedding import Unembedding
@@ -170,9 +171,10 @@ def logit_lens(
 ) -> LogitLens:
     """Predict next tokens from rows of each captured layer, by the model's final norm and unembedding.
 
-    At the last layer of "resid_post" these are the model's own next tokens and probabilities. They are computed on the
-    client, in float32, from the weights of the checkpoint: changes in the engine alone, such as a LoRA adapter of the
-    unembedding, are not included.
+    At the last layer of "resid_post" these are the model's own next tokens and probabilities, unless the rows are from
+    before their edits (`before_edits=`) or `final_norm` was edited; `handle.lens()` refuses such rows. They are
+    computed on the client, in float32, from the weights of the checkpoint: changes in the engine alone, such as a LoRA
+    adapter of the unembedding, are not included.
 
     Args:
         handle: fetched handle with rows of the residual stream.
@@ -193,6 +195,7 @@ def logit_lens(
     checkpoint, revision = checkpoint_of(model)
     unembedding = unembedding or Unembedding.load(checkpoint, revision=revision)
     tokenizer = tokenizer_of(model)
+    warn_of_others_rows(handle, checkpoint)
     count = count_of(top, "logit_lens: top", 1, unembedding.vocabulary, wrong=InvalidRequest)
     found = [unembedding.best(captures.elements((layer, site)), count) for layer in layers]
     token_ids = torch.stack([ids for ids, _ in found])
@@ -216,6 +219,16 @@ def _layers(handle: FetchedRows, site: str) -> tuple[int, ...]:
     if not layers or not len(handle.positions):
         raise InvalidRequest(f"logit_lens: no row of {site!r} in {captures!r}; capture it, or give site=")
     return layers
+
+
+def warn_of_others_rows(handle: FetchedRows, checkpoint: str) -> None:
+    """Warn if the rows are of another model than the checkpoint, as its path, its name and its files say."""
+    known = [name for name in names_of(checkpoint) if name]
+    if handle.model and short_name(handle.model) not in map(short_name, known):
+        warn(
+            f"the handle's rows are of model {handle.model!r}, and the weights are of {' or '.join(map(repr, known))}: "
+            "unless both are one, the predictions are of neither; give the model of the handle"
+        )
 
 
 def checkpoint_of(model: Source) -> tuple[str, str | None]:
