@@ -1,8 +1,9 @@
-"""Medians over decode passes of what `perf_hook` wrote, in microseconds.
+"""Medians over passes of what `perf_hook` wrote, in microseconds.
 
     python scripts/step_report.py FOLDER [--json out.json]
 
 A line for each process (a worker of an engine), kind of pass and number of requests; passes that are one CUDA graph apart.
+Passes "with prompts" run in pieces; the others compute a token of each request, and one like them follows.
 
 period    from the begin of a pass to that of the next
 host      what the thread that launches spends on a pass: execute_model and sample_tokens
@@ -21,6 +22,7 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -35,32 +37,34 @@ LEAST = 20
 Key: TypeAlias = tuple[str, str, int, bool]
 
 
-def of_pass(before: Mapping[str, Any], one: Mapping[str, Any]) -> dict[str, float]:
-    """What a pass and the one before it say, µs; what the device did not say is left out."""
+def of_pass(one: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
+    """What a pass and the one after it say of the first, µs; what the device did not say is left out."""
     seconds = {
-        "period": one["started"] - before["started"],
+        "period": after["started"] - one["started"],
         "host": one["executed"] - one["started"] + one["ended"] - one["sampling"],
-        "wait": one["sampling"] - one["executed"] + one["started"] - before["ended"],
-        "thread": one["thread"] - before["thread"],
-        "others": one["process"] - before["process"] - one["thread"] + before["thread"],
+        "wait": one["sampling"] - one["executed"] + after["started"] - one["ended"],
+        "thread": after["thread"] - one["thread"],
+        "others": after["process"] - one["process"] - after["thread"] + one["thread"],
         **{name: one[name] for name in ("begin", "end", "launch")},
-        **{name: one["stages"].get(name, 0.0) for name in one["stages"] | before["stages"]},
+        **{name: one["stages"].get(name, 0.0) for name in one["stages"] | after["stages"]},
     }
     said = {name: one[name] for name in ("prepare", "graph", "tail", "gap") if name in one}
     return {name: 1e6 * value for name, value in seconds.items()} | said
 
 
-def decodes(lines: Iterable[str]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Each pass of one token a request that comes right after one of as many requests, of the same kind; and that one."""
-    before = None
-    for line in lines:
-        one = json.loads(line)
-        if "over" in one or one["requests"] != one["tokens"]:
-            before = None
+def counted(lines: Iterable[str]) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+    """The kind of each pass that counts, the pass, and the one right after it.
+
+    These are passes with prompts, and passes of one token a request if the next is of as many requests and alike.
+    """
+    for one, after in pairwise(map(json.loads, lines)):
+        if "over" in one or "over" in after:
             continue
-        if before is not None and all(before[name] == one[name] for name in ("requests", "kind", "replayed")):
-            yield before, one
-        before = one
+        if one["requests"] != one["tokens"]:
+            if not one["replayed"]:  # else they are drafts
+                yield f"{one['kind']} with prompts", one, after
+        elif all(one[name] == after[name] for name in ("requests", "tokens", "kind", "replayed")):
+            yield one["kind"], one, after
 
 
 def summary(folder: Path, least: int = LEAST) -> dict[Key, dict[str, float]]:
@@ -76,9 +80,9 @@ def summary(folder: Path, least: int = LEAST) -> dict[Key, dict[str, float]]:
             f"no times in {folder}: was PERF_TIMES={folder} set, and scripts/perf_hook on PYTHONPATH?"
         )
     for path in paths:
-        for before, one in decodes(path.read_text().splitlines()):
-            for name, value in of_pass(before, one).items():
-                found[path.stem, one["kind"], one["requests"], one["replayed"]][name].append(value)
+        for kind, one, after in counted(path.read_text().splitlines()):
+            for name, value in of_pass(one, after).items():
+                found[path.stem, kind, one["requests"], one["replayed"]][name].append(value)
     return {
         key: {"passes": len(numbers["period"]), **{name: _typical(name, all_) for name, all_ in numbers.items()}}
         for key, numbers in sorted(found.items())

@@ -121,6 +121,12 @@ def test_modules_are_patched_when_they_are_imported(tmp_path) -> None:
     assert stages is not None
     assert len(stages.columns) == 4 + 3
     assert step_report.stages_of({key: {"passes": 2}}) is None
+    prompts = [line | {"replayed": False} if line["tokens"] == 7 else line for line in passes]
+    path.write_text("\n".join(map(json.dumps, [*prompts, end])))
+    found = step_report.summary(tmp_path / "times", least=1)
+    assert [key[1:] for key in found] == [("capture", 2, True), ("capture with prompts", 2, False)]
+    period = 1e6 * (passes[1]["started"] - passes[0]["started"])
+    assert found[path.stem, "capture with prompts", 2, False]["period"] == pytest.approx(period)
 
 
 def test_nothing_is_patched_without_being_asked_for(tmp_path) -> None:
@@ -141,14 +147,15 @@ def test_passes_without_a_device_have_the_times_of_the_host() -> None:
     one = times.PassTimes(2, 2, 1.0, executed=1.1, sampling=1.2, ended=1.3)
     other = times.PassTimes(2, 2, 1.5, executed=1.6, sampling=1.8, ended=2.0)
     lines = [json.dumps(each.record(None)) for each in (one, other)]
-    ((before, after),) = step_report.decodes(lines)
-    said = step_report.of_pass(before, after)
+    ((kind, first, after),) = step_report.counted(lines)
+    assert kind == "plain"
+    said = step_report.of_pass(first, after)
     assert {name: round(value) for name, value in said.items() if value} == {
         "period": 500_000,
-        "host": 300_000,
-        "wait": 400_000,
+        "host": 200_000,
+        "wait": 300_000,
     }
-    assert not list(step_report.decodes([*lines[:1], '{"over": true}', *lines[1:]]))
+    assert not list(step_report.counted([*lines[:1], '{"over": true}', *lines[1:]]))
 
 
 def test_vllm_has_what_is_patched() -> None:
