@@ -179,7 +179,8 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
             CaptureNotFetched: before `fetch()`.
             CaptureReleased: after `release()`.
         """
-        return self.captures.features
+        source = self.lifecycle.source
+        return Featured(self.captures, source.encoders if isinstance(source, Source) else {})
 
     @property
     def receipt(self) -> Receipt:

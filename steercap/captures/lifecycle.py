@@ -174,12 +174,22 @@ class Source:
         capture = self.expected.plan.capture
         return capture is not None and capture.reduce is None and capture.attention is None
 
-    def require_own(self, point: Point, behind: Point) -> None:
+    @property
+    def encoders(self) -> dict[Point, bytes]:
+        """Digest of the SAE encoder that read each point's rows; empty without `sae=`."""
+        capture = self.expected.plan.capture
+        if capture is None or not capture.saes:
+            return {}
+        armed = self.engine.vllm.points
+        return {armed[index]: digest for index, digest in zip(capture.points, capture.saes, strict=True)}
+
+    def require_own(self, point: Point, behind: Point | None, purpose: str = "lens") -> None:
         """Check that rows of a point are those that the model made its logits of.
 
         Args:
-            point: the point, at the end of the last layer or behind the final norm.
-            behind: the point behind the final norm.
+            point: the point, at the end of the last layer or behind the final norm; or an earlier one.
+            behind: the point behind the final norm; None for an earlier `point`, which that norm does not read.
+            purpose: name of the call, for the error.
 
         Raises:
             InvalidRequest: they are from before their edits, or before the norm whose rows were edited.
@@ -187,13 +197,14 @@ class Source:
         capture = self.expected.plan.capture
         if capture is not None and capture.before_edits and point in self.edited:
             raise InvalidRequest(
-                f"lens: rows of {point} are from before their edits, so the model predicted from others; capture "
-                f"without before_edits=, or give layer={point.layer} to read them as they are"
+                f"{purpose}: rows of {point} are from before their edits, so the model predicted from others; capture "
+                f"without before_edits=, or read them as they are by handle.lens(layer={point.layer})"
             )
-        if point != behind and behind in self.edited:
+        if behind is not None and point != behind and behind in self.edited:
             raise InvalidRequest(
-                f"lens: the request edits {behind}, so the model predicted from other rows than the norm makes of "
-                f"{point}; capture {behind.site!r}, or give layer={point.layer} to read these without that edit"
+                f"{purpose}: the request edits {behind}, so the model predicted from other rows than the norm makes of "
+                f"{point}; capture {behind.site!r} for handle.lens(), or read these without that edit by "
+                f"handle.lens(layer={point.layer})"
             )
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -63,7 +64,7 @@ class Captures(Mapping[Point, torch.Tensor]):
         Raises:
             LayerOutOfRange, InvalidSpec: as for `captures[layer, site]`.
         """
-        point = self._point(key)
+        point = self.as_point(key)
         rows = self._rows[point]
         if isinstance(rows, tuple):
             raise InvalidSpec(
@@ -107,7 +108,7 @@ class Captures(Mapping[Point, torch.Tensor]):
         Raises:
             LayerOutOfRange, InvalidSpec: as for `captures[layer, site]`.
         """
-        rows = self._rows[self._point(layer if site is None else (layer, site))]
+        rows = self._rows[self.as_point(layer if site is None else (layer, site))]
         return tuple(map(decoded, rows if isinstance(rows, tuple) else (rows,)))
 
     def as_kept(self, key: Key) -> Rows:
@@ -116,7 +117,7 @@ class Captures(Mapping[Point, torch.Tensor]):
         Raises:
             LayerOutOfRange, InvalidSpec: as for `captures[layer, site]`.
         """
-        return self._rows[self._point(key)]
+        return self._rows[self.as_point(key)]
 
     def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Captures:
         """Return captures with `change` applied to each tensor in a fixed order: rows, or the parts of a codec."""
@@ -126,7 +127,12 @@ class Captures(Mapping[Point, torch.Tensor]):
         """Return each point's rows undecoded: a tensor, `CodedRows`, or a tuple of shards of either."""
         return dict(self._rows)
 
-    def _point(self, key: Key) -> Point:
+    def as_point(self, key: Key) -> Point:
+        """Return the captured point of a key.
+
+        Raises:
+            LayerOutOfRange, InvalidSpec: as for `captures[layer, site]`.
+        """
         given, site = self._named(key) if isinstance(key, str) else (key, None)
         if isinstance(key, tuple) and len(key) == 2:
             given, site = key
@@ -155,7 +161,7 @@ class Captures(Mapping[Point, torch.Tensor]):
 
     def __contains__(self, key: object) -> bool:
         try:
-            self._point(key)  # type: ignore[arg-type]
+            self.as_point(key)  # type: ignore[arg-type]
         except SteercapError:
             return False
         return True
@@ -244,10 +250,14 @@ class Featured(Mapping[Point, Features]):
     """Mapping of points to the SAE features of their rows.
 
     Look features up as `features[layer]` if one site was captured, and as `features[layer, site]` always.
+
+    Args:
+        captures: the captured rows.
+        digests: digest of the SAE's encoder by point, if known.
     """
 
-    def __init__(self, captures: Captures) -> None:
-        self._captures = captures
+    def __init__(self, captures: Captures, digests: Mapping[Point, bytes] = MappingProxyType({})) -> None:
+        self._captures, self._digests = captures, digests
 
     def __getitem__(self, key: int | tuple[int, str]) -> Features:
         """Return the features of the rows of one point.
@@ -259,7 +269,8 @@ class Featured(Mapping[Point, Features]):
         rows = self._captures.whole(key)
         if not isinstance(rows, CodedRows) or not rows.stores_features:
             raise InvalidSpec(f"no SAE read the rows of {key}; capture with CaptureSpec(sae=)")
-        return Features.of(rows)
+        point = self._captures.as_point(key)
+        return Features.of(rows, point, self._digests.get(point, b""))
 
     def __iter__(self) -> Iterator[Point]:
         return (point for point in self._captures.coded if self._captures.coded[point].stores_features)

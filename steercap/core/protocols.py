@@ -111,6 +111,10 @@ class FetchedRows(Protocol):
         """Path or name of the model, as it was opened."""
 
     @property
+    def lifecycle(self) -> Any:
+        """State of the rows, with their origin; see `CaptureHandle.lifecycle`."""
+
+    @property
     def num_layers(self) -> int:
         """Number of decoder layers of the model."""
 

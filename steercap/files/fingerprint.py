@@ -230,7 +230,7 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(msgspec.json.encode(value, order="deterministic", enc_hook=str)).hexdigest()
 
 
-def warn_of_other_model(what: str, label: str, names: Collection[str], *, tuned: bool = False) -> None:
+def warn_of_other_model(what: str, label: str, names: Collection[str], *, tuned: bool = False, fix: str = "") -> None:
     """Warn if an object, such as a vector, was made for another model than the open one.
 
     Args:
@@ -238,6 +238,7 @@ def warn_of_other_model(what: str, label: str, names: Collection[str], *, tuned:
         label: model that the object was made for: path, hub name or transformers' `model_type`; "" if unknown.
         names: names of the open model; "" is ignored, and nothing is compared if there is no other.
         tuned: True if a base model and its instruct model count as the same.
+        fix: advice for an intended use; "" to replace the object's label.
     """
 
     def called(name: str) -> str:
@@ -245,10 +246,10 @@ def warn_of_other_model(what: str, label: str, names: Collection[str], *, tuned:
 
     known = dict.fromkeys(filter(None, names))
     if label and known and called(label) not in map(called, known):
-        here = " or ".join(map(repr, known))
         warn(
-            f"{what} says that it was made for model {label!r}, and this one is {here}: layers and directions of one "
-            "model mean nothing in another; if it is meant, or both are one, give dataclasses.replace(it, model=...)"
+            f"{what} says that it was made for model {label!r}, and this one is {' or '.join(map(repr, known))}: "
+            "layers and directions of one model mean nothing in another; if it is meant, or both are one, "
+            f"{fix or 'give dataclasses.replace(it, model=...)'}"
         )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 import msgspec
@@ -23,6 +23,7 @@ from jaxtyping import Float, Int
 
 from steercap.core.display import brief
 from steercap.core.messages import EncoderShape
+from steercap.core.spec import Point
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSpec
 from steercap.kernels.bits import exact_products
@@ -212,6 +213,8 @@ class Features:
         active: number of active features of each row, int32 [rows]; -1 for a non-finite row.
         rest: greatest activation of each row that is not among `values`, float32 [rows]; 0 if there is none.
         width: number of features of the SAE.
+        point: point whose rows the SAE read, None if unknown.
+        digest: digest of the SAE's encoder, `Encoder.digest`; b"" if unknown, as in files and from servers.
     """
 
     ids: Int[torch.Tensor, "rows k"]
@@ -219,10 +222,14 @@ class Features:
     active: Int[torch.Tensor, " rows"]
     rest: Float[torch.Tensor, " rows"]
     width: int
+    point: Point | None = None
+    digest: bytes = b""
 
     @staticmethod
-    def of(rows: CodedRows) -> Features:
+    def of(rows: CodedRows, point: Point | None = None, digest: bytes = b"") -> Features:
         """Return the features stored in encoded rows that were captured with `CaptureSpec(sae=)`.
+
+        `point` and `digest` are stored in the result.
 
         Raises:
             InvalidSpec: the rows are not SAE features.
@@ -230,7 +237,8 @@ class Features:
         if not rows.stores_features:
             raise InvalidSpec(f"{rows} are not features of an SAE; capture with CaptureSpec(sae=)")
         parts = rows.parts
-        return Features(parts["indices"], parts["q"], parts["active"], parts["rest"], rows.schema.width)
+        found = (parts["indices"], parts["q"], parts["active"], parts["rest"])
+        return Features(*found, rows.schema.width, point, digest)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -238,7 +246,8 @@ class Features:
     def __getitem__(self, rows: int | slice | torch.Tensor) -> Features:
         """Select rows by one index, a slice, or a tensor of indices or a mask."""
         kept = row_index(rows)
-        return Features(self.ids[kept], self.values[kept], self.active[kept], self.rest[kept], self.width)
+        ids, values, active, rest = self.ids[kept], self.values[kept], self.active[kept], self.rest[kept]
+        return replace(self, ids=ids, values=values, active=active, rest=rest)
 
     def __repr__(self) -> str:
         rows, k = self.ids.shape

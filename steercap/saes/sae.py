@@ -159,7 +159,7 @@ class SAE:
         with torch.no_grad():
             blocks = flat.split(rows_at_once(self.encoder, self.d_in))
             stored = torch.cat([strongest_features(block, self.encoder, k) for block in blocks])
-        return Features.of(CodedRows(coding, schema, STRONGEST.parts(stored, schema, coding)))
+        return Features.of(CodedRows(coding, schema, STRONGEST.parts(stored, schema, coding)), self.input)
 
     def decode(self, activations: torch.Tensor, rows: torch.Tensor | None = None) -> Float[torch.Tensor, "rows d_out"]:
         """Return the rows that feature activations reconstruct: float32 [rows, d_out].

@@ -9,17 +9,22 @@ import json
 import time
 import zipfile
 from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from cli_calls import call
 from handles import a_handle
+from keepers import PLAN, POINT, TOKENS, Keeper
 from safetensors.numpy import save_file
 from support.sae_features import check_features
 from workers import KINDS, batch, device_of, kept_of, some_runtime, tap
 
-from steercap import SAE, CaptureSpec, Point
+from steercap import SAE, CaptureHandle, CaptureSpec, Point
+from steercap.captures.checks import Expected
+from steercap.captures.lifecycle import Source
 from steercap.captures.rows import Captures, Found
 from steercap.core.messages import (
     Attach,
@@ -516,46 +521,6 @@ def test_an_amount_that_no_edit_can_follow_is_refused(tmp_path) -> None:
         plain.add_feature(9, 5.0)
 
 
-@pytest.mark.parametrize("normalisation", ["none", "layer_norm", "constant_norm_rescale"])
-def test_features_and_bias_add_up_to_what_the_sae_makes_of_a_row(normalisation, tmp_path) -> None:
-    """Also where it adds the row's mean, which a norm of root mean squares does not take away."""
-    checkpoint = tiny_checkpoint("llama")
-    path = some(normalize_activations=normalisation).write(tmp_path)
-    sae = SAE.load(path, input=(3, "resid_post"))
-    norm, head = torch.nn.RMSNorm(sae.d_in, eps=1e-6), torch.nn.Linear(sae.d_in, 260, bias=False)
-    unembedding = Unembedding(norm, head, None, blocks=1.0)
-    handle = a_handle((3,), model=str(checkpoint))
-    rows = torch.randn(4, sae.d_in) + 0.5
-    handle.lifecycle.found = Found(Captures({Point(3, "resid_post"): rows}, 4), handle.receipt)
-    found = logit_attribution(handle, checkpoint, sae, token=65, top=5, unembedding=unembedding)
-    direction = head.weight[65].detach() * rows.square().mean(1).add(1e-6).rsqrt()[:, None]
-    wanted = (direction * sae.decode(sae.encode(rows), rows)).sum(1)
-    torch.testing.assert_close(found.contributions.sum(1) + found.others + found.bias, wanted, rtol=1e-4, atol=1e-4)
-
-
-def test_features_of_another_sae_are_not_attributed(tmp_path) -> None:
-    """SAEs of a release have equal widths: the handle knows of which rows its features are."""
-    checkpoint, saes = tiny_checkpoint("llama"), []
-    for layer in (1, 3):
-        (path := tmp_path / str(layer)).mkdir()
-        saes.append(SAE.load(RandomSAE("standard", 2, 5).write(path), input=(layer, "resid_post")))
-    handle = a_handle((1, 3), model=str(checkpoint))
-    rows = {point: torch.randn(4, 2) for point in handle.points}
-    first, last = (sae.strongest(rows[sae.input], k=5) for sae in saes)
-    coded = CodedRows(
-        Coding("features", 5),
-        PointSchema((5,), "float32"),
-        {"indices": first.ids, "q": first.values, "active": first.active, "rest": first.rest},
-    )
-    norm, head = torch.nn.RMSNorm(2, eps=1e-6), torch.nn.Linear(2, 260, bias=False)
-    how = {"token": 65, "unembedding": Unembedding(norm, head, None, blocks=1.0)}
-    for captured in (rows, {**rows, saes[0].input: coded}):
-        handle.lifecycle.found = Found(Captures(captured, 4), handle.receipt)
-        with pytest.raises(InvalidRequest, match=r"are not those of SAE.*give features\[1, 'resid_post'\]"):
-            logit_attribution(handle, checkpoint, saes[0], features=last, **how)
-        logit_attribution(handle, checkpoint, saes[0], features=first, **how)
-
-
 @pytest.mark.parametrize("site", ["resid_pre", "resid_mid", "resid_post"])
 def test_no_feature_is_attributed_where_later_layers_scale_the_stream(site, tmp_path) -> None:
     """Gemma 4's do: a feature counts as it was written at the last layer alone, by the final norm's frozen scale."""
@@ -577,6 +542,64 @@ def test_no_feature_is_attributed_where_later_layers_scale_the_stream(site, tmp_
         torch.testing.assert_close(table.contributions, known)
         with pytest.warns(UserWarning, match="sae= says that it was made for model 'mistralai/Mistral-7B'"):
             logit_attribution(handle, checkpoint, dataclasses.replace(last, model="mistralai/Mistral-7B"), **how)
+
+
+def attributed() -> tuple[CaptureHandle, dict[str, Any]]:
+    """A handle with rows whose mean is not 0 at layers 0 and 3, and arguments of `logit_attribution` for an RMS norm."""
+    handle = a_handle((0, 3), prompt=tuple(range(20)), output=(), model=str(tiny_checkpoint("qwen3")))
+    rows = {point: ROWS[20 * place :][:20] for place, point in enumerate(handle.points)}
+    handle.lifecycle.found = Found(Captures(rows, 4), handle.receipt)
+    unembedding = Unembedding(torch.nn.RMSNorm(WIDTH), torch.nn.Linear(WIDTH, 260, bias=False), None)
+    return handle, {"model": handle.model, "token": 65, "top": 5, "unembedding": unembedding}
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("normalisation", NORMALISED)
+def test_features_and_bias_are_the_reconstruction(normalisation, centred, skip, tmp_path) -> None:
+    """All of it: some SAEs add the row's mean, some transcoders a linear map of the row."""
+    path = some(normalize_activations=normalisation).write(tmp_path)
+    sae, (handle, how) = SAE.load(path, input=(0, "resid_post"), centred=centred), attributed()
+    if skip and normalisation == "none":
+        sae = dataclasses.replace(sae, architecture="skip_transcoder", skip=torch.randn(WIDTH, WIDTH))
+    table, rows = logit_attribution(handle, sae=sae, **how), handle.captures[0]
+    read, _ = how["unembedding"].directions(handle.captures[3], table.token_ids)
+    known = (read * sae.decode(sae.encode(rows), rows)).sum(1)
+    found = table.contributions.sum(1) + table.others + table.bias
+    torch.testing.assert_close(found, known, rtol=1e-4, atol=1e-4)  # sums of 400 products in another order
+    torch.testing.assert_close(found + table.rest + table.constants, table.logits, rtol=1e-4, atol=1e-4)
+
+
+def test_features_of_another_sae_are_not_attributed(tmp_path) -> None:
+    """SAEs of one release are equally wide at all layers: point and encoder tell them apart, where they are known."""
+    path, (handle, how) = some().write(tmp_path / "a"), attributed()
+    sae, later = (SAE.load(path, input=(layer, "resid_post")) for layer in (0, 1))
+    features = sae.strongest(handle.captures[0], 400)
+    table = logit_attribution(handle, sae=sae, features=features, **how)
+    torch.testing.assert_close(table.contributions, logit_attribution(handle, sae=sae, **how).contributions)
+    with pytest.raises(InvalidRequest, match=r"of resid_post\[0\] are not of SAE.* read at resid_post\[1\]"):
+        logit_attribution(handle, sae=later, features=features, **how)
+    other = SAE.load(dataclasses.replace(some(), seed=1).write(tmp_path / "b"), input=(0, "resid_post"))
+    known = dataclasses.replace(features, digest=sae.encoder.digest())[:]
+    logit_attribution(handle, sae=sae, features=known, **how)
+    with pytest.raises(InvalidRequest, match="are not of SAE"):
+        logit_attribution(handle, sae=other, features=known, **how)
+
+
+def test_a_handle_knows_the_sae_of_its_features(tmp_path) -> None:
+    """By point, and by the digest of the encoder in the request's plan; a handle without an engine by point alone."""
+    sae = SAE.load(some().write(tmp_path), input=POINT)
+    parts = sae.strongest(ROWS[:2], 5)
+    schema, coding = PointSchema((400,), "float32"), Coding("features", 5)
+    stored = {"indices": parts.ids, "q": parts.values, "active": parts.active, "rest": parts.rest}
+    handle = a_handle((0,), prompt=(5, 6), output=())
+    handle.lifecycle.found = Found(Captures({POINT: CodedRows(coding, schema, stored)}, 4), handle.receipt)
+    assert (handle.features[0].point, handle.features[0].digest) == (POINT, b"")
+    capture = msgspec.structs.replace(PLAN.capture, saes=(sae.encoder.digest(),))
+    keeper: Any = Keeper()
+    expected = Expected("r", msgspec.structs.replace(PLAN, capture=capture), (POINT,), TOKENS)
+    handle.lifecycle.source = Source(keeper, Owner("r", 0), SimpleNamespace(), expected)
+    assert (handle.features[0].point, handle.features[0].digest) == (POINT, sae.encoder.digest())
 
 
 @pytest.mark.parametrize("normalisation", NORMALISED)

@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import io
 import re
+from contextlib import nullcontext
+from typing import Any
 
 import matplotlib.image
+import msgspec
 import pytest
 import torch
 from handles import a_handle
+from keepers import PLAN, Keeper
 from rich.cells import cell_len
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from steercap import errors
+from steercap import SAE, errors
+from steercap.captures.checks import Expected
+from steercap.captures.lifecycle import Source
 from steercap.captures.rows import Captures, Found
+from steercap.core.messages import Owner
 from steercap.core.prompts import drawn, shortened, visible
 from steercap.core.spec import Point
-from steercap.lab.mechanism.views import LogitAttribution, LogitLens, TokenHeatmap, Unembedding, logit_lens
+from steercap.lab.mechanism.views import (
+    LogitAttribution,
+    LogitLens,
+    TokenHeatmap,
+    Unembedding,
+    logit_attribution,
+    logit_lens,
+)
 from steercap.testing import Reference, tiny_checkpoint
+from steercap.testing.saes import RandomSAE
 
 IDS = [72, 101, 32, 10, 9, 33]
 
@@ -159,20 +174,50 @@ def test_a_lens_needs_rows_of_the_stream(lensed) -> None:
 
 
 def test_rows_of_another_model_are_warned_of(lensed) -> None:
-    """Predictions of one model's rows by another's weights are of neither."""
-    other = a_handle(range(4), prompt=IDS, output=(), model="meta-llama/Llama-3.1-8B")
-    other.points, other.lifecycle.found = lensed[0].points, lensed[0].lifecycle.found
-    with pytest.warns(
-        UserWarning, match=r"rows are of model 'meta-llama/Llama-3\.1-8B', and the weights are of '.*qwen3"
-    ):
-        logit_lens(other, tiny_checkpoint("qwen3"))
+    """Rows of one model say nothing by the unembedding of another; copies of one model have one name."""
+    handle, path = lensed[0], tiny_checkpoint("qwen3")
+    other = a_handle(range(4), prompt=IDS, output=(), model="Qwen/Qwen3-8B-Base")
+    other.lifecycle.found = handle.lifecycle.found
+    with pytest.warns(UserWarning, match="the handle says that it was made for model 'Qwen/Qwen3-8B-Base'"):
+        logit_lens(other, path)
+    other.model = f"/elsewhere/{path.name}"
+    logit_lens(other, path)
 
 
-@pytest.mark.parametrize("zeros", [0, 10, 1000])
-def test_values_at_the_centre_hide_no_others(zeros) -> None:
-    """Most activations of a feature are 0: its greatest one is an outlier among those that are not."""
-    values = [300.0, *[0.0] * zeros, *[3.0] * 5]
-    assert TokenHeatmap(["x"] * len(values), values).limit == 3.0
+@pytest.mark.parametrize("view", ["logit_lens", "logit_attribution"])
+@pytest.mark.parametrize(
+    "case",  # the edited point, `before_edits`, and the error
+    [
+        (Point(3, "resid_post"), True, r"resid_post\[3\] are from before their edits"),
+        (Point(3, "final_norm"), False, r"the request edits final_norm\[3\]"),
+        (Point(0, "resid_post"), True, r"resid_post\[0\] are from before their edits"),
+        (Point(3, "resid_post"), False, ""),
+        (Point(0, "mlp_out"), True, ""),
+    ],
+)
+def test_rows_that_the_model_did_not_predict_from_are_refused(view, case, lensed, tmp_path) -> None:
+    """As by `handle.lens()`, where the handle knows of its edits; an SAE's features are of edited rows, too."""
+    (edited, before, says), path = case, tiny_checkpoint("qwen3")
+    handle = a_handle(range(4), prompt=IDS, output=(), model=str(path))
+    handle.lifecycle.found = lensed[0].lifecycle.found
+    plan = msgspec.structs.replace(PLAN, capture=msgspec.structs.replace(PLAN.capture, before_edits=before))
+    keeper: Any = Keeper()
+    expected = Expected("r", plan, handle.points, IDS)
+    handle.lifecycle.source = Source(keeper, Owner("r", 0), None, expected, edited=frozenset({edited}))
+    sae = SAE.load(RandomSAE("standard", 128, 64).write(tmp_path), input=(0, "resid_post"))
+    refused = says and (view == "logit_attribution" or edited.layer == 3)  # the lens of earlier rows is no prediction
+    with pytest.raises(errors.InvalidRequest, match=f"{view}: .*{says}") if refused else nullcontext():
+        logit_lens(handle, path) if view == "logit_lens" else logit_attribution(handle, path, sae, token=65)
+    handle.lifecycle.source = None
+
+
+@pytest.mark.parametrize("zeros", [0, 7, 1000])
+def test_values_at_the_centre_do_not_hide_others(zeros) -> None:
+    """Most activations of a feature are 0, and an outlier is one among those that are not."""
+    values = [300.0, *[3.0] * 5, *[0.0] * zeros]
+    assert TokenHeatmap(["x"] * len(values), values).limit == 3
+    assert TokenHeatmap(["x"] * 3, [0.0, 0.0, 7.0]).limit == 7
+    assert TokenHeatmap(["x"], [0.0]).limit == 0
 
 
 def test_a_logit_is_told_as_a_sum_of_all_its_terms() -> None:

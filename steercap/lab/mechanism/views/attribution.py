@@ -19,7 +19,7 @@ from steercap.core.values import count_of, index_of, shown
 from steercap.errors import InvalidRequest
 from steercap.files.fingerprint import names_of, warn_of_other_model
 from steercap.kernels.bits import exact_products
-from steercap.lab.mechanism.views.lens import checkpoint_of, tokenizer_of, warn_of_others_rows
+from steercap.lab.mechanism.views.lens import checkpoint_of, require_own, tokenizer_of, warn_of_other_checkpoint
 from steercap.lab.mechanism.weights.unembedding import Unembedding
 from steercap.saes.encoder import Features
 from steercap.saes.sae import SAE
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 #: Sites of the residual stream itself, and sites of block outputs that are added to it.
 RESIDUAL_SITES: Final = frozenset({"resid_pre", "resid_mid", "resid_post"})
 ADDED: Final = frozenset({"attn_out", "mlp_out"})
-#: Relative difference of an activation that a worker computed from rows in the model's dtype.
-SAME: Final = 0.02
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -50,9 +48,10 @@ class LogitAttribution:
         ids: features with the greatest contributions by magnitude, int64 [rows, top]; -1 where fewer are active.
         activations, contributions: activations and contributions of these features, float32 [rows, top].
         others: sum of the contributions of all other known features, float32 [rows].
-        bias: contribution of the decoder's bias, and of the row's mean where the SAE adds it, float32 [rows].
-        rest: contribution of everything else in the row: other layers, and the SAE's reconstruction error; float32
-            [rows].
+        bias: contribution of what the SAE writes without any feature, float32 [rows]: the decoder's bias and, where
+            `SAE.decode` adds them, the row's mean and the skip.
+        rest: contribution of everything else in the row: other layers, and the SAE's reconstruction error; with
+            `features=`, which come without rows, also the row's mean and the skip; float32 [rows].
         constants: contribution of the biases of the final norm and the unembedding, float32 [rows].
         logits: the logits, float32 [rows].
         complete: True if all active features of a row are known: bool [rows]. Unknown features count in `rest`.
@@ -119,8 +118,7 @@ def logit_attribution(
 ) -> LogitAttribution:
     """Compute the direct contributions of an SAE's features to a logit at each row.
 
-    It is computed on the client, from the weights of the checkpoint in float32, as by `logit_lens`, and from the rows
-    as they were captured: for the logits that the model predicted from, these are rows behind all edits.
+    It is computed on the client, from the weights of the checkpoint in float32, as by `logit_lens`.
 
     Args:
         handle: fetched handle with rows of "resid_post" of the model's last layer, and, without `features`, of
@@ -128,15 +126,17 @@ def logit_attribution(
         model: the open model of the handle, or the folder or name of its checkpoint.
         sae: SAE with the features.
         token: token whose logit is attributed: an id, or a text of one token; by default, the next token of each row.
-        features: features of the same rows, computed in a worker by the same SAE: `handle.features[point]` of a capture
-            with `sae=`. They are compared with those of `sae.input` if the handle has any.
+        features: features of the same rows computed in a worker: `handle.features[point]` of a capture with `sae=`.
+            That they are of `sae` is checked by the number of features, the point, if it is known (`Features.point`),
+            and the encoder, if the capture is of an open model (`Features.digest`).
         top: number of features in the table for each row.
         unembedding: unembedding of the model, if it was read before; None to read it.
 
     Raises:
         InvalidRequest: the handle lacks the rows, `features` are of other rows or another SAE, the SAE's output is not
             added to the residual stream, or layers do more than add to it after the SAE, `token` is not a single token,
-            or `top` is below 1.
+            or `top` is below 1; or, if the handle is of an open model, rows are from before their edits, or the request
+            edits "final_norm".
         InvalidSpec: the rows have another width.
         UnsupportedModel, ModelNotLoaded, InvalidFile: as for `logit_lens`, or a norm that cannot be frozen.
         CaptureNotFetched: the handle was not fetched.
@@ -144,10 +144,11 @@ def logit_attribution(
     count_of(top, "logit_attribution: top", wrong=InvalidRequest)
     checkpoint, revision = checkpoint_of(model)
     unembedding = unembedding or Unembedding.load(checkpoint, revision=revision)
-    warn_of_others_rows(handle, checkpoint)
+    warn_of_other_checkpoint(handle, checkpoint)
     warn_of_other_model("sae=", sae.model, names_of(checkpoint), tuned=True)
     end = Point(handle.num_layers - 1, "resid_post")
     last = _rows(handle, end).float()
+    require_own(handle, end, "logit_attribution")
     factor = _factor(sae, unembedding, end)
     dense, complete, scales, base = _activations(handle, sae, features)
     tokenizer = tokenizer_of(model)
@@ -210,41 +211,32 @@ def _factor(sae: SAE, unembedding: Unembedding, end: Point) -> float:
 def _activations(
     handle: FetchedRows, sae: SAE, features: Features | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return activations [rows, d_sae], a mask of rows with all active features known, and what the SAE makes of them.
+    """Return activations, a mask of rows with all active features known, output scales, and output without features.
 
-    The latter are the output scales [rows], and the output without any feature [rows or 1, d_out], a skip left out.
+    The shapes are [rows, d_sae], [rows], [rows], and [rows, d_out] or [d_out].
     """
     count = len(handle.positions)
     if features is None:
         rows = _rows(handle, sae.input)
-        dense, scales = sae.encode(rows), sae.encoder.scales(rows.flatten(1))
-        base = sae.decoder_bias[None] if sae.skip is not None else sae.decode(torch.zeros_like(dense), rows)
-        return dense, torch.ones(count, dtype=torch.bool), scales, base
+        require_own(handle, sae.input, "logit_attribution")
+        dense = sae.encode(rows)
+        base = sae.decode(torch.zeros_like(dense), rows)
+        return dense, torch.ones(count, dtype=torch.bool), sae.encoder.scales(rows.flatten(1)), base
     if len(features) != count or features.width != sae.d_sae:
         raise InvalidRequest(
             f"logit_attribution: {features!r} for {count} rows and {sae}; give those of the same tokens and SAE"
+        )
+    if features.point not in {None, sae.input} or (features.digest and features.digest != sae.encoder.digest()):
+        where = "" if features.point is None else f" of {features.point}"
+        raise InvalidRequest(
+            f"logit_attribution: {features!r}{where} are not of {sae}; give those that this SAE read at {sae.input}"
         )
     if sae.encoder.normalisation != "none":
         raise InvalidRequest(
             f"logit_attribution: {sae} normalises rows, so what a feature writes depends on the row; capture "
             f"{sae.input} and leave features= out"
         )
-    if not _are_of(features, handle, sae):
-        raise InvalidRequest(
-            f"logit_attribution: {features!r} are not those of {sae} for the handle's rows of {sae.input}; give "
-            f"features[{sae.input.layer}, {sae.input.site!r}] of the capture with that SAE"
-        )
-    return features.dense(), features.complete, torch.ones(count), sae.decoder_bias[None]
-
-
-def _are_of(features: Features, handle: FetchedRows, sae: SAE) -> bool:
-    """Check features against the handle's own, or the strongest of its first row; True where it has neither."""
-    if len(kept := handle.captures.features):
-        return sae.input in kept and torch.equal(kept[sae.input].ids, features.ids)
-    if sae.input not in handle.captures or not len(features):
-        return True
-    own, known = sae.encode(_rows(handle, sae.input)[:1])[0, features.ids[0, 0]], features.values[0, 0]
-    return not bool((own - known).abs() > SAME * known)
+    return features.dense(), features.complete, torch.ones(count), sae.decoder_bias
 
 
 def _targets(handle: FetchedRows, token: int | str | None, tokenizer: Any) -> torch.Tensor:

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
+from steercap.captures import lifecycle
+from steercap.captures.lens import BEHIND
 from steercap.core.extras import extra
 from steercap.core.prompts import FONT, drawn, lines_of, shortened, texts_of
-from steercap.core.values import count_of, warn
+from steercap.core.spec import Point
+from steercap.core.values import count_of
 from steercap.errors import InvalidRequest
 from steercap.files.base import save_figure
-from steercap.files.fingerprint import names_of, short_name
+from steercap.files.fingerprint import names_of, warn_of_other_model
 from steercap.lab.mechanism.views.heatmap import ABOVE, CENTRE, colour, ink
 from steercap.lab.mechanism.weights import read_tokenizer
 from steercap.lab.mechanism.weights.unembedding import Unembedding
@@ -172,9 +175,9 @@ def logit_lens(
     """Predict next tokens from rows of each captured layer, by the model's final norm and unembedding.
 
     At the last layer of "resid_post" these are the model's own next tokens and probabilities, unless the rows are from
-    before their edits (`before_edits=`) or `final_norm` was edited; `handle.lens()` refuses such rows. They are
-    computed on the client, in float32, from the weights of the checkpoint: changes in the engine alone, such as a LoRA
-    adapter of the unembedding, are not included.
+    before their edits or the request edits "final_norm", which handles of an open model refuse and others cannot know.
+    They are computed on the client, in float32, from the weights of the checkpoint: changes in the engine alone, such
+    as a LoRA adapter of the unembedding, are not included.
 
     Args:
         handle: fetched handle with rows of the residual stream.
@@ -186,16 +189,19 @@ def logit_lens(
 
     Raises:
         InvalidRequest: the handle has projections or a reduction instead of rows, the site is not the residual stream
-            or was not captured, rows have another width, or `top` is below 1.
+            or was not captured, rows have another width, or `top` is below 1; or, if the handle is of an open model,
+            rows of "resid_post" of the last layer are not those that it predicted from, as for `handle.lens()`.
         UnsupportedModel: the engine has dummy weights, or as for `Unembedding.load`.
         ModelNotLoaded, InvalidFile: as for `Unembedding.load`.
         CaptureNotFetched: the handle was not fetched.
     """
     layers, captures = _layers(handle, site), handle.captures
+    if site == "resid_post" and layers[-1] == handle.num_layers - 1:
+        require_own(handle, Point(layers[-1], site), "logit_lens")
     checkpoint, revision = checkpoint_of(model)
     unembedding = unembedding or Unembedding.load(checkpoint, revision=revision)
     tokenizer = tokenizer_of(model)
-    warn_of_others_rows(handle, checkpoint)
+    warn_of_other_checkpoint(handle, checkpoint)
     count = count_of(top, "logit_lens: top", 1, unembedding.vocabulary, wrong=InvalidRequest)
     found = [unembedding.best(captures.elements((layer, site)), count) for layer in layers]
     token_ids = torch.stack([ids for ids, _ in found])
@@ -221,14 +227,25 @@ def _layers(handle: FetchedRows, site: str) -> tuple[int, ...]:
     return layers
 
 
-def warn_of_others_rows(handle: FetchedRows, checkpoint: str) -> None:
-    """Warn if the rows are of another model than the checkpoint, as its path, its name and its files say."""
-    known = [name for name in names_of(checkpoint) if name]
-    if handle.model and short_name(handle.model) not in map(short_name, known):
-        warn(
-            f"the handle's rows are of model {handle.model!r}, and the weights are of {' or '.join(map(repr, known))}: "
-            "unless both are one, the predictions are of neither; give the model of the handle"
-        )
+def require_own(handle: FetchedRows, point: Point, purpose: str) -> None:
+    """Check that rows of a point are those that the model predicted from, where the handle is of an open model.
+
+    Args:
+        handle: the handle.
+        point: "resid_post" of the last layer, or an earlier point, whose rows must be from after their edits.
+        purpose: name of the call, for the error.
+
+    Raises:
+        InvalidRequest: they are not; see `captures.lifecycle.Source.require_own`.
+    """
+    source, last = handle.lifecycle.source, handle.num_layers - 1
+    if isinstance(source, lifecycle.Source):
+        source.require_own(point, Point(last, BEHIND) if point == Point(last, "resid_post") else None, purpose)
+
+
+def warn_of_other_checkpoint(handle: FetchedRows, checkpoint: str) -> None:
+    """Warn if a handle's rows are of another model than the checkpoint, by their names."""
+    warn_of_other_model("the handle", handle.model, (checkpoint, *names_of(checkpoint)), fix="ignore this")
 
 
 def checkpoint_of(model: Source) -> tuple[str, str | None]:
