@@ -85,7 +85,7 @@ class Encoder:
     def activations(self, rows: Float[torch.Tensor, "rows d_in"]) -> Float[torch.Tensor, "rows d_sae"]:
         """Return each feature's activation in each row, float32 [rows, d_sae]; rows may have any floating dtype.
 
-        A row with NaN or infinity has NaN or infinity among its activations.
+        A row with NaN has NaN among its activations; those of a row with infinity may be infinite, NaN or 0.
         """
         with exact_products():
             pre = self._read(rows) @ self.weight
