@@ -85,7 +85,7 @@ class Encoder:
     def activations(self, rows: Float[torch.Tensor, "rows d_in"]) -> Float[torch.Tensor, "rows d_sae"]:
         """Return each feature's activation in each row, float32 [rows, d_sae]; rows may have any floating dtype.
 
-        A row with NaN has NaN among its activations; those of a row with infinity may be infinite, NaN or 0.
+        All activations of a row with NaN or infinity are NaN: weights could make zeros of it.
         """
         with exact_products():
             pre = self._read(rows) @ self.weight
@@ -95,7 +95,7 @@ class Encoder:
             pre = torch.zeros_like(pre).scatter_(1, kept.indices, kept.values)
         if self.threshold is not None:
             pre = pre.where(~(pre <= self.threshold), 0.0)  # NaN stays
-        return pre.relu_()
+        return pre.relu_().masked_fill_(~rows.isfinite().all(dim=1, keepdim=True), torch.nan)
 
     def scales(self, rows: Float[torch.Tensor, "rows d_in"]) -> Float[torch.Tensor, " rows"]:
         """Return the factors that undo the rows' normalisation after reconstruction: float32 [rows]."""

@@ -444,6 +444,20 @@ def test_a_point_that_is_split_is_refused(tmp_path) -> None:
         compile_readers(CaptureSpec(sae=sae), [point], {point: 0}, {point: PointSchema((4, 12), "float32", shards=2)})
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("architecture", list(OWN))
+def test_a_row_that_is_not_finite_has_no_features(architecture, value, tmp_path) -> None:
+    """An infinite element may make zeros of all activations: none of them is one."""
+    sae = SAE.load(some(architecture).write(tmp_path))
+    rows = ROWS[:3].clone()
+    rows[1] = 0
+    rows[1, 5] = value
+    dense = sae.encode(rows)
+    assert dense[1].isnan().all()
+    assert torch.equal(dense[[0, 2]], sae.encode(ROWS[:3])[[0, 2]])
+    assert sae.strongest(rows, 5).active.tolist()[1] == -1
+
+
 def test_features_stay_what_they_are_through_bytes() -> None:
     """Fewer active ones than there is room for, all of them, none, and a row that is not finite."""
     acts = torch.tensor([[0.0, 3, 0, 1], [0, 0, 0, 0], [4, 3, 2, 1], [0, torch.nan, 1, 2]])
