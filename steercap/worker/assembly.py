@@ -92,13 +92,14 @@ class Assembly:
         if self._whole:
             yield RowBlock(schemas, 0, record, np.empty((1, rows, record), dtype=np.uint8))
             return
-        memory, used, first = np.empty(rows * sum(self._shape.sizes), dtype=np.uint8), 0, 0
+        most = rows * sum(self._shape.sizes) + LINE_BYTES * len(schemas)  # each block begins at a line
+        memory, used, first = np.empty(most, dtype=np.uint8), 0, 0
         for _, group in groupby(schemas):
             alike = list(group)
             size, offset = self._shape.sizes[first], self._shape.offsets[first]
             stop, padded = used + len(alike) * rows * size, -(-size // LINE_BYTES) * LINE_BYTES
             yield RowBlock(alike, offset, padded, memory[used:stop].reshape(len(alike), rows, size))
-            used, first = stop, first + len(alike)
+            used, first = -(-stop // LINE_BYTES) * LINE_BYTES, first + len(alike)
 
     def fill(self, part: RowPart) -> None:
         """Copy one of `parts`; releases the GIL."""

@@ -193,6 +193,15 @@ def test_splits_that_are_spelt_otherwise_are_not_read_together(held_out, split, 
     assert contents(open_source(tmp_path, split=split)) == [held_out]
 
 
+def test_a_data_set_may_be_called_as_a_split_is(tmp_path) -> None:
+    """As `datasets` names the files of its cache: "llm-eval.train.jsonl" is of the training split."""
+    for split in ("train", "test"):
+        write_jsonl(tmp_path / f"llm-eval.{split}.jsonl", [{"text": split}])
+    with pytest.raises(InvalidFile, match="holds splits test, train"):
+        open_source(tmp_path)
+    assert contents(open_source(tmp_path, split="test")) == ["test"]
+
+
 async def test_an_iterator_that_was_begun_is_refused() -> None:
     """Its first documents are gone: the same call again would make a data set without them."""
     texts = (text for text in TEXTS)

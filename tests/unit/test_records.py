@@ -109,6 +109,7 @@ def test_records_come_back_bit_for_bit(  # noqa: PLR0917 -- hypothesis gives the
         assert got.shape == ((rows, k) if k else (rows, *schema.shard_shape))
         known = encoding.decode(own, schema, coding)
         assert got.dtype == known.dtype
+        assert got.data_ptr() % got.element_size() == 0
         assert torch.equal(bytes_of(got), bytes_of(known))
     assert assembly.stored_bytes(captured_rows, points) == rows * sum(shape.sizes)
 

@@ -264,9 +264,8 @@ def _split(files: Sequence[Path], split: str | None, folder: Path, given: str) -
 def _split_in(names: Sequence[str], asked: str | None) -> str:
     """Return the split in the first name that has one, for `asked` alone if it is no usual one; "" if there is none."""
     known = KNOWN_SPLITS if asked is None or asked in KNOWN_SPLITS else (asked,)
-    split = rf"(?i)(?<![^-_.])({'|'.join(map(re.escape, known))})(?![^-_.])"
-    found = next(filter(None, (re.search(split, name) for name in names)), None)
-    return "" if found is None else found[1].lower() if asked in {None, *KNOWN_SPLITS} else str(asked)
+    pairs = ((name, one) for name in names for one in known)
+    return next((one for name, one in pairs if re.search(rf"(?i)(^|[-_.]){re.escape(one)}([-_.]|$)", name)), "")
 
 
 def _reader(path: Path, kind: str | None) -> Reader:
