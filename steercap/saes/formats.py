@@ -48,7 +48,8 @@ def gemma_scope(sae: FoundSAE) -> SAESettings:
     encoder, decoder = shapes.get("W_enc", ()), shapes.get("W_dec", ())
     width = encoder[0] if encoder else 0
     model, part = repositories.pop() if len(repositories) == 1 else ("", "")
-    embeds = part == "res" and not layers and _EMBEDDING.search(where) is not None and width > 0
+    below = where[max((found.end() for found in _REPOSITORY.finditer(where)), default=0) :]
+    embeds = part == "res" and width > 0 and bool(_EMBEDDING.search(below)) and not _LAYER.search(below)
     layer = int(layers.pop()) if len(layers) == 1 else None
     point = Point(layer, SITES[part]) if part and layer is not None else None
     transcodes = part == "transcoders" or (bool(decoder) and decoder[-1] != width)

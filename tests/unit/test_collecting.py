@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import gzip
+import io
 import itertools
 import json
 import threading
@@ -180,7 +181,7 @@ def test_a_split_of_another_name_is_a_folder_or_a_part_of_a_file_s_name(tmp_path
 
 @pytest.mark.parametrize(
     ("held_out", "split"),
-    [("val", "val"), ("eval-0", "eval"), ("Test", "test"), ("test/en/0", "test"), ("holdout", "holdout")],
+    [("val", "val"), ("eval-0", "eval"), ("Test", "test"), ("test/en/0", "test"), ("my_held_out", "held_out")],
 )
 def test_splits_that_are_spelt_otherwise_are_not_read_together(held_out, split, tmp_path) -> None:
     """Held-out documents do not enter a data set of training: shortened, in capitals, or in a folder of folders."""
@@ -211,6 +212,10 @@ async def test_an_iterator_that_was_begun_is_refused() -> None:
         with pytest.raises(InvalidRequest, match="was begun by an earlier call"):
             list(again)
     assert contents(open_source(text for text in TEXTS)) == TEXTS
+    lines = io.StringIO("a\nb\n")
+    for _ in range(2):
+        assert contents(open_source(lines)) == ["a\n", "b\n"]
+        lines.seek(0)
 
     async def coming():
         for text in TEXTS:
@@ -418,7 +423,8 @@ def test_a_beginning_that_is_there_is_not_doubled():
     """Text that the tokenizer begins itself, and token ids that bring theirs."""
     (found,) = windows_of(cutting(4, bos="window"), [256, 1, 2, 3, 4])
     assert [window.token_ids.tolist() for window in found] == [[256, 1, 2, 3], [256, 4]]
-    alone, again = windows_of(cutting(4, bos="window"), [256], [256, 1, 2, 3, 256, 4])
+    alone, twice, again = windows_of(cutting(4, bos="window"), [256], [256, 256, 1], [256, 1, 2, 3, 256, 4])
+    assert [window.token_ids.tolist() for window in twice] == [[256, 256, 1]]
     assert [window.token_ids.tolist() for window in alone] == [[256]]
     assert [window.token_ids.tolist() for window in again] == [[256, 1, 2, 3], [256, 4]]
 
@@ -499,6 +505,13 @@ def test_numbers_of_numpy_are_described() -> None:
     plain = (OneIn(4, seed=1), ByProbe(probe, layer=3, above=0.5))
     for sample, same in zip(samples, plain, strict=True):
         assert json.loads(json.dumps(sample.described())) == same.described()
+
+
+@pytest.mark.parametrize("bounds", [{}, {"above": "0.5", "below": 6.0}, {"above": True}, {"below": float("nan")}])
+def test_thresholds_of_a_probe_are_numbers(bounds) -> None:
+    """One that cannot be read is not left out."""
+    with pytest.raises(InvalidSpec, match="as numbers"):
+        ByProbe(LayerVectors({3: torch.ones(4)}), layer=3, **bounds)
 
 
 def test_one_in_k_draws_from_a_selection():

@@ -311,6 +311,13 @@ def test_a_folder_named_embedding_says_nothing_of_a_layer(tmp_path) -> None:
     assert (sae.input, sae.output) == case.point
 
 
+def test_a_folder_named_like_a_layer_says_nothing_of_embeddings(tmp_path) -> None:
+    """Nor a user's folder of another layer above them."""
+    case = CASES["gemma scope, embeddings"]
+    sae = SAE.load(tmp_path / "layer_12_study", case.write(tmp_path / "layer_12_study"))
+    assert (sae.input, sae.output) == case.point
+
+
 # Files that are wrong
 
 

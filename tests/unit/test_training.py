@@ -914,8 +914,11 @@ def test_traits_of_another_formula_are_refused(model, tmp_path) -> None:
 def test_the_files_of_traits_are_not_written_over(model, tmp_path) -> None:
     """`a.directions.safetensors` holds the directions of "a"."""
     edit = TrainableAdd(layers=[1])
-    with pytest.raises(InvalidFile, match=r"'a\.directions' must be usable as a file name"):
-        train_many(model, dict.fromkeys(("a", "a.directions"), examples()), edit=edit, out=tmp_path, **QUICK)
+    for names in (("a", "a.directions"), ("a.directions", "a")):
+        with pytest.raises(InvalidFile, match=r"'a\.directions' is the file of the directions of another trait"):
+            train_many(model, dict.fromkeys(names, examples()), edit=edit, out=tmp_path, **QUICK)
+    trained = train(model, examples(), edit=edit, out=tmp_path / "b.directions", **QUICK)
+    assert trained.file.name == "b.directions.safetensors"
 
 
 @pytest.mark.parametrize(("tokens", "kind"), [("generated", EmptySelection), ([6], InvalidSelection)])

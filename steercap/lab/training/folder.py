@@ -256,12 +256,8 @@ def check_name(name: str) -> None:
     Raises:
         InvalidFile: the name is empty, reserved, or not a plain file name.
     """
-    reserved = name == Path(STATE).stem or name.endswith(DIRECTIONS)
-    if not name or name.startswith(".") or Path(name).name != name or reserved:
-        raise InvalidFile(
-            f"{name!r} must be usable as a file name; give one word other than {Path(STATE).stem!r}, without "
-            f"{DIRECTIONS!r} at its end"
-        )
+    if not name or name.startswith(".") or Path(name).name != name or name == Path(STATE).stem:
+        raise InvalidFile(f"{name!r} must be usable as a file name; give one word other than {Path(STATE).stem!r}")
 
 
 def _kind() -> FileKind:

@@ -19,7 +19,7 @@ from steercap.core.extras import extra
 from steercap.core.prompts import repeating, warn_of_doubled
 from steercap.core.protocols import ProgressCallback
 from steercap.core.values import count_of, shown
-from steercap.errors import InvalidPrompt, InvalidSelection, InvalidSetting, InvalidSpec, TrainingDiverged
+from steercap.errors import InvalidFile, InvalidPrompt, InvalidSelection, InvalidSetting, InvalidSpec, TrainingDiverged
 from steercap.files.fingerprint import model_name, weights_identity
 from steercap.lab.training.batches import EncodedExamples, Picked, generator, loader
 from steercap.lab.training.datasets import TextLoss
@@ -32,7 +32,7 @@ from steercap.lab.training.examples import (
     digest_of,
     split,
 )
-from steercap.lab.training.folder import FOLDER, Trained, TrainingDefinition, check_name, write_trained
+from steercap.lab.training.folder import DIRECTIONS, FOLDER, Trained, TrainingDefinition, check_name, write_trained
 from steercap.lab.training.hooked import HookedModel
 from steercap.lab.training.loop import Loop, TraitInTraining, rank, world
 from steercap.lab.training.objectives import Likelihood, Objective, objective_of
@@ -136,6 +136,8 @@ def train_many(
         raise InvalidSetting(f"examples={shown(examples)}; give examples by the name of the trait")
     for name in examples:
         check_name(name)
+        if name.endswith(DIRECTIONS) and name.removesuffix(DIRECTIONS) in examples:
+            raise InvalidFile(f"{name!r} is the file of the directions of another trait; give it another name")
     if wanted.batch_size < world():
         raise InvalidSetting(f"batch_size={wanted.batch_size} for {world()} processes; each needs one example at least")
     how = objective_of(objective)

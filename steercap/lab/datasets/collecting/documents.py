@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import AsyncGeneratorType as AsyncGenerator
+from types import GeneratorType as Generator
 from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
@@ -22,7 +23,7 @@ from steercap.lab.datasets.collecting.readers import KEYS, Bad, half_of_pair
 #: Contents of a document: text, token ids (int64 [tokens]), or {"role", "content"} messages.
 Content: TypeAlias = "str | npt.NDArray[np.int64] | list[dict[str, Any]]"
 
-#: Iterators of documents that were begun.
+#: Generators of documents that were begun.
 _BEGUN: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 
 
@@ -154,14 +155,14 @@ class Window:
 
 
 def begun(corpus: Any) -> Any:
-    """Return an iterable of documents; raise InvalidRequest if it is an iterator that was returned before."""
-    if isinstance(corpus, (Iterator, AsyncIterator)):
-        with contextlib.suppress(TypeError):  # `map` and its like have no weak references
-            if corpus in _BEGUN:
-                raise InvalidRequest(
-                    f"{shown(corpus)} was begun by an earlier call, which took documents; make it anew"
-                )
-            _BEGUN.add(corpus)
+    """Return an iterable of documents; raise InvalidRequest if it is a generator that was returned before.
+
+    Other iterators may start anew, as an open file does.
+    """
+    if isinstance(corpus, (Generator, AsyncGenerator)):
+        if corpus in _BEGUN:
+            raise InvalidRequest(f"{shown(corpus)} was begun by an earlier call, which took documents; make it anew")
+        _BEGUN.add(corpus)
     return corpus
 
 
@@ -250,8 +251,8 @@ class Cutting:
 
     def _cut(self, document: CorpusDocument, ids: npt.NDArray[np.int64]) -> list[Window]:
         bos = self.tokenizer.bos_token_id if self.bos == "window" else None
-        if bos is not None and len(ids) > 1 and ids[0] == bos:
-            ids = ids[1:]  # it comes back with the first window
+        stripped = bos is not None and len(ids) > 1 and ids[0] == bos
+        ids = ids[1:] if stripped else ids  # it comes back with the first window
         room = self.context - (bos is not None)
         if len(ids) > room and self.long == "refuse":
             raise InvalidPrompt(
@@ -262,5 +263,8 @@ class Cutting:
         starts = range(0, stop, room)
         parts = [ids[start : min(start + room, stop)] for start in starts]
         if bos is not None:
-            parts = [part if part[0] == bos else np.insert(part, 0, bos) for part in parts]
+            parts = [
+                part if part[0] == bos and (number or not stripped) else np.insert(part, 0, bos)
+                for number, part in enumerate(parts)
+            ]
         return [Window(document.number, number, part, document.where) for number, part in enumerate(parts)]

@@ -237,13 +237,13 @@ class ByProbe(TokenSample):
     _vector: torch.Tensor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        bounds = [None if bound is None else number_of(bound) for bound in (self.above, self.below)]
-        if bounds == [None, None] or any(bound != bound for bound in bounds if bound is not None):  # noqa: PLR0124
-            raise InvalidSpec("ByProbe without a threshold; give above=, below=, or both, as numbers")
+        bounds = {name: number_of(vars(self)[name]) for name in ("above", "below") if vars(self)[name] is not None}
+        if not bounds or any(bound is None or bound != bound for bound in bounds.values()):  # noqa: PLR0124
+            raise InvalidSpec(f"above={shown(self.above)}, below={shown(self.below)}; give thresholds as numbers")
         if self.layer not in self.probe:
             raise InvalidSpec(f"the probe has no direction for layer {self.layer}; it has {list(self.probe)}")
         vector = self.probe[self.layer].float().flatten()
-        vars(self).update(above=bounds[0], below=bounds[1], of=TokenSelection.parse(self.of), _vector=vector)
+        vars(self).update(bounds, of=TokenSelection.parse(self.of), _vector=vector)
 
     @property
     def needs(self) -> Point | None:

@@ -26,8 +26,10 @@ Corpus: TypeAlias = (
 OnBad = Literal["error", "skip"]
 #: Files of `datasets.save_to_disk`: of one data set, and of several splits.
 STATE, SPLITS = "state.json", "dataset_dict.json"
+#: Spellings of one split.
+HELD_OUT: Final = ("heldout", "held_out", "held-out", "holdout", "hold_out", "hold-out")
 #: Splits recognised in the names of files in a folder.
-KNOWN_SPLITS: Final = ("train", "test", "validation", "valid", "val", "dev", "eval", "evaluation", "heldout", "holdout")
+KNOWN_SPLITS: Final = ("train", "test", "validation", "valid", "val", "dev", "eval", "evaluation", *HELD_OUT)
 #: Maximum number of skipped items whose reasons are kept.
 COMPLAINTS: Final = 5
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -245,7 +246,9 @@ def require_own(handle: FetchedRows, point: Point, purpose: str) -> None:
 
 def warn_of_other_checkpoint(handle: FetchedRows, checkpoint: str) -> None:
     """Warn if a handle's rows are of another model than the checkpoint, by their names."""
-    warn_of_other_model("the handle", handle.model, (checkpoint, *names_of(checkpoint)), fix="ignore this")
+    names = (checkpoint, *names_of(checkpoint), *names_of(os.path.realpath(checkpoint)))
+    if not re.fullmatch("[0-9a-f]{40}", handle.model):  # the commit of a snapshot that was opened by its path
+        warn_of_other_model("the handle", handle.model, names, fix="ignore this")
 
 
 def checkpoint_of(model: Source) -> tuple[str, str | None]:
