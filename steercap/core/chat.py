@@ -553,5 +553,6 @@ def token_span(offsets: Sequence[tuple[int, int]], region: Region) -> tuple[int,
         offsets: character range [start, stop) of each token.
         region: characters [start, stop).
     """
-    inside = [index for index, (start, stop) in enumerate(offsets) if start < region[1] and stop > region[0]]
+    first, end = region
+    inside = [number for number, (start, stop) in enumerate(offsets) if max(start, first) < min(stop, end)]
     return (inside[0], inside[-1] + 1) if inside else (0, 0)

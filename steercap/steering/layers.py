@@ -50,7 +50,7 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         UnknownName: a site that does not exist.
         InvalidVector: a vector that holds NaN or inf, is not [hidden], or is of another width than the first.
 
-    Two are equal if labels, layers and values (bit for bit) are. `a + b`, `a - b`, `2 * a`, `a / 2` and `-a` work layer
+    Two are equal if labels, layers and values are. `a + b`, `a - b`, `2 * a`, `a / 2` and `-a` work layer
     by layer; the result's name is "", see `named`.
     """
 

@@ -179,6 +179,8 @@ class SteeringSpec:
         if not wanted:
             raise InvalidVector(f"{edit.__name__}: layers={shown(asked)}; give some of {common}")
         named = {"site": getattr(vectors[0], "site", "resid_post")} | named
+        named |= {name: tuple(value) for name, value in named.items() if isinstance(value, Iterator)}  # read once
+        named |= {name: TokenSelection.parse(named[name]) for name in {"tokens"} & named.keys()}
         once = [layer for place, layer in enumerate(wanted) if layer not in wanted[:place]]
         return cls([edit(*given, **named, layer=layer) for layer in once])
 

@@ -15,7 +15,7 @@ from steercap.captures.handle import CaptureHandle
 from steercap.captures.lifecycle import Lifecycle
 from steercap.captures.rows import Captures, Found
 from steercap.client.chats import templated as served
-from steercap.core.chat import LEFT_OUT, UNCLEAR, UNSPELT, content_text
+from steercap.core.chat import LEFT_OUT, UNCLEAR, UNSPELT, content_text, token_span
 from steercap.core.names import variables_of
 from steercap.core.prompts import template_arguments, templated, tokens_of
 from steercap.core.receipt import Receipt
@@ -627,3 +627,9 @@ def test_a_control_token_that_no_text_spells_is_read(file, control, tmp_path) ->
     assert ids == tokenizer.apply_chat_template([one | {"content": content_text(one)} for one in talk])
     with pytest.raises(InvalidRequest, match="refuses"):
         templated(tokenizer, talk[:2], {}, spans=False)
+
+
+def test_a_blank_message_has_no_tokens() -> None:
+    """Though a token of the template goes across its place."""
+    assert token_span([(0, 4), (4, 8)], (5, 5)) == token_span([(0, 4), (4, 8)], (4, 4)) == (0, 0)
+    assert token_span([(0, 4), (4, 4), (4, 8)], (3, 5)) == (0, 3)

@@ -36,6 +36,7 @@ from steercap.core.program import HOLE, SteeringPlan, blob_digest, rows_touched
 from steercap.core.schema import PointSchema
 from steercap.core.slots import Slots
 from steercap.core.spec import Point
+from steercap.core.tokens import TokenSelection
 from steercap.errors import (
     InvalidEdit,
     InvalidSelection,
@@ -423,6 +424,34 @@ def test_vectors_by_layer_that_lack_the_layer_say_what_they_have(scope, given, s
         with pytest.raises(InvalidVector) as raised:
             make()
         assert says in str(raised.value)
+
+
+def test_what_is_read_once_reaches_each_layer() -> None:
+    """Positions of an iterator are those of all layers, not of the first alone."""
+    vectors = LayerVectors({layer: [1.0, 2.0] for layer in (3, 4)})
+    for tokens in (iter([1, 2]), [iter([1, 2]), "generated"], (at for at in (1, 2))):
+        first, second = SteeringSpec.by_layer(Add, vectors, tokens=tokens).flat()
+        assert first.selection == second.selection
+        assert first.selection.ranges(3, 9)[:1] == TokenSelection.parse([1, 2]).ranges(3, 9)[:1]
+    rows = SteeringSpec.by_layer(Replace, {3: torch.ones(2, 4), 4: torch.ones(2, 4)}, positions=iter([5, 6])).flat()
+    assert [edit.positions for edit in rows] == [(5, 6), (5, 6)]
+
+
+def test_layers_counted_from_an_end_with_gaps_are_refused() -> None:
+    """Of vectors for every second layer the last four are others than the model's."""
+    vectors = LayerVectors({layer: [1.0, 2.0] for layer in range(4, 21, 2)})
+    for ask in (lambda **how: SteeringSpec.by_layer(Add, vectors, **how), vectors.at_layers):
+        with pytest.raises(InvalidSpec, match=r"counts from the last layer, and there are gaps; give some of \[4, 6"):
+            ask(layers=slice(-4, None))
+    whole = LayerVectors({layer: [1.0, 2.0] for layer in range(6)})
+    assert [edit.layer for edit in SteeringSpec.by_layer(Add, whole, layers=slice(-2, None)).flat()] == [4, 5]
+
+
+def test_masked_numbers_in_lists_are_refused() -> None:
+    """As of one array: what is masked is no number."""
+    rows = [np.ma.array([1.0, 99.0], mask=[0, 1]), np.ma.array([1.0, 2.0])]
+    with pytest.raises(InvalidVector, match="some are masked"):
+        LowRank(rows, torch.ones(2, 2), layer=0)
 
 
 def test_an_edit_for_each_layer_takes_the_vector_of_each() -> None:

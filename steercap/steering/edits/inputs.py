@@ -134,13 +134,17 @@ def layers_among(given: Any, known: Iterable[int], what: str = "layers") -> list
     """Return layers of vectors or rows: all of `known` for "all", those of a slice that are known, else as given.
 
     Raises:
-        InvalidSpec: `given` is neither an index, several, a slice, nor "all".
+        InvalidSpec: `given` is neither an index, several, a slice, nor "all"; or a slice that counts from the last of
+            layers with gaps, which are no layers of the model's end.
     """
     there = list(known)
     if isinstance(given, str) and given == "all":
         return there
     if isinstance(given, slice):
-        inside = range(max(there, default=-1) + 1)[cast("slice", parse_layers(given))]
+        asked = cast("slice", parse_layers(given))
+        inside = range(max(there, default=-1) + 1)[asked]
+        if min(asked.start or 0, asked.stop or 0) < 0 and not set(inside) <= set(there):
+            raise InvalidSpec(f"{what}={given} counts from the last layer, and there are gaps; give some of {there}")
         return [layer for layer in there if layer in inside]
     index = index_of(given)
     found = [index] if index is not None else parts_of(given, what)
@@ -199,7 +203,7 @@ def _tensor(value: Any) -> torch.Tensor:
         return value
     if isinstance(value, (bytes, bytearray, memoryview)) or _holds_truth(value):
         raise TypeError("bytes and truth values are not numbers")
-    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+    if any(np.ma.is_masked(part) for part in ([value, *value] if isinstance(value, (list, tuple)) else [value])):
         raise TypeError("some are masked")
     array = np.asarray(value)
     if array.dtype.kind not in "iuf" and not array.dtype.name.startswith(("bfloat16", "float8")):  # of ml_dtypes
