@@ -930,6 +930,18 @@ def test_an_example_without_a_selected_token_is_found_before_any_step(tokens, ki
     assert not (tmp_path / "x").exists()
 
 
+def test_a_run_that_never_drew_such_an_example_is_opened_again(model, tmp_path, monkeypatch) -> None:
+    """It was begun when its turn alone would have found it."""
+    given = [*(Example([5, 6, 7 + place], [8, 9, 10]) for place in range(40)), Example([5, 6, 7], [8])]
+    held = [Example([15, 6, 7 + place], [8, 9, 10]) for place in range(3)]
+    how = {"edit": Add(drawn(WIDTH), layer=1, tokens="generated"), "held_out": held, "out": tmp_path}
+    short = {"steps": 2, "batch_size": 1, "evaluate_every": 1}
+    with monkeypatch.context() as patched:
+        patched.setattr("steercap.lab.training.training._check_tokens", lambda *_: None)
+        first = train(model, given, **how, **short)
+    assert train(model, given, **how, **short).history == first.history
+
+
 def test_a_site_that_the_model_lacks_is_named(model, tmp_path) -> None:
     """Not by an attribute that some layer of torch's lacks."""
     edit = Add(drawn(WIDTH), layer=1, site="mhc_streams_pre_mlp")
