@@ -127,11 +127,15 @@ def _check(app: typer.Typer) -> None:
                 f"the directions are at {given.site}; add this site to --sites", param_hint="--directions"
             )
         check_labels(labels or {})
+        known = None if sae is None else SAE.load(sae)
+        if known is not None and (known.transcodes or known.input.site not in armed):
+            raise typer.BadParameter(
+                f"{known!r}; give an SAE, not a transcoder, of one of --sites, {', '.join(armed)}", param_hint="--sae"
+            )
         there = preflight(options, sites=armed)
         there.check_capture(CaptureSpec(layers="all" if wanted is None else wanted, sites=armed))
         if given is not None:
             there.check_directions(given, wanted, "--directions")
-        known = None if sae is None else SAE.load(sae)
         may_replace(out, terminal, force=force)  # last: it asks
         async with reached(options, terminal, sites=armed) as open_model:
             with terminal.progress() as tell:

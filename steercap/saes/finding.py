@@ -85,7 +85,9 @@ def find(source: str | os.PathLike[str], folder: str, revision: str | None) -> S
     """
     path, named = Path(source), os.fspath(source)
     if path.is_file() and not folder:
-        path, folder = path.parent, path.name
+        known = (str(one.weights) for one in LAYOUTS)
+        folder = next((name for name in known if f"/{path.as_posix()}".endswith(f"/{name}")), path.name)
+        path = path.parents[folder.count("/")]
     if path.is_dir():
         return _first(lambda name: path / name if (path / name).is_file() else None, folder, str(path / folder))
     if not isinstance(source, str) or named.startswith((".", "/", "~")) or named.count("/") != 1:

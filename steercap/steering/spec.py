@@ -176,7 +176,7 @@ class SteeringSpec:
                 f"{edit.__name__}: no vectors by layer, or for no layer in common; give LayerVectors, such as "
                 "directions['name']"
             )
-        if not wanted:
+        if not wanted or any(index_of(one) is None for one in wanted):
             raise InvalidVector(f"{edit.__name__}: layers={shown(asked)}; give some of {common}")
         named = {"site": getattr(vectors[0], "site", "resid_post")} | named
         named |= {name: tuple(value) for name, value in named.items() if isinstance(value, Iterator)}  # read once

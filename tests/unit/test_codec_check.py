@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,6 +24,7 @@ from steercap.lab.mechanism import codec_measures as measured
 from steercap.lab.mechanism.codec_check import CodecCheck, check_codecs
 from steercap.lab.mechanism.codec_judge import CodecMeasure
 from steercap.steering import DirectionSet, LayerVectors
+from steercap.testing.saes import RandomSAE
 
 stats = pytest.importorskip("scipy.stats")
 
@@ -351,6 +353,11 @@ LINE = {"text": "How are you?", "labels": {"calm": 1}}
         (["a"], "--out c.json --directions wide.safetensors", (1, "rows of smollm2 have 576")),
         (["a"], "--out c.json --directions far.safetensors", (1, "LayerOutOfRange")),
         (["a"], "--out c.json --directions good.safetensors --layers 3", (1, "3")),
+        (
+            ["a"],
+            "--out c.json --sites attn_out --sae sae",
+            (2, "give an SAE, not a transcoder, of one of --sites, attn_out"),
+        ),
         ([LINE], "--out /proc/no/c.json", (2, "cannot be written to")),
     ],
 )
@@ -361,6 +368,7 @@ def test_the_command_checks_what_it_is_given_before_an_engine_starts(
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for name, layer, width in (("wide", 2, 8), ("far", 30, 576), ("good", 2, 576)):
         DirectionSet({"a": LayerVectors({layer: torch.ones(width)})}).save(f"{name}.safetensors")
+    RandomSAE("standard", 576, 8).write(Path("sae"))
     result = call("codecs", "check", "texts.jsonl", *options.split())
     assert result.exit_code == expected[0], result.output
     assert expected[1] in re.sub(r"[\s│]+", " ", result.output)

@@ -181,7 +181,10 @@ def test_a_split_of_another_name_is_a_folder_or_a_part_of_a_file_s_name(tmp_path
 
 @pytest.mark.parametrize(
     ("held_out", "split"),
-    [("val", "val"), ("eval-0", "eval"), ("Test", "test"), ("test/en/0", "test"), ("my_held_out", "held_out")],
+    [
+        *(("val", "val"), ("eval-0", "eval"), ("Test", "test"), ("test/en/0", "test"), ("my_held_out", "held_out")),
+        *(("testing-0", "testing"), ("evals/0", "evals")),
+    ],
 )
 def test_splits_that_are_spelt_otherwise_are_not_read_together(held_out, split, tmp_path) -> None:
     """Held-out documents do not enter a data set of training: shortened, in capitals, or in a folder of folders."""

@@ -478,6 +478,7 @@ def test_an_edit_for_each_layer_takes_the_vector_of_each() -> None:
         (DirectionSet({"joy": BY_LAYER}), {}, "directions['name']"),
         (BY_LAYER, {"layers": []}, "Add: layers=[]; give some of [3, 5, 30]"),
         (BY_LAYER, {"layers": slice(6, 9)}, "give some of [3, 5, 30]"),
+        (BY_LAYER, {"layers": [True, False, True]}, "Add: layers=[True, False, True]; give some of [3, 5, 30]"),
         (BY_LAYER, {"layer": 4}, "no vector for layer=4"),
         (BY_LAYER, {"layer": 3, "layers": [5]}, "not both"),
         (BY_LAYER, {"site": "resid_post"}, "not for site='resid_post'"),

@@ -295,13 +295,17 @@ def test_a_published_layout_is_read(name, tmp_path) -> None:
     np.testing.assert_allclose(sae.decode(found, rows).numpy(), back, rtol=1e-5, atol=1e-5)
 
 
-def test_a_weights_file_in_a_folder_of_its_format_can_be_named(tmp_path) -> None:
+def test_a_weights_file_in_a_folder_of_its_format_can_be_named(tmp_path, monkeypatch) -> None:
     """The file that `SAE.load` finds of itself."""
     case = CASES["llama scope"]
     folder = case.write(tmp_path)
     named = f"{folder}/checkpoints/final.safetensors".lstrip("/")
     rows = torch.from_numpy(ROWS)
-    assert torch.equal(SAE.load(tmp_path, named).encode(rows), SAE.load(tmp_path, folder).encode(rows))
+    whole = SAE.load(tmp_path, folder).encode(rows)
+    assert torch.equal(SAE.load(tmp_path, named).encode(rows), whole)
+    assert torch.equal(SAE.load(tmp_path / named).encode(rows), whole)
+    monkeypatch.chdir(tmp_path / folder)
+    assert torch.equal(SAE.load("checkpoints/final.safetensors").encode(rows), whole)
 
 
 def test_a_folder_named_embedding_says_nothing_of_a_layer(tmp_path) -> None:

@@ -29,7 +29,10 @@ STATE, SPLITS = "state.json", "dataset_dict.json"
 #: Spellings of one split.
 HELD_OUT: Final = ("heldout", "held_out", "held-out", "holdout", "hold_out", "hold-out")
 #: Splits recognised in the names of files in a folder.
-KNOWN_SPLITS: Final = ("train", "test", "validation", "valid", "val", "dev", "eval", "evaluation", *HELD_OUT)
+KNOWN_SPLITS: Final = (
+    *("train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval", "evals", "evaluation"),
+    *HELD_OUT,
+)
 #: Maximum number of skipped items whose reasons are kept.
 COMPLAINTS: Final = 5
 
