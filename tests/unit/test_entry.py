@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import sys
 import pytest
 
 from steercap.adapters.entry import CHOICES, ENGINE_CORE, STREAM, ProcessEntry, quieten
+from steercap.adapters.process_exit import FOLDER
 
 #: What a process says that comes to life as vLLM's do: it unpickles its entry, then imports vLLM and speaks.
 SPEAKS = """
@@ -38,6 +40,33 @@ entry = pickle.loads(bytes.fromhex(sys.argv[1]))
 print(gc.isenabled(), gc.get_freeze_count() > frozen)
 entry()
 """
+
+
+#: What an engine core has recorded of an error in its loop before it says that it is dead.
+RAISES = """
+import os
+from pathlib import Path
+from steercap.adapters.entry import ENGINE_CORE, ProcessEntry
+from steercap.adapters.process_exit import FOLDER, STARTUP_ERROR
+def run():
+    from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
+    for core in (EngineCoreProc, DPEngineCoreProc):
+        try:
+            core.run_busy_loop(object())
+        except AttributeError:
+            written = Path(os.environ[FOLDER], STARTUP_ERROR)
+            print(written.read_text())
+            written.unlink()
+ProcessEntry(ENGINE_CORE, run)()
+"""
+
+
+def test_an_error_in_an_engine_core_s_loop_is_recorded_at_once(tmp_path) -> None:
+    """Not once its workers have ended, which takes seconds: the client hears of its death before."""
+    environment = os.environ | {FOLDER: str(tmp_path)}
+    said = subprocess.check_output([sys.executable, "-c", RAISES], text=True, env=environment).splitlines()
+    assert len(said) == 2
+    assert all(line.startswith('["AttributeError", "\'object\' object has no attribute') for line in said)
 
 
 def test_no_garbage_is_collected_while_a_process_imports() -> None:

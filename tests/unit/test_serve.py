@@ -247,7 +247,7 @@ def test_a_name_that_means_no_vector_is_told_what_would(place, name, says, libra
         ),
         (
             {"steering": {"op": "add", "vector": "calm", "layers": [3, "x"]}},
-            "Add: layer='x' is not one layer",
+            r"Add: layers=\[3, 'x'\]; give some of \[3, 5\]",
         ),
         ({"monitors": [{"probe": "calm", "threshold": 1}]}, "vectors for layers 3, 5; give layer="),
         (
