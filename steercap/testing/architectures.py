@@ -253,6 +253,20 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
     },
+    "longcat_flash": {
+        "model_type": "longcat_flash",
+        **{name: value for name, value in SHAPE.items() if name != "num_hidden_layers"},
+        **LATENT,
+        "qk_nope_head_dim": 128,  # CUDA's kernels have no smaller heads
+        "v_head_dim": 128,
+        "num_layers": 4,
+        "ffn_hidden_size": 256,
+        "expert_ffn_hidden_size": 64,
+        "n_routed_experts": 8,
+        "zero_expert_num": 4,
+        "moe_topk": 12,
+        "routed_scaling_factor": 2.0,
+    },
     "ernie4_5_moe": {
         "model_type": "ernie4_5_moe",
         **TINY,
@@ -553,6 +567,7 @@ ON_CUDA: Final[Mapping[str, Mapping[str, Any]]] = {
     "axk1": _BFLOAT16,
     "deepseek_v2": _BFLOAT16,
     "deepseek_v3": _BFLOAT16,
+    "longcat_flash": _BFLOAT16,
     "glm4_moe_lite": _BFLOAT16,
     "minicpm3": _BFLOAT16,
 }

@@ -921,6 +921,17 @@ def test_the_files_of_traits_are_not_written_over(model, tmp_path) -> None:
     assert trained.file.name == "b.directions.safetensors"
 
 
+def test_layers_of_two_blocks_of_attention_are_counted_once(tmp_path) -> None:
+    """LongCat's configuration counts the blocks; its last layer is the fourth, whose output a hook of our own sees."""
+    hooked = HookedModel(tiny_checkpoint("longcat_flash"))
+    assert list(hooked.layers) == [0, 1, 2, 3]
+    assert hooked.layers[3] is hooked.model.model.layers[3]
+    given = [Example([5, 6, 7], [8, 9, 10])]
+    edit = Add(drawn(hooked.width), layer=3)
+    trained = train(hooked, given, edit=edit, held_out=given, out=tmp_path, steps=4, evaluate_every=1, lr=0.05)
+    assert trained.validation_loss < trained.history[0].validation_loss
+
+
 @pytest.mark.parametrize(("tokens", "kind"), [("generated", EmptySelection), ([6], InvalidSelection)])
 def test_an_example_without_a_selected_token_is_found_before_any_step(tokens, kind, model, tmp_path) -> None:
     """Its turn may come late, or never: no folder is made."""

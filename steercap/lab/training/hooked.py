@@ -87,7 +87,8 @@ class HookedModel:
         self.model.eval().requires_grad_(requires_grad=False)
         self._check_attention(loading, lambda: kind.from_pretrained(str(path), dtype=dtype, **{**loading, **EAGER}))
         decoder = self.model if text is config else self.model.get_decoder()
-        count = text.num_hidden_layers
+        # LongCat's `num_hidden_layers` counts blocks of attention, two in each layer.
+        count = text.num_layers if text.model_type == "longcat_flash" else text.num_hidden_layers
         within = () if text is config else architectures_within(text, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
         self.decoder: Decoder = decoder_of(decoder, count, range(count))
         self.layers: Mapping[int, nn.Module] = self.decoder.layers
