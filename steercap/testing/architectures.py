@@ -91,6 +91,9 @@ FAMILY_CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = {
 _DBRX: Final = {"vocab_size": 512, "d_model": 128, "n_heads": 4, "n_layers": 4, "max_seq_len": 512}
 _JAMBA: Final = {"mamba_d_state": 16, "mamba_dt_rank": 8, "attn_layer_period": 3, "attn_layer_offset": 1}
 _SCANNED: Final = {"vocab_size": 512, "hidden_size": 128, "state_size": 16, "num_hidden_layers": 4, "time_step_rank": 8}
+_LONGCAT: Final = {"ffn_hidden_size": 256, "expert_ffn_hidden_size": 64, "zero_expert_num": 4, "moe_topk": 12}
+#: Of latent attention on CUDA, whose kernels have no smaller ones; and two blocks of attention in each of 4 layers.
+_WIDE_HEADS: Final = {"qk_nope_head_dim": 128, "v_head_dim": 128, "n_routed_experts": 8, "num_hidden_layers": 8}
 _HYBRID: Final = {
     "model_type": "granitemoehybrid",
     **TINY,
@@ -253,20 +256,7 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
     },
-    "longcat_flash": {
-        "model_type": "longcat_flash",
-        **{name: value for name, value in SHAPE.items() if name != "num_hidden_layers"},
-        **LATENT,
-        "qk_nope_head_dim": 128,  # CUDA's kernels have no smaller heads
-        "v_head_dim": 128,
-        "num_layers": 4,
-        "ffn_hidden_size": 256,
-        "expert_ffn_hidden_size": 64,
-        "n_routed_experts": 8,
-        "zero_expert_num": 4,
-        "moe_topk": 12,
-        "routed_scaling_factor": 2.0,
-    },
+    "longcat_flash": {"model_type": "longcat_flash", **SHAPE, **LATENT, **_LONGCAT, **_WIDE_HEADS},
     "ernie4_5_moe": {
         "model_type": "ernie4_5_moe",
         **TINY,
@@ -561,13 +551,8 @@ ENGINES: Final[Mapping[str, Mapping[str, Any]]] = {
     "qwen3_next": _DELTA,
 }
 
-_BFLOAT16: Final = {"dtype": "bfloat16"}
 #: Further engine arguments on CUDA, where vLLM's latent attention supports 16-bit dtypes only, by name.
 ON_CUDA: Final[Mapping[str, Mapping[str, Any]]] = {
-    "axk1": _BFLOAT16,
-    "deepseek_v2": _BFLOAT16,
-    "deepseek_v3": _BFLOAT16,
-    "longcat_flash": _BFLOAT16,
-    "glm4_moe_lite": _BFLOAT16,
-    "minicpm3": _BFLOAT16,
+    name: {"dtype": "bfloat16"}
+    for name in ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3")
 }
