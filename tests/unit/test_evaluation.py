@@ -45,7 +45,7 @@ from steercap.lab.studies.evaluation import (
 from steercap.lab.studies.evaluation.columns import Place, path, place_of
 from steercap.lab.studies.evaluation.definition import FOLDER
 from steercap.lab.studies.evaluation.methods import _dealt, shuffled
-from steercap.lab.studies.evaluation.plots import _figure, _styles
+from steercap.lab.studies.evaluation.plots import _figure, _styles, plot_methods
 from steercap.lab.studies.evaluation.running import tasks_of
 from steercap.lab.studies.evaluation.store import Answer, Folder
 from steercap.lab.studies.evaluation.tables import Cell, compared_markdown, interval, matched_markdown
@@ -885,7 +885,7 @@ def test_a_picture_follows_the_doses_that_the_numbers_follow() -> None:
     found = EvaluationResults(
         one, answers, {"length": [5.0] * 7}, {"neutral": neutral}, {"length": Length()}, {"neutral": Passages(first=2)}
     )
-    axes = _figure({"": found}, {"": ["length"]}, "neutral", None).axes[0]
+    axes = _figure({"": found}, {"": ["length"]}, "neutral", {"": None}).axes[0]
     drawn = [
         (bars.get_label(), bars.lines[0].get_linestyle(), [*bars.lines[0].get_xdata()]) for bars in axes.containers
     ]
@@ -982,7 +982,9 @@ def test_no_two_methods_of_a_picture_look_alike() -> None:
 def test_a_picture_has_every_method(tmp_path) -> None:
     """In the legend; a panel of doses and one a column for each result; open marks where a method is not matched."""
     found = results()
-    figure = _figure({"a": found, "b": found}, {"a": ["score", "length"], "b": ["score"]}, "neutral", None)
+    figure = _figure(
+        {"a": found, "b": found}, {"a": ["score", "length"], "b": ["score"]}, "neutral", {"a": None, "b": None}
+    )
     (legend,) = figure.legends
     assert {text.get_text() for text in legend.get_texts()} == {line.method for line in found.summary()}
     assert len(figure.axes) == 6
@@ -991,6 +993,11 @@ def test_a_picture_has_every_method(tmp_path) -> None:
         found.plot(tmp_path / "none.png", columns=[])
     with pytest.raises(InvalidSpec, match="'warmth' was not measured"):
         found.plot(tmp_path / "none.png", columns=["warmth"])
+    with pytest.raises(InvalidSpec, match="columns='length'; give several in a list"):
+        found.plot(tmp_path / "none.png", columns="length")
+    for wrong in ({"columns": {"a": ["score"]}}, {"at": {"a": 1.0, "c": 1.0}}):
+        with pytest.raises(InvalidSpec, match=r"give one for each of \['a', 'b'\], or one for all"):
+            plot_methods({"a": found, "b": found}, tmp_path / "none.png", by="neutral", **wrong)
 
 
 def test_an_answer_is_what_its_file_gives_back(tmp_path) -> None:

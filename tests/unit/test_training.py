@@ -77,7 +77,7 @@ from steercap.lab.training.rates import RATES_FOLDER, RatesDefinition
 from steercap.lab.training.settings import Penalties, TrainingSettings
 from steercap.lab.training.steered import SteeredTraits
 from steercap.lab.training.trainable import TrainableSpec
-from steercap.steering import DirectionSet
+from steercap.steering import DirectionSet, LayerVectors
 from steercap.steering.edits import Edit
 from steercap.testing import tiny_checkpoint
 from steercap.testing.edits import edited
@@ -919,6 +919,29 @@ def test_the_files_of_traits_are_not_written_over(model, tmp_path) -> None:
             train_many(model, dict.fromkeys(names, examples()), edit=edit, out=tmp_path, **QUICK)
     trained = train(model, examples(), edit=edit, out=tmp_path / "b.directions", **QUICK)
     assert trained.file.name == "b.directions.safetensors"
+
+
+@pytest.mark.parametrize("what", ["edit", "held_out"])
+@pytest.mark.parametrize("names", [["rain"], ["rain", "sun", "snow"], []])
+def test_what_is_given_by_trait_is_given_for_each(what, names, model, tmp_path) -> None:
+    """A trait that is left out, or a name that is misspelt, is found before any step."""
+    given = [Example([5, 6, 7 + place], [8, 9, 10]) for place in range(8)]
+    value = {"edit": Add(drawn(WIDTH), layer=1), "held_out": given[:2]}
+    how = {**value, what: dict.fromkeys(names, value[what])} | ({"held_out": 0.5} if what == "edit" else {})
+    with pytest.raises(InvalidSpec, match=rf"{what} is given for .*; give one for each of \['rain', 'sun'\]"):
+        train_many(model, {"rain": given, "sun": given}, out=tmp_path / "x", steps=1, **how)
+    assert not (tmp_path / "x").exists()
+
+
+def test_vectors_by_layer_are_trained_as_an_edit_of_each(model, tmp_path) -> None:
+    """As everywhere else that takes steering."""
+    given = [Example([5, 6, 7 + place], [8, 9, 10]) for place in range(8)]
+    vectors = LayerVectors({1: drawn(WIDTH), 2: drawn(WIDTH, seed=1)})
+    how = {"held_out": 0.5, "steps": 2, "evaluate_every": 1, "name": "rain"}
+    trained = train(model, given, edit=vectors, out=tmp_path / "a", **how)
+    alike = train(model, given, edit=SteeringSpec.by_layer(Add, vectors), out=tmp_path / "b", **how)
+    assert [edit.layer for edit in trained.spec.of_rows()] == [1, 2]
+    assert trained.history == alike.history
 
 
 def test_layers_of_two_blocks_of_attention_are_counted_once(tmp_path) -> None:

@@ -49,12 +49,14 @@ from steercap.lab.training.steered import SteeredTraits
 from steercap.lab.training.trainable import Start, TrainableSpec
 from steercap.steering.edits import Edit
 from steercap.steering.edits.add import Add
+from steercap.steering.edits.inputs import by_name
+from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import Steering, SteeringSpec, spec_of
 
 #: Training example; the objective determines which of the types.
 AnyExample: TypeAlias = "Example | Preference | Prompted"
 #: Initial edit of training: an edit, a spec of several, or a recipe for one per layer.
-AnyEdit: TypeAlias = "Edit | SteeringSpec | Start"
+AnyEdit: TypeAlias = "Edit | SteeringSpec | LayerVectors | Start"
 
 
 def train(
@@ -74,8 +76,8 @@ def train(
     Args:
         model: a checkpoint, a name on the hub, or a `HookedModel`, which several calls can share.
         examples: `Example`s, `Preference`s or `Prompted`s, as required by the objective.
-        edit: initial edit: an edit or a spec with its initial vectors, or `TrainableAdd(layers=[14])`,
-            `TrainableLowRank(layers=[14], rank=4)`.
+        edit: initial edit: an edit or a spec with its initial vectors, LayerVectors for an `Add` of each, or
+            `TrainableAdd(layers=[14])`, `TrainableLowRank(layers=[14], rank=4)`.
         out: folder of the run. An interrupted run resumes, on a CPU to the same vector bit for bit; a finished one is
             read.
         objective: a name in `steercap.lab.training.OBJECTIVES`, or a member with settings of its own, such as
@@ -146,6 +148,7 @@ def train_many(
         check_name(name)
         if name.endswith(DIRECTIONS) and name.removesuffix(DIRECTIONS) in examples:
             raise InvalidFile(f"{name!r} is the file of the directions of another trait; give it another name")
+    edits, held = (by_name(given, examples, what) for given, what in ((edit, "edit"), (held_out, "held_out")))
     if wanted.batch_size < world():
         raise InvalidSetting(f"batch_size={wanted.batch_size} for {world()} processes; each needs one example at least")
     how = objective_of(objective)
@@ -153,13 +156,10 @@ def train_many(
     tokenizer = tokenizer_of(hooked)
     parts = {}
     for name, given in examples.items():
-        held = held_out[name] if isinstance(held_out, Mapping) else held_out
         encode = partial(encoded, how, tokenizer, vocabulary=hooked.vocabulary)
-        parts[name] = _sides(given, held, encode, wanted.seed)
+        parts[name] = _sides(given, held[name], encode, wanted.seed)
     wanted = wanted.resolved({name: len(sides.seen) for name, sides in parts.items()})
-    starts = {
-        name: start_of(edit[name] if isinstance(edit, Mapping) else edit, hooked, wanted, name) for name in examples
-    }
+    starts = {name: start_of(one, hooked, wanted, name) for name, one in edits.items()}
     _check_form(starts)
     if not (Path(out) / STATE).exists():  # a run that was begun before this check may never draw such an example
         _check_tokens(starts, parts)

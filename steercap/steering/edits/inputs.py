@@ -130,6 +130,22 @@ def several(given: object, what: str) -> list[Any]:
     return found
 
 
+def by_name(given: Any, names: Iterable[str], what: str) -> dict[str, Any]:
+    """Return an argument by name: the values of a mapping by `names`, or for each name the one value given.
+
+    Raises:
+        InvalidSpec: the mapping lacks a name, or has another one.
+    """
+    wanted = list(names)
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        return dict.fromkeys(wanted, given)
+    if set(given) != set(wanted):
+        raise InvalidSpec(
+            f"{what} is given for {shown(list(given))}; give one for each of {shown(wanted)}, or one for all"
+        )
+    return {name: given[name] for name in wanted}
+
+
 def layers_among(given: Any, known: Iterable[int], what: str = "layers") -> list[Any]:
     """Return layers of vectors or rows: all of `known` for "all", those of a slice that are known, else as given.
 

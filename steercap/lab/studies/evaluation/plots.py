@@ -13,6 +13,7 @@ from steercap.files.base import save_figure
 from steercap.lab.measures.statistics import Estimate
 from steercap.lab.studies.evaluation.tables import Line, Matched
 from steercap.lab.studies.sweeps.summaries import RANDOM, frame, scale_log
+from steercap.steering.edits.inputs import by_name, several
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -83,18 +84,18 @@ def plot_methods(
             a mapping by their names.
 
     Raises:
-        InvalidSpec: a column was not taken, there is none but the cost, or no method has doses.
+        InvalidSpec: a column was not taken, there is none but the cost, no method has doses, or a mapping has other
+            names than the results.
     """
     rows = results if isinstance(results, Mapping) else {"": results}
-    chosen = {
-        name: _chosen(one, columns[name] if isinstance(columns, Mapping) else columns, by) for name, one in rows.items()
-    }
-    figure = _figure(rows, chosen, by, at)
+    asked = by_name(columns, rows, "columns")
+    chosen = {name: _chosen(one, asked[name], by) for name, one in rows.items()}
+    figure = _figure(rows, chosen, by, by_name(at, rows, "at"))
     return save_figure(figure, to, DPI)
 
 
 def _chosen(results: Drawn, columns: Sequence[str] | None, by: str) -> list[str]:
-    found = [column for column in results.columns if column != by] if columns is None else list(columns)
+    found = [column for column in results.columns if column != by] if columns is None else several(columns, "columns")
     results.check(by, *found)
     if not found:
         raise InvalidSpec(
@@ -104,7 +105,7 @@ def _chosen(results: Drawn, columns: Sequence[str] | None, by: str) -> list[str]
 
 
 def _figure(
-    rows: Mapping[str, Drawn], columns: Mapping[str, Sequence[str]], by: str, at: float | Mapping[str, float] | None
+    rows: Mapping[str, Drawn], columns: Mapping[str, Sequence[str]], by: str, at: Mapping[str, float | None]
 ) -> Figure:
     with extra("evaluation"):
         from matplotlib.figure import Figure
@@ -114,7 +115,7 @@ def _figure(
     panels = figure.subplots(len(rows), 1 + most, squeeze=False, width_ratios=[DOSES, *[COLUMN] * most])
     styles = _styles(rows.values())
     for row, (name, results) in zip(panels, rows.items(), strict=True):
-        own = at[name] if isinstance(at, Mapping) else at
+        own = at[name]
         where = results.reached_by_all(by) if own is None else own
         _draw_doses(row[0], results, columns[name][0], styles, by=by, at=where)
         _draw_matched(row[1:], results, columns[name], results.matched(by=by, at=where), styles)
