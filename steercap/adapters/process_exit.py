@@ -35,6 +35,8 @@ FOLDER: Final = "VLLM_RPC_BASE_PATH"
 MEMORY: Final = re.compile(r"CUDA out of memory|Free memory on device")
 #: Name of the file with the type and message of the error that ended a start.
 STARTUP_ERROR: Final = "refusal.json"
+#: What an engine core raises whose worker has ended; the exit code of that one is written a moment later.
+NO_WORKER: Final = "Executor failed."
 #: Names of the empty files that a worker creates before it loads the weights, and when it has loaded them.
 READING, READ = "reading", "read"
 
@@ -173,7 +175,8 @@ class Processes:
             return f"{name} (process {pid}) {_exit_text(code)}"
         with contextlib.suppress(OSError, ValueError):
             kind, says = json.loads((self._folder / STARTUP_ERROR).read_text())
-            return f"{', '.join(cores) or 'its engine core'} ended with {missing_kernel(says) or f'{kind}: {says}'}"
+            if says != NO_WORKER:
+                return f"{', '.join(cores) or 'its engine core'} ended with {missing_kernel(says) or f'{kind}: {says}'}"
         return ", ".join(f"{name} {_exit_text(code)}" for name, code in cores.items())
 
     @property

@@ -113,3 +113,14 @@ def test_an_engine_core_that_ends_says_why(tmp_path, monkeypatch) -> None:
     with pytest.raises(KeyError), recorded_error():
         raise KeyError("x")
     assert processes.exit_message({"EngineCore_DP0": 1}) == "EngineCore_DP0 ended with KeyError: 'x'"
+
+
+def test_an_engine_core_without_its_worker_does_not_say_why(tmp_path, monkeypatch) -> None:
+    """The worker's exit code does, which is written a moment after the engine core's error."""
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    processes = death.Processes(tmp_path)
+    with pytest.raises(RuntimeError), recorded_error():
+        raise RuntimeError("Executor failed.")
+    assert processes.exit_message({}) == ""
+    (tmp_path / "ended.json").write_text('[["Worker", 7, -9]]')
+    assert processes.exit_message({}).startswith("Worker (process 7) was killed by SIGKILL")
