@@ -139,7 +139,8 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
 
         Raises:
             InvalidRequest: `rows` is no whole number above 0, or another loop over `chunks` is reading the rows.
-            CaptureIncomplete, CaptureNotFinite, CaptureReleased, EngineFailure: as for `fetch`.
+            CaptureIncomplete, CaptureNotFinite, CaptureReleased, EngineFailure: as for `fetch`; an engine that dies
+                during the loop ends it, and `fetch` or another loop then recomputes the rows.
         """
         count = count_of(rows, "rows", wrong=InvalidRequest)
         async with aclosing(fetched_in_parts(self.lifecycle, count)) as parts:

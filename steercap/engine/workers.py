@@ -428,6 +428,7 @@ class Workers:
             return await self._vllm.rpc(frame)
         channels = self._channels
         asked = asyncio.gather(*(channel.ask(frame) for channel in chain(*channels)))
+        asked.add_done_callback(lambda done: done.cancelled() or done.exception())  # late errors are not reported
         try:
             while not (await asyncio.wait({asked}, timeout=LIVENESS_SECONDS))[0]:
                 if self._vllm.died:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import struct
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from workers import batch, some_runtime
 
 from steercap.core.messages import Call, GetStats, decode_answer, encode
 from steercap.core.plan import Plan
+from steercap.engine.workers import Workers
 from steercap.worker.channel import Channel, Listener
 
 CPU = torch.device("cpu")
@@ -144,3 +147,17 @@ async def test_an_answer_waits_for_the_step_of_the_runner() -> None:
         runtime.end_step()
     assert type(decode_answer(await asked)) is type(decode_answer(runtime.answer(frame)))
     channel.close()
+
+
+async def test_a_call_that_is_cancelled_leaves_no_word_of_it() -> None:
+    """asyncio reports exceptions that nobody looks at, as of a fetch within `asyncio.wait_for`."""
+    said: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context["message"]))
+    workers = Workers(SimpleNamespace(died=False))
+    workers._channels = [[SimpleNamespace(is_closed=False, ask=lambda _: asyncio.sleep(60))]]
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(workers._send(b"x"), 0.01)
+        await asyncio.sleep(0.01)
+        gc.collect()
+    assert said == []
