@@ -17,6 +17,7 @@ from steercap.core.messages import Owner, Wanted
 from steercap.core.rows import Ints
 from steercap.errors import (
     CaptureIncomplete,
+    CaptureMemoryFull,
     CaptureNotFinite,
     CaptureReleased,
     EngineFailure,
@@ -121,7 +122,10 @@ async def _fetch(pending: Sequence[Lifecycle]) -> None:
                 raise
             lost |= dict.fromkeys(kept)  # it died meanwhile
         await each_of(spilled, partial(_read_back, errors), READS)
-        await each_of(lost, partial(_recompute, errors), RECOMPUTED_AT_ONCE)
+        later: list[Lifecycle] = []
+        await each_of(lost, partial(_recompute, errors, later=later), RECOMPUTED_AT_ONCE)
+        for lifecycle in later:
+            await _recompute(errors, lifecycle)
     finally:
         for lifecycle in pending:
             lifecycle.end_fetch()
@@ -145,13 +149,16 @@ async def _collect(errors: list[SteercapError], kept: Sequence[Lifecycle]) -> No
         await asyncio.sleep(0)  # a batch of thousands must not stop the loop
 
 
-async def _recompute(errors: list[SteercapError], lifecycle: Lifecycle) -> None:
-    """Recompute the rows of one handle. Fetched rows take no worker memory, so a batch cannot fill it."""
+async def _recompute(errors: list[SteercapError], lifecycle: Lifecycle, later: list[Lifecycle] | None = None) -> None:
+    """Recompute the rows of one handle; if others leave it no room in the arena, append it to `later`, unless None."""
     try:
         if (recompute := lifecycle.recompute) is not None:
             lifecycle.take(await recompute.rows())
     except SteercapError as error:
-        errors.append(error)
+        if later is not None and isinstance(error, CaptureMemoryFull):
+            later.append(lifecycle)
+        else:
+            errors.append(error)
 
 
 async def _read_back(errors: list[SteercapError], lifecycle: Lifecycle) -> None:

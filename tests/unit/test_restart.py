@@ -17,9 +17,11 @@ from handles import a_handle
 
 from steercap import CaptureHandle, SteerModel
 from steercap.adapters.launch import Launch
+from steercap.captures.fetching import fetch_all
+from steercap.captures.lifecycle import Lifecycle
 from steercap.cli.engines import ModelOptions
 from steercap.concurrency.loops import OwnerLoop
-from steercap.errors import EngineDied, InvalidRequest, InvalidSetting, ModelClosed, ModelNotLoaded
+from steercap.errors import CaptureMemoryFull, EngineDied, InvalidRequest, InvalidSetting, ModelClosed, ModelNotLoaded
 from steercap.requests import serving as of_requests
 from steercap.requests.recompute import Recompute
 from steercap.server.server import ServerSettings, application
@@ -52,6 +54,37 @@ def test_rows_that_were_computed_again_say_so_in_their_file(tmp_path) -> None:
     found = handle.lifecycle.found
     handle.lifecycle.found = found._replace(receipt=replace(found.receipt, recomputed=True))
     assert CaptureHandle.load(handle.save(tmp_path / "b.safetensors")).receipt.recomputed
+
+
+@pytest.mark.parametrize("room", [1, 0])
+async def test_lost_rows_that_have_no_room_together_come_one_by_one(room) -> None:
+    """With overflow="error" a claim does not wait; each alone has the room that it had before."""
+    running, found = 0, a_handle().lifecycle.found
+
+    async def rows() -> Any:
+        nonlocal running
+        if running >= room:
+            raise CaptureMemoryFull("the arena is full")
+        running += 1
+        await asyncio.sleep(0.01)
+        running -= 1
+        return found
+
+    again = SimpleNamespace(place=None, rows=rows)
+    source = SimpleNamespace(
+        place=None,
+        recompute=again,
+        require_open=lambda: None,
+        give_back=lambda: None,
+        give_back_from_any_thread=lambda: None,
+    )
+    lost = [Lifecycle(f"lost {place}", source=source) for place in range(3)]
+    if not room:
+        with pytest.raises(CaptureMemoryFull, match=r"the arena is full \(and 2 other handles"):
+            await fetch_all(lost)
+        return
+    await fetch_all(lost)
+    assert all(one.require_here() is found for one in lost)
 
 
 async def test_rows_whose_request_is_refused_by_now_are_lost() -> None:
